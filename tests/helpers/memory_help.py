@@ -23,7 +23,7 @@ from phalanx.plan.model.model import ModelSpec, RouterSpec
 from phalanx.plan.moe.dispatch import dispatch_spec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
-from phalanx.simulate.step import activations as act
+from phalanx.simulate.memory import activations as act
 from phalanx.train.assembly import assemble
 from phalanx.train.setup.rank import DTYPES
 from phalanx.train.step.exact import exact_sums

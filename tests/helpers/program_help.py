@@ -19,7 +19,8 @@ from phalanx.plan.pipeline.boundary.edges import EdgePlan
 from phalanx.plan.pipeline.boundary.stage_edges import Activation, edges_for
 from phalanx.plan.pipeline.run import Pipeline, make_pipeline
 from phalanx.plan.pipeline.schedule.clock import Edge
-from phalanx.plan.program.step import Sizes, StepOptions, StepProgram, step_program
+from phalanx.plan.program.step import StepOptions, StepProgram, step_program
+from phalanx.plan.program.work import Sizes
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Counter, Exchange
 from phalanx.runtime.comm.groups import GroupCache, build_groups

@@ -16,7 +16,7 @@ from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
 from phalanx.plan.mapping.stage_foldings import StagedFolding
 from phalanx.runtime.comm.pacing import Pace
-from phalanx.simulate.hardware.calibration import TimedCollective, with_links
+from phalanx.simulate.calibration.fit import TimedCollective, with_links
 from phalanx.simulate.hardware.clusters import Hardware, load_hardware, parse_hardware
 from phalanx.simulate.hardware.collectives import GroupSpan, Network
 from phalanx.simulate.program.cost import ProgramOracle, kind_of

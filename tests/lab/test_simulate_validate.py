@@ -13,8 +13,8 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.core.errors import DataError
+from phalanx.plan.model.model import flops_per_token
 from phalanx.simulate.hardware.clusters import load_hardware
-from phalanx.simulate.mapping.shape import flops_per_token
 from phalanx_lab.publications.bars import bars_markdown, gains
 from phalanx_lab.publications.published import COLUMNS, data_file, read_rows
 from phalanx_lab.publications.published_mapping import mapping_of, measured_seconds
@@ -73,7 +73,7 @@ def test_table_3_ranking_and_memory(outcomes: tuple[Outcome, ...]) -> None:
     [("Mixtral-8x22B", 3.0), ("Llama3-8x70B", 2.8), ("Qwen2-57B-A14B", 3.7), ("Mixtral-8x22B-G8T8", 11.7)],
 )
 def test_size_of_the_folding_gain(outcomes: tuple[Outcome, ...], model: str, gain: float) -> None:
-    mfu = {o.row.method: o.mfu_pct for o in table3(outcomes) if o.row.shape.name == model}
+    mfu = {o.row.method: o.mfu_pct for o in table3(outcomes) if o.row.spec.name == model}
     found = (mfu["MCore w/ Folding"] or 0) - (mfu["MCore"] or 0)
     assert 0.5 * gain <= found <= 1.5 * gain
 
@@ -84,7 +84,7 @@ def test_calibration_leaves_no_trend_on_its_rows(outcomes: tuple[Outcome, ...]) 
         errors = [
             o.error
             for o in outcomes
-            if o.row.family.startswith("NVIDIA") and not o.row.shape.experts and o.row.precision == precision
+            if o.row.family.startswith("NVIDIA") and not o.row.spec.num_experts and o.row.precision == precision
         ]
         assert len(errors) > 30
         assert abs(statistics.median(e for e in errors if e is not None)) < 0.03
@@ -94,7 +94,7 @@ def test_roles_do_not_mix(outcomes: tuple[Outcome, ...]) -> None:
     result = report(outcomes)
     assert result["roles"]["calibration"]["rows"] + result["roles"]["validation"]["rows"] == result["rows"] == 300
     for o in outcomes:
-        assert (role(o.row) == "calibration") == (not o.row.shape.experts or "Grok" in o.row.shape.name)
+        assert (role(o.row) == "calibration") == (not o.row.spec.num_experts or "Grok" in o.row.spec.name)
     assert set(result["families"]) == {o.row.family for o in outcomes}
     json.dumps(result)
 
@@ -106,7 +106,7 @@ def test_roles_do_not_mix(outcomes: tuple[Outcome, ...]) -> None:
 def test_published_rates_of_megascale_follow_from_their_steps(gpus: int, seconds: float, mfu: float) -> None:
     """65.3 % and 55.2 % of an A100 (NSDI 24, table 2), causal half counted; to 1 %."""
     row = next(r for r in read_rows(DATA) if r.source.startswith("MegaScale") and r.gpus == gpus and r.value == seconds)
-    flops = flops_per_token(row.shape, row.seq_len) * row.seq_len * row.global_batch / gpus
+    flops = flops_per_token(row.spec, row.seq_len) * row.seq_len * row.global_batch / gpus
     assert flops / seconds / 312e12 == pytest.approx(mfu, rel=0.01)
 
 
@@ -117,12 +117,12 @@ def test_published_rates_of_korthikanti_follow_from_their_steps() -> None:
         (a, b)
         for a in rows
         for b in rows
-        if a.shape == b.shape and a.metric == "MFU_pct" and "selective" in b.text and b.metric == "step_time_s"
+        if a.spec == b.spec and a.metric == "MFU_pct" and "selective" in b.text and b.metric == "step_time_s"
     ]
     assert len(pairs) == 4
     for rate, step in pairs:
         found = (
-            flops_per_token(rate.shape, rate.seq_len, convention="full")
+            flops_per_token(rate.spec, rate.seq_len, attention="full")
             * rate.seq_len
             * rate.global_batch
             / rate.gpus
@@ -136,7 +136,7 @@ def test_two_ways_to_say_the_same_rate() -> None:
     rows = {
         r.metric: r
         for r in read_rows(DATA)
-        if r.method == "MCore" and r.shape.name == "Mixtral-8x22B" and r.precision == "bf16"
+        if r.method == "MCore" and r.spec.name == "Mixtral-8x22B" and r.precision == "bf16"
     }
     a, b = (measured_seconds(rows[m]) for m in ("MFU_pct", "model_TFLOPS_per_GPU"))
     assert a == pytest.approx(b, rel=0.002)
@@ -213,7 +213,7 @@ def test_names_of_models_are_read_however_they_are_written(tmp_path: Path) -> No
     qwen = {"hidden": "4096", "layers": "94", "experts": "128", "topk": "8", "ffn": "1536"}
     for name in ("Qwen3-235B", "Qwen3-235B-A22B", "Qwen3 235B A22B"):
         (row,) = read_rows(written(tmp_path / "x.csv", model=name, **qwen))
-        assert row.shape.heads == 64 and row.shape.kv_heads == 4, name
+        assert row.spec.num_heads == 64 and row.spec.num_kv_heads == 4, name
     assert any("unknown model" in flag for flag in flags("Mixtral-8x22B", hidden="5120"))
     assert any("unknown model" in flag for flag in flags("M"))
 
@@ -262,7 +262,7 @@ def test_every_kind_of_hardware_can_be_validated(tmp_path: Path) -> None:
 
 
 def test_kendall_counts_pairs_of_one_job(outcomes: tuple[Outcome, ...]) -> None:
-    rows = sorted((o for o in table3(outcomes) if o.row.shape.name == "Qwen2-57B-A14B"), key=lambda o: o.measured)
+    rows = sorted((o for o in table3(outcomes) if o.row.spec.name == "Qwen2-57B-A14B"), key=lambda o: o.measured)
     assert kendall_tau(rows) == 1
     one = rows[0]
     assert kendall_tau([one]) is None

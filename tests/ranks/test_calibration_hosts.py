@@ -13,8 +13,8 @@ import pytest
 from phalanx.cli.calibration import _groups, _spans
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
-from phalanx.simulate.hardware.calibration import TimedAttention, TimedCollective, TimedProduct, TimedStream, calibrate
-from phalanx.simulate.hardware.calibration_hosts import HostRows, apart, combined, ranks_of_host
+from phalanx.simulate.calibration.fit import TimedAttention, TimedCollective, TimedProduct, TimedStream, calibrate
+from phalanx.simulate.calibration.hosts import HostRows, apart, combined, ranks_of_host
 from phalanx.simulate.hardware.clusters import parse_cluster
 from phalanx.simulate.hardware.collectives import GroupSpan, Network
 

@@ -20,7 +20,7 @@ from train_help import phalanx, train_args, write_text
 
 from phalanx.core.config import LaunchConfig, Recipe, ResilienceConfig
 from phalanx.core.errors import FinalError, PeerError, RunError
-from phalanx.core.recipe import recipe_problems
+from phalanx.core.rules import recipe_problems
 from phalanx.plan.recovery_choice import choose_recovery
 from phalanx.runtime.comm import devices
 from phalanx.runtime.comm.abortable import AbortableCall

@@ -17,11 +17,10 @@ from phalanx.plan.mapping.folding import Folding, make_folding
 from phalanx.plan.model.model import ModelSpec
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.processes import allocator
-from phalanx.simulate.hardware import kernel_facts as facts
+from phalanx.simulate.memory import activations as act, kernel_facts as facts
+from phalanx.simulate.memory.balance import Balance, expected_balance, most_uneven
+from phalanx.simulate.memory.generated import generated_code, num_expert_sizes
 from phalanx.simulate.memory.memory import TERMS, estimate_memory
-from phalanx.simulate.step import activations as act
-from phalanx.simulate.step.balance import Balance, expected_balance, most_uneven
-from phalanx.simulate.step.generated import generated_code, num_expert_sizes
 from phalanx.train import build, loop
 from phalanx.train.setup import machine
 from phalanx.train.step.transaction import train_step

@@ -13,11 +13,12 @@ from program_help import SEQ_LEN, SEQUENCES, TINY, Run, recorded, with_router
 from test_program_runs import CONTEXT, FULL, GATED, LATENT, PADDED
 
 from phalanx.plan.mapping.folding import Folding, make_folding
+from phalanx.plan.model.model import flops_per_token
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.program.ops import Op
-from phalanx.plan.program.step import Sizes, StepOptions, StepProgram, step_program
+from phalanx.plan.program.step import StepOptions, StepProgram, step_program
+from phalanx.plan.program.work import Sizes
 from phalanx.simulate.hardware.cost import Cost
-from phalanx.simulate.mapping.shape import flops_per_token, shape_of
 from phalanx.simulate.program.clock import OpSpan, ProgramTimeline, run_programs
 from ranks import run_ranks
 
@@ -107,7 +108,7 @@ def test_flops_are_those_of_the_model(recompute: str) -> None:
         scores = sum(op.flops for op in ops if "attention.core" in op.id and op.phase == "bwd")
         found -= scores / 2.5 * 0.5  # the backward pass of attention computes scores again
         tokens = 2 * SEQUENCES * SEQ_LEN * folding.dp
-        assert found == pytest.approx(tokens * flops_per_token(shape_of(TINY), SEQ_LEN, convention="causal"), rel=1e-9)
+        assert found == pytest.approx(tokens * flops_per_token(TINY, SEQ_LEN, attention="causal"), rel=1e-9)
 
 
 @pytest.mark.unit

@@ -13,10 +13,10 @@ from phalanx.kernels.cpu import block_attention
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.runtime.pipeline import boundary
-from phalanx.simulate.hardware import kernel_facts as facts
-from phalanx.simulate.step import activations as act
-from phalanx.simulate.step.balance import expected_balance, most_uneven, plain_shares
-from phalanx.simulate.step.passes import RankPasses, pass_moments
+from phalanx.simulate.memory import kernel_facts as facts
+from phalanx.simulate.memory import activations as act
+from phalanx.simulate.memory.balance import expected_balance, most_uneven, plain_shares
+from phalanx.simulate.memory.passes import RankPasses, pass_moments
 from phalanx_lab.bench.memory.foldings import (
     CASES,
     Case,

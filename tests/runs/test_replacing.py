@@ -35,7 +35,8 @@ from phalanx.train.placement import rebalancer as replacing
 from phalanx.train.build import make_parts
 from phalanx.train.step_hook import NOWHERE
 from phalanx.train.setup.machine import MemoryMeter
-from phalanx.train.placement.rebalancer import Rebalancer, placement_in_use
+from phalanx.train.placement.rebalancer import Rebalancer
+from phalanx.train.placement.expert_figures import placement_in_use
 from phalanx.train.setup.run_folder import RunFolder
 from phalanx.train.setup.rank import Rank
 from phalanx.train.step.transaction import StepParts, commit_step, publish, reduce_step

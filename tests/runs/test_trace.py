@@ -32,7 +32,7 @@ from phalanx.observe.recorded.lanes import read_recording
 from phalanx.observe.metrics import samples
 from phalanx.observe.recorded.trace import perfetto_trace
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.program.step import op_id
+from phalanx.plan.program.ops import op_id
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Message
 from phalanx.runtime.comm.groups import Axis, GroupCache

@@ -57,7 +57,8 @@ from phalanx.verify.setups import (
     small_model,
 )
 from phalanx.verify.store import load_outline, load_reference, save_reference
-from phalanx_lab.faults.faults import FAULTS, Fault, fault_named
+from phalanx_lab.faults.faults import FAULTS, fault_named
+from phalanx_lab.faults.faults import Fault
 from train_help import phalanx as program_in_time
 
 

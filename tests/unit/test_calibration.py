@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
-from phalanx.simulate.hardware.calibration import (
+from phalanx.simulate.calibration.fit import (
     Calibration,
     Measurements,
     TimedAttention,

@@ -19,7 +19,8 @@ from phalanx.cli import lab, metrics as metrics_command, settings as settings_co
 from phalanx.cli.main import COMMANDS, help_text, main
 from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.errors import ConfigError, Problem, RunError
-from phalanx.core.recipe import EFFECTS, describe_settings
+from phalanx.core.rules import EFFECTS
+from phalanx.core.settings import describe_settings
 from phalanx.data.cache import ensure_folder, silent, write_atomically
 from phalanx.observe.event_log import JsonlSink
 from phalanx.observe.metrics import METRICS

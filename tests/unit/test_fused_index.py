@@ -13,6 +13,7 @@ from phalanx.core.errors import RunError
 from phalanx.kernels.triton import index as fused_index
 from phalanx.kernels.triton.tiles import check_status, new_status
 from phalanx.plan.moe.overlap.fused.device import EMPTY, SecondCost, division, part_of, predicted_s
+from phalanx.runtime.moe.overlap_lists import outgoing
 
 
 def slots_of(rng: np.random.Generator, tokens: int, top_k: int, experts: int) -> np.ndarray:
@@ -49,6 +50,23 @@ def test_the_device_builds_what_the_plan_says(seed: int) -> None:
     }
     plan = arrange(comes, **how)
     assert_twins(plan, fused_index.arrange(torch.from_numpy(comes), **how))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_entries_of_tiles_in_order_of_slots_travel_in_the_same_order(seed: int) -> None:
+    """Lists that the host sizes and parts (`runtime/moe/overlap_lists.py`) follow the rule of the device where no tile is moved: one order, two executors."""
+    rng = np.random.default_rng(seed)
+    ranks, slots, tokens, top_k = 3, 4, 25, 3
+    sent = slots_of(rng, tokens, top_k, ranks * slots)
+    plan = going(sent, ranks=ranks, slots_per_rank=slots, capacity=tokens)
+    lists = []
+    for rank in range(ranks):
+        mine = [pair for pair in range(tokens * top_k) if sent.flat[pair] // slots == rank and sent.flat[pair] != EMPTY]
+        pairs = torch.tensor(sorted(mine, key=lambda pair: (sent.flat[pair], pair // top_k)), dtype=torch.int64)
+        lists.append((pairs, [len(pairs)], None))
+    found = outgoing(lists, top_k, num_tokens=tokens, per_token=True)
+    for one, tokens_C, count in zip(found, plan.token_of_entry_PC, plan.counts_P, strict=True):
+        assert one.tokens_going.tolist() == tokens_C[:count].tolist()
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from step_without_clock import fullest_bytes
 
 from phalanx.cli.main import main
 from phalanx.cli.predicting.goodput import goodput
@@ -32,9 +33,8 @@ from phalanx.simulate.failures.goodput_slow import slow_hosts
 from phalanx.simulate.failures.slow_step import with_stragglers
 from phalanx.simulate.hardware.clusters import parse_cluster
 from phalanx.simulate.mapping.mapping import Job, Mapping
-from phalanx.simulate.mapping.shape import shape_of
 from phalanx.simulate.mapping.slow_ranks import Stragglers
-from phalanx.simulate.step.device_memory import fullest_bytes, usable_bytes
+from phalanx.simulate.step.device_memory import usable_bytes
 from phalanx.simulate.step.timing import Prediction, predict
 
 pytestmark = pytest.mark.unit
@@ -116,7 +116,7 @@ def left_of(p: Prediction, name: str, **resilience: float) -> HostsLeft:
 )
 def test_the_rule_of_a_run_says_who_is_put_out(pp: int, factor: float, gone: tuple[int, ...], kept: str) -> None:
     """Hosts 3 and 1 of 16 are 1.5 and 1.1 times as slow. Where the others would make no mapping with all of them (tp 2 x pp 8), nobody goes."""
-    job = Job(shape=shape_of(PRESETS["mixtral-8x22b"]), seq_len=4096, global_batch=256)
+    job = Job(spec=PRESETS["mixtral-8x22b"], seq_len=4096, global_batch=256)
     mapping = Mapping(folding=Folding(world=128, tp=2, pp=pp, ep=8))
     p = predict(job, mapping, parse_cluster("h100x128"), most_microbatches=4)
     stragglers = Stragglers(hosts=((3, 1.5), (1, 1.1)))
@@ -133,7 +133,7 @@ def test_the_rule_of_a_run_says_who_is_put_out(pp: int, factor: float, gone: tup
 
 
 def small(world: int, **degrees: int) -> Prediction:
-    job = Job(shape=shape_of(PRESETS["mixtral-8x7b"]), seq_len=4096, global_batch=32)
+    job = Job(spec=PRESETS["mixtral-8x7b"], seq_len=4096, global_batch=32)
     return predict(job, Mapping(folding=Folding(world=world, **degrees)), parse_cluster(f"h100x{world}"))
 
 

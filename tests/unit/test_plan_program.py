@@ -14,7 +14,8 @@ from phalanx.plan.mapping.folding import Folding, legal_foldings, make_folding
 from phalanx.plan.model.model import PRESETS, ModelSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.pipeline.run import make_pipeline
-from phalanx.plan.program.step import Op, StepOptions, StepProgram, op_id, step_program
+from phalanx.plan.program.ops import Op, op_id
+from phalanx.plan.program.step import StepOptions, StepProgram, step_program
 
 TINY = dataclasses.replace(PRESETS["tiny"], shared_ffn=16)
 

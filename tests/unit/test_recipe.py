@@ -10,7 +10,9 @@ from phalanx.cli.train import Request, read_recipe
 from phalanx.core.config import Recipe, RouterConfig, TrainConfig
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.processor import MULTIPLIES_BF16, Processor
-from phalanx.core.recipe import EFFECTS, LIMITS, describe_settings, load_recipe, native_dtype, recipe_problems
+from phalanx.core.recipe import load_recipe, native_dtype
+from phalanx.core.rules import EFFECTS, LIMITS, recipe_problems
+from phalanx.core.settings import describe_settings
 from phalanx.plan.recipe import run_problems
 
 pytestmark = pytest.mark.unit

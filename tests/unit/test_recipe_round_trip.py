@@ -8,17 +8,9 @@ from hypothesis import assume, example, given, settings, strategies as st
 from tiers import times
 
 from phalanx.core.config import CheckpointConfig, DataConfig, OptimConfig, Recipe, RunConfig
-from phalanx.core.recipe import (
-    LIMITS,
-    Setting,
-    describe_settings,
-    dump_recipe,
-    inert_settings,
-    load_recipe,
-    recipe_problems,
-    value_of,
-)
-from phalanx.core.settings import section_docs, sections
+from phalanx.core.recipe import dump_recipe, load_recipe
+from phalanx.core.rules import LIMITS, inert_settings, recipe_problems, value_of
+from phalanx.core.settings import Setting, describe_settings, section_docs, sections
 
 pytestmark = pytest.mark.unit
 SETTINGS = {s.name: s for s in describe_settings()}

@@ -18,7 +18,6 @@ from phalanx.simulate.failures.recovery_time import (
     PHASES,
     Constants,
     RecoveryWork,
-    constants_problems,
     notice_share,
     num_groups,
     recovery_time,
@@ -148,12 +147,6 @@ def test_a_step_of_fewer_ranks() -> None:
     assert step_after(1.0, samples=8, before=four, after=three, cores=2) == pytest.approx(1.0)  # the cores were busy
     assert step_after(1.0, samples=8, before=four, after=one, cores=2) == pytest.approx(2.0)
     assert step_after(1.0, samples=8, before=four, after=three, cores=8) == pytest.approx(3 / 2)  # 3, 3 and 2 of them
-
-
-def test_constants_that_cannot_be() -> None:
-    assert not constants_problems(NOTHING)
-    wrong = replace(NOTHING, trip_s=-1.0, cores=0.0, sum_s=math.nan)
-    assert {p.where for p in constants_problems(wrong)} == {"recovery.trip_s", "recovery.cores", "recovery.sum_s"}
 
 
 def test_all_runs_have_a_prediction(tmp_path: Path) -> None:

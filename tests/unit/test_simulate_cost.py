@@ -11,7 +11,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.simulate.hardware.clusters import at, known_hardware, load_hardware, parse_cluster, parse_hardware
 from phalanx.simulate.hardware.collectives import GroupSpan, Network, distinct, span_of
 from phalanx.simulate.hardware.cost import Oracle
-from phalanx.simulate.hardware.routing import RouterModel
+from phalanx.simulate.mapping.routing import RouterModel
 
 pytestmark = pytest.mark.unit
 H100 = load_hardware("h100")
@@ -208,7 +208,6 @@ def test_more_bytes_and_slower_links_never_help(size: float, span: GroupSpan, fa
     for call in (
         lambda net, s, sp: net.all_gather(s, sp),
         lambda net, s, sp: net.all_reduce(s, sp),
-        lambda net, s, sp: net.hierarchical_all_gather(s, sp),
         lambda net, s, sp: net.all_to_all(s, sp),
         lambda net, s, sp: net.all_to_all_dedup(s, sp, top_k=8, num_experts=256),
     ):

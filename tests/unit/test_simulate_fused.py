@@ -26,9 +26,8 @@ from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resol
 from phalanx.simulate.hardware.clusters import Hardware, load_hardware, parse_cluster
 from phalanx.simulate.hardware.collectives import Network
 from phalanx.simulate.hardware.cost import Oracle
-from phalanx.simulate.hardware.routing import RouterModel
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
-from phalanx.simulate.mapping.shape import shape_of
+from phalanx.simulate.mapping.routing import RouterModel
 from phalanx.simulate.program.recipe import programs_of_recipe
 from phalanx.simulate.search.space import fuses
 from phalanx.simulate.step.block_time import Blocks
@@ -53,7 +52,7 @@ SLOWED = 132 / 100
 def experts(
     preset: str, *, hardware: Hardware = H100, seq_len: int = 16384, left_free: int | None = None
 ) -> FusedExperts:
-    job = Job(shape=shape_of(PRESETS[preset]), seq_len=seq_len, global_batch=8)
+    job = Job(spec=PRESETS[preset], seq_len=seq_len, global_batch=8)
     overlap = Overlap(dp=False, ep="fused", left_free=left_free)
     mapping = Mapping(folding=make_folding(world=8, ep=8), overlap=overlap, routing=RouterModel(kind="balanced"))
     return FusedExperts(job, mapping, Oracle(hardware), Network(hardware))
@@ -113,8 +112,10 @@ def test_multiprocessors_that_carry_rows_are_missing_elsewhere() -> None:
     """With links that take no time products take 132/116 as long; few messages do not pay for that, and one multiprocessor cannot carry many."""
     quick = replace(H100, inside_bytes_per_s=((2.0, 1e30),), inside_latency_s=1e-12, inside_half_bytes=1e-9)
     fused = experts("deepseek-v3", hardware=quick)
-    one, shape = fused.one(1.0, "forward"), fused.job.shape
-    second = fused.oracle.product(fused.tokens * shape.top_k, shape.hidden, shape.expert_ffn, groups=shape.experts // 8)
+    one, shape = fused.one(1.0, "forward"), fused.job.spec
+    second = fused.oracle.product(
+        fused.tokens * shape.top_k, shape.hidden, shape.expert_ffn, groups=shape.num_experts // 8
+    )
     assert one.seconds - one.compute_s == pytest.approx((fused.again_s() + second) * 16 / 116)
     few = experts("mixtral-8x22b").one(1.0, "forward")
     assert few.seconds > few.compute_s + few.messages_s

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.cli.predicting.arguments import shape_named
+from phalanx.cli.predicting.arguments import model_named
 from phalanx.core.config import PipelineConfig, Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import dump_recipe, load_recipe
@@ -20,17 +20,16 @@ from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.plan.recipe import run_problems
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import load_hardware, parse_cluster
-from phalanx.simulate.hardware.routing import RouterModel
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
-from phalanx.simulate.mapping.shape import shape_of
+from phalanx.simulate.mapping.models import known_models
+from phalanx.simulate.mapping.routing import RouterModel
+from phalanx.simulate.memory.activations import Local
 from phalanx.simulate.search.best import search
 from phalanx.simulate.search.space import Space, overlaps, pairs_pass
 from phalanx.simulate.search.to_recipe import recipe_of_mapping
-from phalanx.simulate.step.activations import Local
 from phalanx.simulate.step.device_memory import memory_of, parameters_of_rank
 from phalanx.simulate.step.stage_layers import contents, layers_of_stages, ranks_of_stages
 from phalanx.simulate.step.timing import Prediction, predict
-from phalanx_lab.publications.published import known_models
 
 pytestmark = pytest.mark.unit
 QWEN = """
@@ -63,7 +62,7 @@ def mapped(tmp_path: Path, changes: dict[str, object], *, world: int = 64, devic
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3", "mixtral-8x22b", "olmoe-1b-7b", "qwen2-57b-a14b"])
 def test_layers_are_divided_as_a_run_divides_them(name: str) -> None:
     spec = PRESETS[name]
-    job = Job(shape=shape_of(spec), seq_len=4096, global_batch=64)
+    job = Job(spec=spec, seq_len=4096, global_batch=64)
     for pp, schedule, virtual in (
         (2, "1f1b", 1),
         (4, "interleaved_1f1b", 2),
@@ -82,9 +81,7 @@ def test_layers_are_divided_as_a_run_divides_them(name: str) -> None:
 
 def test_layers_that_a_recipe_gives_are_taken(tmp_path: Path) -> None:
     plain = mapped(tmp_path, PP)
-    assert (
-        layers_of_stages(Job(shape=shape_of(PRESETS["qwen3-30b-a3b"]), seq_len=4096, global_batch=256), plain)[-1] < 6
-    )
+    assert layers_of_stages(Job(spec=PRESETS["qwen3-30b-a3b"], seq_len=4096, global_batch=256), plain)[-1] < 6
     even = mapped(tmp_path, {**PP, "pipeline.layers": [6] * 8})
     assert even.stage_layers == (6,) * 8 and even.hash != plain.hash
 
@@ -161,7 +158,7 @@ def test_capacity_is_rows(tmp_path: Path) -> None:
 
 
 def test_capacity_bounds_the_load_of_a_learned_router() -> None:
-    job = Job(shape=shape_of(PRESETS["qwen3-30b-a3b"]), seq_len=4096, global_batch=64)
+    job = Job(spec=PRESETS["qwen3-30b-a3b"], seq_len=4096, global_batch=64)
     free = Mapping(folding=Folding(world=64, ep=64), routing=RouterModel(kind="learned"))
     load = free.load(job)
     capped = replace(free, drop=DispatchSpec(policy="drop", capacity_factor=1.05))
@@ -189,19 +186,18 @@ def test_padded_capacity_of_whole_micro_batches_is_what_ranks_send(degrees: dict
 
 @pytest.mark.parametrize("name", [*PRESETS, *known_models()])
 def test_a_recipe_is_of_the_model_that_was_searched_or_there_is_none(name: str) -> None:
-    shape = shape_named(name)
-    job = Job(shape=shape, seq_len=256, global_batch=16)
+    spec = model_named(name)
+    job = Job(spec=spec, seq_len=256, global_batch=16)
     recipe, reasons = recipe_of_mapping(job, Mapping(folding=Folding(world=1)))
     if recipe is None:
-        assert reasons and (shape.ffn_matrices != 3 or shape.vocab < 8192 or "no preset" in reasons[0]), reasons
+        assert reasons and (spec.ffn_matrices != 3 or spec.vocab < 8192 or "no preset" in reasons[0]), reasons
         return
-    again = shape_of(resolve_recipe(recipe))
-    fields = ["layers", "hidden", "heads", "vocab", "experts", "latent", "mtp", "tied"]
-    fields += ["top_k", "expert_ffn", "shared_ffn", "dense_layers"] if shape.experts else []
-    assert [getattr(again, f) for f in fields] == [getattr(shape, f) for f in fields]
-    assert again.moe_layers == shape.moe_layers
-    if shape.moe_layers < shape.layers:
-        assert again.dense_ffn == shape.dense_ffn
+    again = resolve_recipe(recipe)
+    fields = ["num_layers", "hidden", "num_heads", "vocab", "mla", "mtp_layers", "tied_embeddings", "num_moe_layers"]
+    fields += ["num_experts", "top_k", "expert_ffn", "shared_ffn"] if spec.num_moe_layers else []
+    assert [getattr(again, f) for f in fields] == [getattr(spec, f) for f in fields]
+    if spec.num_moe_layers < spec.num_layers:
+        assert again.dense_ffn == spec.dense_ffn
 
 
 def test_most_models_have_a_recipe() -> None:
@@ -209,11 +205,11 @@ def test_most_models_have_a_recipe() -> None:
         name
         for name in known_models()
         if recipe_of_mapping(
-            Job(shape=shape_named(name), seq_len=256, global_batch=16), Mapping(folding=Folding(world=1))
+            Job(spec=model_named(name), seq_len=256, global_batch=16), Mapping(folding=Folding(world=1))
         )[0]
         is None
     ]
-    assert all(shape_named(name).ffn_matrices != 3 for name in none), none
+    assert all(model_named(name).ffn_matrices != 3 for name in none), none
 
 
 @pytest.mark.parametrize(
@@ -228,14 +224,14 @@ def test_most_models_have_a_recipe() -> None:
     ],
 )
 def test_what_no_recipe_says_is_told(changes: dict[str, object], word: str) -> None:
-    job = Job(shape=shape_of(PRESETS["mixtral-8x7b"]), seq_len=4096, global_batch=64)
+    job = Job(spec=PRESETS["mixtral-8x7b"], seq_len=4096, global_batch=64)
     mapping = replace(Mapping(folding=Folding(world=8, ep=8)), **changes)  # type: ignore[arg-type]
     recipe, reasons = recipe_of_mapping(job, mapping)
     assert recipe is None and any(word in reason for reason in reasons), reasons
 
 
 def test_what_recipes_say_comes_back() -> None:
-    job = Job(shape=shape_of(PRESETS["mixtral-8x7b"]), seq_len=4096, global_batch=64)
+    job = Job(spec=PRESETS["mixtral-8x7b"], seq_len=4096, global_batch=64)
     plain = Mapping(folding=make_folding(world=16, pp=2, ep=8), routing=RouterModel(kind="learned"))
     drop = DispatchSpec(policy="drop", capacity_factor=1.5, pad_to_capacity=True)
     for changes in (
@@ -277,7 +273,7 @@ def test_chunks_and_tiles_beside_pairs(tmp_path: Path) -> None:
 
 
 def test_processors_pair_passes_and_are_not_elastic_unasked(tmp_path: Path) -> None:
-    job = Job(shape=shape_of(PRESETS["laptop"]), seq_len=256, global_batch=32)
+    job = Job(spec=PRESETS["laptop"], seq_len=256, global_batch=32)
     pair = Mapping(folding=Folding(world=4, ep=4), overlap=Overlap(ep="pair"), routing=RouterModel(kind="learned"))
     recipe, reasons = recipe_of_mapping(job, pair, on_device=False)
     assert recipe is not None, reasons
@@ -315,7 +311,7 @@ def test_overlaps_are_those_that_a_recipe_can_say() -> None:
 
 
 def test_pairs_only_where_they_pay() -> None:
-    job = Job(shape=shape_of(PRESETS["laptop"]), seq_len=256, global_batch=32)
+    job = Job(spec=PRESETS["laptop"], seq_len=256, global_batch=32)
     processors = replace(load_hardware("h100"), sms=None, threads=1)
     pair = Mapping(folding=make_folding(world=4, pp=4), overlap=Overlap(ep="pair"))
     assert not pairs_pass(pair, ("1f1b", 1), job, processors)  # plain 1F1B has no slack
@@ -326,7 +322,7 @@ def test_pairs_only_where_they_pay() -> None:
 
 def test_chunks_cost_latencies_and_weights() -> None:
     """Where nothing is left to hide, more chunks are slower: each reads all weights."""
-    job = Job(shape=shape_of(PRESETS["qwen3-30b-a3b"]), seq_len=512, global_batch=64)
+    job = Job(spec=PRESETS["qwen3-30b-a3b"], seq_len=512, global_batch=64)
     plain = Mapping(folding=Folding(world=8, ep=8))
     cluster = parse_cluster("h100x8")
     parts = [predict(job, replace(plain, overlap=Overlap(ep="chunks", chunks=n)), cluster).step.parts for n in (2, 16)]
@@ -334,7 +330,7 @@ def test_chunks_cost_latencies_and_weights() -> None:
 
 
 def test_the_front_says_how_far_it_is_whole() -> None:
-    job = Job(shape=replace(shape_of(PRESETS["mixtral-8x22b"]), layers=8), seq_len=4096, global_batch=32)
+    job = Job(spec=replace(PRESETS["mixtral-8x22b"], num_layers=8), seq_len=4096, global_batch=32)
     cluster, space = parse_cluster("h100x16"), Space(ep_overlaps=("none",), micro_batches=(1,))
     few, every = (search(job, cluster, space=space, keep=keep) for keep in (2, 1000))
     assert few.pareto_until_s < every.pareto_until_s == float("inf")
@@ -346,11 +342,11 @@ def test_the_front_says_how_far_it_is_whole() -> None:
     ("pp", "schedule", "virtual"), [(1, "1f1b", 1), (2, "zbv", 2), (2, "dualpipev", 2), (2, "1f1b", 1)]
 )
 def test_a_tied_table_is_held_once_where_both_ends_are_on_a_rank(pp: int, schedule: str, virtual: int) -> None:
-    shape = replace(shape_of(PRESETS["qwen3-30b-a3b"]), tied=True)
-    job = Job(shape=shape, seq_len=4096, global_batch=64)
+    spec = replace(PRESETS["qwen3-30b-a3b"], tied_embeddings=True)
+    job = Job(spec=spec, seq_len=4096, global_batch=64)
     mapping = Mapping(folding=make_folding(world=pp, pp=pp), schedule=schedule, virtual=virtual)
     ends = [content.tables(tied=True) for content in contents(job, mapping)]
     assert ends == ([1] if pp == 1 else [1, 0] if virtual == 2 else [1, 1])
     held = sum(sum(parameters_of_rank(job, mapping, content)) for content in contents(job, mapping))
-    assert held == pytest.approx(shape.num_params + (sum(ends) - 1) * shape.table_params, rel=1e-3)
+    assert held == pytest.approx(spec.num_params + (sum(ends) - 1) * spec.vocab * spec.hidden, rel=1e-3)
     assert len(memory_of(job, mapping)) == pp

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+from step_without_clock import fullest_bytes
 
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.model.model import PRESETS
@@ -11,12 +12,11 @@ from phalanx.plan.pipeline.schedule.clock import simulate, uniform_costs
 from phalanx.plan.pipeline.schedule.make import SCHEDULES, make_schedule
 from phalanx.simulate.hardware.clusters import GpuCluster, parse_cluster
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
-from phalanx.simulate.mapping.shape import shape_of
 from phalanx.simulate.search.best import search
-from phalanx.simulate.search.quick import Quick
 from phalanx.simulate.search.space import Space, foldings, micro_batches, overlaps, pipelines
 from phalanx.simulate.step.bubble import bubble_share, idle_passes
-from phalanx.simulate.step.device_memory import fullest_bytes, usable_bytes
+from phalanx.simulate.step.device_memory import usable_bytes
+from phalanx.simulate.step.quick import QuickPredictor
 from phalanx.simulate.step.timing import predict_many
 
 pytestmark = pytest.mark.unit
@@ -24,9 +24,9 @@ WHOLE = 10**6
 """Micro-batches for each pipeline rank on a clock: all."""
 SPACE = Space(ep_overlaps=("none",), recomputes=("none",), micro_batches=(1,), most_virtual=4)
 CASES = {
-    "mixtral, 16 layers on 32": (Job(shape=replace(shape_of(PRESETS["mixtral-8x22b"]), layers=16), seq_len=4096, global_batch=32), parse_cluster("h100x32")),
-    "mixtral, 12 layers on 16": (Job(shape=replace(shape_of(PRESETS["mixtral-8x22b"]), layers=12), seq_len=4096, global_batch=16), parse_cluster("h100x16")),
-    "deepseek, 8 layers on 32": (Job(shape=replace(shape_of(PRESETS["deepseek-v3"]), layers=8), seq_len=4096, global_batch=32), parse_cluster("h100x32")),
+    "mixtral, 16 layers on 32": (Job(spec=replace(PRESETS["mixtral-8x22b"], num_layers=16), seq_len=4096, global_batch=32), parse_cluster("h100x32")),
+    "mixtral, 12 layers on 16": (Job(spec=replace(PRESETS["mixtral-8x22b"], num_layers=12), seq_len=4096, global_batch=16), parse_cluster("h100x16")),
+    "deepseek, 8 layers on 32": (Job(spec=replace(PRESETS["deepseek-v3"], num_layers=8), seq_len=4096, global_batch=32), parse_cluster("h100x32")),
 }  # fmt: skip
 """Few samples for each rank, so that gradients and the ends of pipelines weigh."""
 
@@ -37,7 +37,7 @@ def every_choice(job: Job, cluster: GpuCluster) -> dict[Mapping, float]:
         mapping
         for folding in foldings(job, cluster.world)
         for micro in micro_batches(job, folding, SPACE)
-        for schedule, virtual in pipelines(job.shape.layers, folding.pp, SPACE)
+        for schedule, virtual in pipelines(job.spec.num_layers, folding.pp, SPACE)
         for recompute in SPACE.recomputes
         for overlap in overlaps(Overlap(), folding, SPACE, cluster.hardware)
         for mapping in (
@@ -77,7 +77,7 @@ def test_what_a_search_finds_is_what_every_choice_on_the_clock_says(case: str) -
     assert set(sorted(of_folding, key=lambda f: of_folding[f])[:5]) <= {p.uniform.folding for p in found.best}
     fastest = {p.uniform.folding: p.step.seconds for p in found.best}
     assert all(fastest[p.uniform.folding] <= p.step.seconds for p in found.variants)
-    quick, off = Quick(job, cluster), dict[str, list[float]]()
+    quick, off = QuickPredictor(job, cluster), dict[str, list[float]]()
     for mapping, seconds in every.items():
         off.setdefault(mapping.schedule, []).append(quick.seconds(mapping) / seconds - 1)
     for (

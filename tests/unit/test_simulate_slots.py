@@ -18,9 +18,9 @@ from phalanx.plan.placement.search.replicas import zipf_loads
 from phalanx.plan.recipe import run_problems
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import parse_cluster
-from phalanx.simulate.hardware.routing import RouterModel
-from phalanx.simulate.hardware.slots import ExpertSlots, RoutedRows, _bytes_of, expert_slots
-from phalanx.simulate.search.quick import Quick
+from phalanx.simulate.mapping.routing import RouterModel
+from phalanx.simulate.mapping.slots import ExpertSlots, RoutedRows, _bytes_of, expert_slots
+from phalanx.simulate.step.quick import QuickPredictor
 from phalanx.simulate.step.timing import Prediction, predict
 
 pytestmark = pytest.mark.unit
@@ -125,5 +125,5 @@ def resolve_of(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 def test_the_quick_way_counts_replicas_too(tmp_path: Path) -> None:
     p = predicted(tmp_path, resilience__slots_per_rank=8, resilience__mode="fast")
-    assert Quick(p.job, CLUSTER).seconds(p.mapping) == pytest.approx(p.step.seconds, rel=1e-9)
+    assert QuickPredictor(p.job, CLUSTER).seconds(p.mapping) == pytest.approx(p.step.seconds, rel=1e-9)
     assert slots_of(p).follows

@@ -19,16 +19,15 @@ from phalanx.plan.pipeline.schedule.make import SCHEDULES, make_schedule
 from phalanx.plan.pipeline.schedule.many import makespans
 from phalanx.simulate.failures.slow_step import with_stragglers
 from phalanx.simulate.hardware.clusters import parse_cluster
-from phalanx.simulate.hardware.routing import RouterModel
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
-from phalanx.simulate.mapping.shape import shape_of
+from phalanx.simulate.mapping.routing import RouterModel
 from phalanx.simulate.mapping.slow_ranks import Stragglers, island_size, paces, parse_stragglers, straggler_problems
 from phalanx.simulate.step.block_time import COMMUNICATION
 from phalanx.simulate.step.timing import Pass, Prediction, predict, slowed
 
 pytestmark = pytest.mark.unit
 CLUSTER = parse_cluster("h100x64")
-QWEN = Job(shape=shape_of(PRESETS["qwen3-30b-a3b"]), seq_len=4096, global_batch=256)
+QWEN = Job(spec=PRESETS["qwen3-30b-a3b"], seq_len=4096, global_batch=256)
 EVEN = RouterModel(kind="balanced")
 
 
@@ -122,7 +121,7 @@ def test_a_pipeline_goes_at_the_pace_of_its_slow_stage(pp: int, stage: int) -> N
 
 def test_a_slow_rank_where_a_pipeline_has_time_costs_less() -> None:
     """The last stage has the head; a rank of the first has room before it is the slowest."""
-    job = Job(shape=shape_of(PRESETS["mixtral-8x22b"]), seq_len=4096, global_batch=256)
+    job = Job(spec=PRESETS["mixtral-8x22b"], seq_len=4096, global_batch=256)
     mapping = Mapping(folding=Folding(world=64, tp=2, pp=4, ep=8), stage_layers=(13, 14, 14, 15), routing=EVEN)
     plain = predict(job, mapping, CLUSTER)
     longer = [

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from step_without_clock import step_without_clock
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError
@@ -18,15 +19,16 @@ from phalanx.simulate.failures.recovery_cluster import host_lost
 from phalanx.simulate.failures.slow_step import with_stragglers
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import parse_cluster
-from phalanx.simulate.hardware.collectives import Network, span_from, span_of
+from phalanx.simulate.hardware.collectives import Network, span_of
 from phalanx.simulate.hardware.cost import Oracle
 from phalanx.simulate.mapping.mapping import Mapping
 from phalanx.simulate.mapping.slow_ranks import Stragglers, islands_of, paces
-from phalanx.simulate.mapping.stage_mappings import StagedMapping, edge_seconds
+from phalanx.simulate.mapping.stage_mappings import StagedMapping
 from phalanx.simulate.step.device_memory import parameters_of_rank
 from phalanx.simulate.step.replicas import ReplicaTraffic
 from phalanx.simulate.step.stage_layers import contents
-from phalanx.simulate.step.timing import Prediction, pass_costs, predict, step_time
+from phalanx.simulate.step.timing import Prediction, pass_costs, predict
+from phalanx.simulate.step.transfers import edge_seconds
 
 pytestmark = pytest.mark.unit
 TEXT = """
@@ -120,7 +122,7 @@ def test_where_the_first_rank_is_not_the_last_to_end_whoever_is_latest_counts(tm
         passes=p.step.microbatches,
     )
     first += replicas.optimizer(parameters_of_rank(p.job, p.mapping, content), Oracle(p.cluster.hardware, "bf16"))
-    quick = step_time(p.job, p.mapping, p.cluster, exact=False)  # without a clock
+    quick = step_without_clock(p.job, p.mapping, p.cluster)  # without a clock
     clocked, closed = (step.parts["dp"] + step.parts["optimizer"] for step in (p.step, quick))
     assert min(clocked, closed) > 1.01 * first
     assert closed == pytest.approx(clocked, rel=0.05)
@@ -194,11 +196,11 @@ def test_groups_that_begin_in_the_middle_of_a_host() -> None:
         for size, stride, world in ((8, 1, 16), (4, 2, 24), (2, 8, 16), (4, 4, 16), (5, 1, 15), (3, 2, 12), (6, 4, 24)):
             starts = [b + at for b in range(0, world, size * stride) for at in range(stride)]
             counted = max(len({(first + s + i * stride) // 8 for i in range(size)}) for s in starts)
-            span = span_from(size, stride, ranks_per_host=8, first=first, world=world)
+            span = span_of(size, stride, ranks_per_host=8, first=first, world=world)
             plain = span_of(size, stride, ranks_per_host=8)
             assert span.hosts == (plain.hosts if first % 8 == 0 else max(counted, plain.hosts))
             assert span.size >= size
-    assert span_from(8, 1, ranks_per_host=8, first=4, world=16).inside == 4
+    assert span_of(8, 1, ranks_per_host=8, first=4, world=16).inside == 4
 
 
 def test_a_stage_in_the_middle_of_a_host_exchanges_rows_between_hosts(tmp_path: Path) -> None:

@@ -15,16 +15,15 @@ from phalanx.plan.model.model import PRESETS
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import load_hardware, parse_cluster
 from phalanx.simulate.hardware.collectives import GroupSpan, Network
-from phalanx.simulate.hardware.routing import RouterModel, forced_loads
 from phalanx.simulate.mapping.mapping import Job, Mapping
-from phalanx.simulate.mapping.shape import shape_of
+from phalanx.simulate.mapping.routing import RouterModel, forced_loads
 from phalanx.simulate.step.device_memory import memory_of, parameters_of_rank
 from phalanx.simulate.step.replicas import ReplicaTraffic
 from phalanx.simulate.step.stage_layers import contents
 from phalanx.simulate.step.timing import predict
 
 pytestmark = pytest.mark.unit
-QWEN = Job(shape=shape_of(PRESETS["qwen3-30b-a3b"]), seq_len=4096, global_batch=64)
+QWEN = Job(spec=PRESETS["qwen3-30b-a3b"], seq_len=4096, global_batch=64)
 PLAIN = Mapping(folding=make_folding(world=16, ep=8))
 H100 = load_hardware("h100")
 
@@ -42,7 +41,7 @@ def test_what_was_predicted_before_is_predicted_still(
     model: str, degrees: dict[str, int], batch: int, seconds: float, peak: float
 ) -> None:
     mapping = Mapping(folding=make_folding(world=64, **degrees))
-    job = Job(shape=shape_of(PRESETS[model]), seq_len=4096, global_batch=batch)
+    job = Job(spec=PRESETS[model], seq_len=4096, global_batch=batch)
     found = predict(job, mapping, parse_cluster("h100x64"))
     assert (found.step.seconds, found.peak_bytes) == (pytest.approx(seconds, rel=1e-9), pytest.approx(peak, rel=1e-9))
 
@@ -64,8 +63,8 @@ def test_state_that_nobody_shares_is_whole_everywhere() -> None:
 def test_gathered_tokens_cost_what_gathers_cost() -> None:
     gathered = replace(PLAIN, dispatch="all_gather")
     one, other = (predict(QWEN, m, parse_cluster("h100x16")) for m in (PLAIN, gathered))
-    layers, rounds = QWEN.shape.moe_layers, PLAIN.num_microbatches(QWEN)
-    each = Network(H100).all_gather(4096 * 8 * QWEN.shape.hidden * 2, GroupSpan(8, 1))
+    layers, rounds = QWEN.spec.num_moe_layers, PLAIN.num_microbatches(QWEN)
+    each = Network(H100).all_gather(4096 * 8 * QWEN.spec.hidden * 2, GroupSpan(8, 1))
     assert other.step.parts["a2a_inside"] == pytest.approx(4 * layers * rounds * each)
     assert other.step.parts["experts"] == one.step.parts["experts"]
     assert other.peak_bytes > one.peak_bytes  # the tokens of all, there and back

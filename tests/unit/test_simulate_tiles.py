@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import pytest
 from overlap_clock import predict as clock
+from step_without_clock import step_without_clock
 
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.model.model import PRESETS
+from phalanx.plan.model.model import PRESETS, ModelSpec
 from phalanx.plan.moe.overlap.prediction.choose import SERIAL, compare
 from phalanx.plan.moe.overlap.prediction.cost import LayerShape, OverlapCost
 from phalanx.plan.moe.overlap.settings import CANDIDATES, FINE
@@ -19,14 +20,13 @@ from phalanx.simulate.from_recipe import mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import Hardware, load_hardware, parse_cluster
 from phalanx.simulate.hardware.collectives import GroupSpan, Network
 from phalanx.simulate.hardware.cost import Oracle
-from phalanx.simulate.hardware.routing import RouterModel
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
-from phalanx.simulate.mapping.shape import Shape, shape_of
+from phalanx.simulate.mapping.routing import RouterModel
 from phalanx.simulate.search.best import search
-from phalanx.simulate.search.quick import Quick
 from phalanx.simulate.search.space import Space, overlaps
 from phalanx.simulate.search.to_recipe import recipe_of_mapping
 from phalanx.simulate.step.block_time import Blocks, Ledger
+from phalanx.simulate.step.quick import QuickPredictor
 from phalanx.simulate.step.tile_layer import TiledExperts
 from phalanx.simulate.step.tile_time import (
     TILE_ROWS,
@@ -41,7 +41,6 @@ from phalanx.simulate.step.tile_time import (
     plan_of,
     wire_of,
 )
-from phalanx.simulate.step.timing import step_time
 
 pytestmark = pytest.mark.unit
 H100 = load_hardware("h100")
@@ -166,7 +165,7 @@ def test_put_off_weight_gradients_hide_nothing() -> None:
 
 # ---- in a layer, a step, a search -------------------------------------------------------------------------------------------------
 
-MIXTRAL = Job(shape=shape_of(PRESETS["mixtral-8x22b"]), seq_len=4096, global_batch=64)
+MIXTRAL = Job(spec=PRESETS["mixtral-8x22b"], seq_len=4096, global_batch=64)
 
 
 def layer_of(job: Job, mapping: Mapping, cluster: str) -> Ledger:
@@ -177,7 +176,7 @@ def layer_of(job: Job, mapping: Mapping, cluster: str) -> Ledger:
 @pytest.mark.parametrize("routing", ["balanced", "learned"])
 @pytest.mark.parametrize("model", ["mixtral-8x22b", "deepseek-v3"])
 def test_a_layer_is_the_clock_and_what_stands_around_it(model: str, routing: str) -> None:
-    job = replace(MIXTRAL, shape=shape_of(PRESETS[model]))
+    job = replace(MIXTRAL, spec=PRESETS[model])
     mapping = Mapping(
         folding=make_folding(world=8, ep=8),
         overlap=Overlap(ep="fine"),
@@ -201,15 +200,15 @@ def test_layers_that_send_nothing_are_not_cut() -> None:
 
 def test_tiles_are_searched_with_bounds_that_hold() -> None:
     cluster, space = parse_cluster("h800x16"), Space(ep_overlaps=("none", "tiles"), micro_batches=(1,))
-    job = replace(MIXTRAL, shape=replace(MIXTRAL.shape, layers=8), global_batch=16)
-    quick = Quick(job, cluster)
+    job = replace(MIXTRAL, spec=replace(MIXTRAL.spec, num_layers=8), global_batch=16)
+    quick = QuickPredictor(job, cluster)
     seen = 0
     for ep, etp in ((2, 1), (8, 1), (8, 2), (4, 4)):
         folding = make_folding(world=16, ep=ep, etp=etp)
         for overlap in overlaps(Overlap(), folding, space, cluster.hardware):
             mapping = Mapping(folding=folding, overlap=overlap)
             assert quick.bound(mapping) <= quick.seconds(mapping)
-            assert quick.seconds(mapping) == pytest.approx(step_time(job, mapping, cluster, exact=False).seconds)
+            assert quick.seconds(mapping) == pytest.approx(step_without_clock(job, mapping, cluster).seconds)
             seen += overlap.ep == "auto"
             assert quick.can_pay(mapping) or quick.seconds(mapping) >= quick.seconds(
                 replace(mapping, overlap=Overlap())
@@ -228,7 +227,7 @@ def test_more_than_128_ranks_on_devices_are_not_asked() -> None:
 def test_recipes_of_tiles_come_back(way: str) -> None:
     from phalanx.simulate.from_recipe import mapping_of_recipe, resolve_recipe
 
-    job = replace(MIXTRAL, shape=shape_of(PRESETS["mixtral-8x7b"]))
+    job = replace(MIXTRAL, spec=PRESETS["mixtral-8x7b"])
     mapping = Mapping(
         folding=make_folding(world=16, pp=2, ep=8),
         overlap=Overlap(ep=way.partition(":")[0], tiles=way.partition(":")[2]),  # type: ignore[arg-type]
@@ -247,8 +246,8 @@ def test_hidden_communication_is_near_comets() -> None:
 
     Theirs is one fused kernel, ours an operation for each part: within 15 points, and chunks (Tutel's: 68.6 %) are behind. Nothing was fitted to these figures.
     """
-    shape = Shape(name="comet", layers=1, hidden=4096, heads=32, kv_heads=8, head_dim=128, vocab=32000, experts=8, top_k=2, expert_ffn=14336, ffn_matrices=2)  # fmt: skip
-    job = Job(shape=shape, seq_len=2048, global_batch=8)
+    spec = ModelSpec(name="comet", num_layers=1, hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, vocab=32000, num_experts=8, top_k=2, expert_ffn=14336, ffn_matrices=2)  # fmt: skip
+    job = Job(spec=spec, seq_len=2048, global_batch=8)
     hardware = load_hardware("h800")
 
     def hidden(overlap: Overlap) -> float:
@@ -298,7 +297,7 @@ def test_recipes_that_leave_multiprocessors_come_back() -> None:
 def test_a_search_in_fp8_tries_no_tiles() -> None:
     """As where they are asked for by name: a default space would price their products at rates that no run of them has."""
     cluster, space = parse_cluster("h100x16"), Space(micro_batches=(1,), schedules=("1f1b",), recomputes=("none",))
-    job = replace(MIXTRAL, shape=replace(MIXTRAL.shape, layers=4), global_batch=16)
+    job = replace(MIXTRAL, spec=replace(MIXTRAL.spec, num_layers=4), global_batch=16)
     tried = {}
     for precision in ("bf16", "fp8"):
         found = search(job, cluster, precision=precision, space=space, keep=60)  # type: ignore[arg-type]

@@ -14,9 +14,9 @@ from phalanx.plan.recipe import run_problems
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import GpuCluster, known_hardware, load_hardware, parse_cluster
 from phalanx.simulate.hardware.cost import Oracle
-from phalanx.simulate.search.quick import Quick
 from phalanx.simulate.search.to_recipe import recipe_of_mapping
 from phalanx.simulate.step.device_memory import memory_of
+from phalanx.simulate.step.quick import QuickPredictor
 from phalanx.simulate.step.timing import Prediction, predict
 
 pytestmark = pytest.mark.unit
@@ -59,7 +59,7 @@ def test_bytes_double_and_products_go_at_their_own_rate(tmp_path: Path) -> None:
 
 def test_a_search_counts_the_same(tmp_path: Path) -> None:
     p = predicted(tmp_path, "float32")
-    quick = Quick(p.job, H100, "fp32")
+    quick = QuickPredictor(p.job, H100, "fp32")
     assert quick.seconds(p.mapping) == pytest.approx(p.step.seconds, rel=1e-9)
     recipe, reasons = recipe_of_mapping(p.job, p.mapping)
     assert recipe is not None and recipe.train.dtype == "float32", reasons

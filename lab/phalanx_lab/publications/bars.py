@@ -25,7 +25,7 @@ def gains(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
     """(printed, predicted) points of MFU that folding gains, by model."""
     by_model: dict[str, dict[str, Outcome]] = {}
     for o in table3(outcomes):
-        by_model.setdefault(o.row.shape.name, {})[o.row.method] = o
+        by_model.setdefault(o.row.spec.name, {})[o.row.method] = o
     return {
         model: (
             rows[FOLDED].row.value - rows[PLAIN].row.value,
@@ -62,7 +62,7 @@ def bars_markdown(outcomes: Sequence[Outcome], found: Sequence[Place]) -> str:
 
 
 def _place(p: Place) -> str:
-    name = p.outcome.row.shape.name
+    name = p.outcome.row.spec.name
     if p.place is None:
         return f"{name} beyond {p.kept}"
     return f"{name} {p.place} of {p.foldings:,}" + (f" ({p.behind:.1%} behind the first)" if p.behind else "")
@@ -79,7 +79,6 @@ def _swapped(rows: Sequence[Outcome]) -> str:
         and (a.measured - b.measured) * (a.prediction.step.seconds - b.prediction.step.seconds) < 0
     ]  # fmt: skip
     named = [
-        f"{a.row.shape.name}: {a.row.method} and {b.row.method}, {a.row.value:g} and {b.row.value:g} %"
-        for a, b in pairs
+        f"{a.row.spec.name}: {a.row.method} and {b.row.method}, {a.row.value:g} and {b.row.value:g} %" for a, b in pairs
     ]
     return f"; the other way round: {'; '.join(named)}" if named else "; no pair is the other way round"

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import DataError, Problem, nearest, raise_if
-from phalanx.simulate.mapping.models import known_models, shape_from
-from phalanx.simulate.mapping.shape import Convention, Shape
+from phalanx.plan.model.model import Convention, ModelSpec
+from phalanx.simulate.mapping.models import known_models, published_model
 
 COLUMNS = (
     "source", "model", "hidden", "layers", "experts", "topk", "ffn", "seq_len", "gpus", "gpu", "TP", "CP", "EP", "ETP", "PP", "VPP",
@@ -65,7 +65,7 @@ class Row:
     source: str
     family: str
     calibration: bool
-    shape: Shape
+    spec: ModelSpec
     seq_len: int
     global_batch: int
     micro_batch: int
@@ -87,8 +87,8 @@ class Row:
         """Rows with equal keys are ways to do the same job on the same machines."""
         return (
             self.source,
-            self.shape.name,
-            self.shape.layers,
+            self.spec.name,
+            self.spec.num_layers,
             self.seq_len,
             self.global_batch,
             self.gpus,
@@ -230,26 +230,26 @@ def _row(
     models: AnyMapping[str, dict[str, str]],
     facts: PublishedFacts,
 ) -> Row:
-    shape, flags = shape_from(entry, models)
+    spec, flags = published_model(entry, models)
     text = entry["where_read"]
     method = (m.group(1).strip() if (m := re.search(r"method=([^;,)]*)", text)) else "").split(" -> ")[0]
     found, convention_flags = _convention(text, entry["metric"])
     flags += convention_flags
     given = {k.lower(): v for k, v in degrees.items() if v is not None and k in ("TP", "CP", "EP", "ETP", "PP")}
     full = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, **given}
-    if shape.experts and "etp" not in full:
-        full["etp"] = _expert_tensor_parallel(full, int(entry["gpus"]), method, shape)
+    if spec.num_moe_layers and "etp" not in full:
+        full["etp"] = _expert_tensor_parallel(full, int(entry["gpus"]), method, spec)
         flags.append(f"ETP is blank: {full['etp']}")
     if degrees["micro_batch"] is None:
         flags.append("micro batch is blank: 1")
-    moe = "MoE" if shape.experts else "dense"
+    moe = "MoE" if spec.num_moe_layers else "dense"
     name = re.split(r" \(", entry["source"])[0]
     return Row(
         line=line,
         source=entry["source"],
         family=f"{name} {moe}",
-        calibration=not shape.experts or shape.name.startswith("Grok"),
-        shape=shape,
+        calibration=not spec.num_moe_layers or spec.name.startswith("Grok"),
+        spec=spec,
         seq_len=int(float(entry["seq_len"])),
         global_batch=int(float(entry["global_batch"])),
         micro_batch=degrees["micro_batch"] or 1,
@@ -281,10 +281,10 @@ def _convention(text: str, metric: str) -> tuple[Convention, list[str]]:
     return "causal", ["FLOPs convention not declared: causal half assumed"]
 
 
-def _expert_tensor_parallel(degrees: AnyMapping[str, int], gpus: int, method: str, shape: Shape) -> int:
+def _expert_tensor_parallel(degrees: AnyMapping[str, int], gpus: int, method: str, spec: ModelSpec) -> int:
     """Megatron-Core's default where ETP is not given: that of TP; a folded mapping has 1."""
     if "fold" in method.lower():
         return 1
     tp = degrees["tp"]
-    fits = gpus % (tp * degrees["ep"] * degrees["pp"]) == 0 and shape.expert_ffn % tp == 0
+    fits = gpus % (tp * degrees["ep"] * degrees["pp"]) == 0 and spec.expert_ffn % tp == 0
     return tp if fits else 1

@@ -10,17 +10,16 @@ import dataclasses
 import re
 
 from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.model.model import flops_per_token
 from phalanx.simulate.hardware.clusters import GpuCluster, load_hardware
-from phalanx.simulate.hardware.routing import RouterModel
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap, Recompute
-from phalanx.simulate.mapping.shape import flops_per_token
-from phalanx.simulate.step.stage_layers import even_layers
+from phalanx.simulate.mapping.routing import RouterModel
 from phalanx_lab.publications.published import Row
 
 
 def job_of(row: Row) -> Job:
     """What the row trained."""
-    return Job(shape=row.shape, seq_len=row.seq_len, global_batch=row.global_batch)
+    return Job(spec=row.spec, seq_len=row.seq_len, global_batch=row.global_batch)
 
 
 def cluster_of(row: Row) -> GpuCluster:
@@ -37,7 +36,7 @@ def measured_seconds(row: Row) -> float:
         return tokens / (row.value * row.gpus)
     if row.metric == "OOM":
         raise ValueError("a run out of memory has no step time")
-    flops = flops_per_token(row.shape, row.seq_len, convention=row.convention) * tokens / row.gpus
+    flops = flops_per_token(row.spec, row.seq_len, attention=row.convention) * tokens / row.gpus
     peak = load_hardware(row.hardware).bf16_flops_per_s
     return flops / (row.value / 100 * peak if row.metric == "MFU_pct" else row.value * 1e12)
 
@@ -88,7 +87,7 @@ def _base(row: Row) -> Mapping:
     stages = folding.pp * virtual if folding.pp > 1 else 1
     return Mapping(
         folding=folding,
-        stage_layers=even_layers(row.shape.layers, stages),
+        stage_layers=even_layers(row.spec.num_layers, stages),
         micro_batch=micro,
         schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
         virtual=virtual,
@@ -114,5 +113,16 @@ def _virtual(row: Row, folding: Folding) -> int:
         return row.virtual
     if row.facts.virtual != "layers":
         return 1
-    most = (row.shape.layers + 2) // folding.pp  # embedding and head may have stages of their own
-    return max(1, min(most, -(-row.shape.layers // folding.pp)))
+    most = (row.spec.num_layers + 2) // folding.pp  # embedding and head may have stages of their own
+    return max(1, min(most, -(-row.spec.num_layers // folding.pp)))
+
+
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Of stages, as Megatron-LM divides them: as even as can be by count; where that does not divide, fewer at the ends, which have embedding and head."""
+    size, more = divmod(layers, stages)
+    counts = [size] * stages
+    middle = [*range(1, stages - 1), 0, stages - 1] if stages > 2 else list(range(stages))
+    start = max(0, (len(middle) - 2 - more) // 2) if stages > 2 else 0
+    for i in range(more):
+        counts[middle[(start + i) % len(middle)]] += 1
+    return tuple(counts)

@@ -53,7 +53,7 @@ class Outcome:
             "line": row.line,
             "family": row.family,
             "role": role(row),
-            "model": row.shape.name,
+            "model": row.spec.name,
             "gpus": row.gpus,
             "seq_len": row.seq_len,
             "method": row.method,

@@ -33,7 +33,7 @@ class Place:
     def to_dict(self) -> dict[str, Any]:
         row = self.outcome.row
         return {
-            "line": row.line, "model": row.shape.name, "gpus": row.gpus, "precision": row.precision, "place": self.place,
+            "line": row.line, "model": row.spec.name, "gpus": row.gpus, "precision": row.precision, "place": self.place,
             "foldings": self.foldings, "behind": self.behind,
         }  # fmt: skip
 

@@ -101,7 +101,7 @@ def impossible(outcomes: Sequence[Outcome]) -> list[str]:
         reasons = [flag.removeprefix("impossible: ") for flag in o.flags if flag.startswith("impossible: ")]
         if o.prediction is None:
             out.append(
-                f"line {o.row.line}, {o.row.shape.name} on {o.row.gpus} ranks, cannot run so: {'; '.join(reasons)}"
+                f"line {o.row.line}, {o.row.spec.name} on {o.row.gpus} ranks, cannot run so: {'; '.join(reasons)}"
             )
     return out
 
@@ -110,7 +110,7 @@ def place_text(p: Place) -> str:
     """One search in words."""
     row, where = p.outcome.row, f"place {p.place}" if p.place else f"not among the first {p.kept}"
     behind = f", {p.behind:.1%} behind the first" if p.behind else ""
-    return f"line {row.line}, {row.shape.name} on {row.gpus} ranks in {row.precision}: the fastest published mapping is {where} of {p.foldings:,} foldings{behind}"
+    return f"line {row.line}, {row.spec.name} on {row.gpus} ranks in {row.precision}: the fastest published mapping is {where} of {p.foldings:,} foldings{behind}"
 
 
 def families_markdown(result: Mapping[str, Any]) -> str:
@@ -158,7 +158,7 @@ def rows_markdown(outcomes: Sequence[Outcome]) -> str:
 
 def _row(o: Outcome) -> tuple[str, ...]:
     row, p = o.row, o.prediction
-    head = (str(row.line), row.shape.name, str(row.gpus), row.method or row.precision)
+    head = (str(row.line), row.spec.name, str(row.gpus), row.method or row.precision)
     if p is None:
         return (*head, "impossible", f"{row.value:g} {row.metric}", "", "", "", "")
     memory = f"{p.peak_bytes / 1e9:.0f} GB" + ("" if p.fits else ", does not fit")
@@ -186,7 +186,7 @@ def picture(outcomes: Sequence[Outcome]) -> str:
             name=f"{what} rows",
             colour=colour,
             points=tuple(
-                (o.measured, o.prediction.step.seconds, f"{o.row.shape.name}, {o.row.gpus} ranks, {o.row.method}")
+                (o.measured, o.prediction.step.seconds, f"{o.row.spec.name}, {o.row.gpus} ranks, {o.row.method}")
                 for o in outcomes
                 if o.error is not None and o.prediction is not None and role(o.row) == what
             ),

@@ -14,7 +14,7 @@ from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_rate, format_seconds
 from phalanx.runtime.processes import StopRequest, WorldInfo, read_world, run_one, threads_per_rank, usable_cores
-from phalanx.simulate.hardware import Calibration, calibrate
+from phalanx.simulate.calibration import Calibration, calibrate
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """Times of this machine's operations, for `phalanx calibrate`: the kernels of a run on all ranks at once, then the links between them; or of all machines of a job.
 
 Ranks compute at the same time, as in training, each with its share of the cores; a row is the median over repeats, and of the ranks of a host the slowest's (of the hosts the median,
-`simulate/hardware/calibration_hosts.py`). Links are timed from a barrier to the end, with nothing else going on; ranks of several machines compare their clocks before each size.
+`simulate/calibration/hosts.py`). Links are timed from a barrier to the end, with nothing else going on; ranks of several machines compare their clocks before each size.
 Must never change: what is timed is what a run calls (`kernels/`, `runtime/comm/collectives.py`), not a stand-in for it.
 
 Legend: m rows, n and k the sides of a weight, S tokens of a sequence, A heads, D dim of a head.
@@ -33,7 +33,7 @@ from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.native import compiled_rows
 from phalanx.runtime.comm import Axis, Collectives, GroupCache, Message, Peers, own_group
 from phalanx.runtime.processes import StopRequest, WorldInfo, close_world, init_world, run_local, threads_per_rank
-from phalanx.simulate.hardware import (
+from phalanx.simulate.calibration import (
     HostRows,
     Measurements,
     TimedAttention,

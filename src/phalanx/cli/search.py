@@ -13,17 +13,17 @@ from typing import Any, get_args
 
 from rich.progress import Progress
 
-from phalanx.cli.predicting.arguments import shape_and_cluster
+from phalanx.cli.predicting.arguments import model_and_cluster
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.pictures import Series, plot
 from phalanx.plan.pipeline.schedule import SCHEDULES
-from phalanx.simulate.hardware import RouterModel
 from phalanx.simulate.mapping import (
     Job,
     Mapping,
+    RouterModel,
     parse_stragglers,
     straggler_problems,
 )
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(list(argv))
     for path in (args.json, args.svg, args.recipe):
         check_writable(path)
-    shape, cluster, problems = shape_and_cluster(args)
+    spec, cluster, problems = model_and_cluster(args)
     problems += [
         Problem(where=f"--{name}", value=value, rule="must be at least 1", hint="use 1 or more")
         for name, value in (("seq", args.seq), ("batch", args.batch), ("top", args.top), ("exact", args.exact))
@@ -70,12 +70,12 @@ def main(argv: Sequence[str]) -> int:
         problems.append(Problem(where="--ep-overlap", value="fused", rule=rule, hint="try tiles"))
     problems += straggler_problems(args.straggler or (), args.spread, cluster)
     raise_if(problems, ConfigError, subject="the arguments")
-    assert shape is not None and cluster is not None
+    assert spec is not None and cluster is not None
     begin = time.perf_counter()
     with Progress(transient=True) as bar:
         task = bar.add_task("mappings")
         result = search(
-            Job(shape=shape, seq_len=args.seq, global_batch=args.batch),
+            Job(spec=spec, seq_len=args.seq, global_batch=args.batch),
             cluster,
             space=_space(args),
             precision=args.precision,
@@ -154,7 +154,7 @@ def write_recipe(path: Path, result: SearchResult) -> tuple[bool, str]:
 def to_dict(result: SearchResult, *, seconds: float) -> dict[str, Any]:
     """What `--json` writes."""
     return {
-        "model": result.job.shape.name,
+        "model": result.job.spec.name,
         "cluster": result.cluster.name,
         "seconds": seconds,
         "foldings": result.num_foldings,
@@ -199,7 +199,7 @@ def describe(result: SearchResult, *, top: int, seconds: float) -> str:
     usable = usable_bytes(result.cluster.hardware)
     lines = [
         result.cluster.explain(),
-        f"{result.job.shape.name}, {result.job.global_batch} sequences of {result.job.seq_len}: {result.num_foldings:,} foldings, "
+        f"{result.job.spec.name}, {result.job.global_batch} sequences of {result.job.seq_len}: {result.num_foldings:,} foldings, "
         f"{result.tried:,} choices in {format_seconds(seconds)} ({result.evaluated:,} evaluated, {result.fitting:,} of them fit, "
         "the others cannot be among the best)",
         f"{'':>3} {'step':>9} {'MFU':>6} {'memory':>9}  best choice of each folding",
@@ -211,7 +211,7 @@ def describe(result: SearchResult, *, top: int, seconds: float) -> str:
         )
         lines.append(f"{'':>31}{reasons(result, p)}")
     first = result.best[0]
-    if first.uniform.routing.kind == "balanced" and result.job.shape.experts:
+    if first.uniform.routing.kind == "balanced" and result.job.spec.num_moe_layers:
         learned = predict(result.job, replace(first.uniform, routing=RouterModel(kind="learned")), result.cluster)
         lines.append(
             f"with even routing; the first under a learned router: {format_seconds(learned.step.seconds)}, "
@@ -251,6 +251,6 @@ def pareto_svg(result: SearchResult) -> str:
         ),
     ]
     title = (
-        f"{result.job.shape.name} on {result.cluster.name}: time against memory ({usable / 1e9:.0f} GB can be filled)"
+        f"{result.job.spec.name} on {result.cluster.name}: time against memory ({usable / 1e9:.0f} GB can be filled)"
     )
     return plot(series, title=title, x_name="step, s", y_name="fullest rank, GB")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
-from phalanx.core.recipe import EFFECTS, LIMITS, Setting, describe_settings
-from phalanx.core.settings import section_docs
+from phalanx.core.rules import EFFECTS, LIMITS
+from phalanx.core.settings import Setting, describe_settings, section_docs
 
 
 def main(argv: Sequence[str]) -> int:

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, cast
 from phalanx.cli.settings import settings_text
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.recipe import Dtype, describe_settings, load_recipe, native_dtype
+from phalanx.core.recipe import Dtype, load_recipe, native_dtype
+from phalanx.core.settings import describe_settings
 from phalanx.plan import choose_recovery, run_problems
 from phalanx.plan.recovery import wanted_ranks
 

@@ -13,32 +13,25 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.plan import equal_shares
 from phalanx.plan.layout import stage_params
-from phalanx.plan.mapping import Folding, parse_stages, resolve_mapping
+from phalanx.plan.mapping import Folding, StagedFolding, parse_stages, resolve_mapping
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.moe import DispatchSpec, rows_of_source
 from phalanx.plan.moe.overlap import parse_overlap
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import replicas_of
-from phalanx.simulate.hardware import (
-    ExpertSlots,
-    GpuCluster,
-    RoutedRows,
-    RouterModel,
-    expert_slots,
-    forced_loads,
-    span_from,
-    span_of,
-)
+from phalanx.simulate.hardware import GpuCluster, span_of
 from phalanx.simulate.mapping import (
     AnyMapping,
+    ExpertSlots,
     Job,
     Mapping,
     Overlap,
     Precision,
+    RoutedRows,
+    RouterModel,
     StagedMapping,
-    like_stage,
-    shape_of,
-    shares_of,
+    expert_slots,
+    forced_loads,
 )
 from phalanx.simulate.step import TILE_WAYS, fused_run_problems, run_layers, with_warmup
 
@@ -48,7 +41,7 @@ PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
 
 def job_of_recipe(recipe: Recipe, spec: ModelSpec) -> Job:
     """What the recipe trains."""
-    return Job(shape=shape_of(spec), seq_len=recipe.train.seq_len, global_batch=recipe.train.global_batch)
+    return Job(spec=spec, seq_len=recipe.train.seq_len, global_batch=recipe.train.global_batch)
 
 
 def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster | None = None) -> AnyMapping:
@@ -83,7 +76,7 @@ def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster
         return _of_folding(recipe, spec, folding, pipeline, micro_batch=t.micro_batch, slots=slots)
     stages = [
         _of_folding(
-            recipe, spec, like_stage(folding, place), pipeline, micro_batch=t.micro_batch // shares_of(folding, place)
+            recipe, spec, _like_stage(folding, place), pipeline, micro_batch=t.micro_batch // _shares_of(folding, place)
         )
         for place in range(folding.pp)
     ]
@@ -125,6 +118,17 @@ def _of_folding(
     )
 
 
+def _like_stage(folding: StagedFolding, place: int) -> Folding:
+    """A uniform pipeline of as many stages, all like that of `place`."""
+    stage, pp = folding.stages[place], folding.pp
+    return Folding(world=stage.world * pp, tp=stage.tp, cp=stage.cp, pp=pp, ep=stage.ep, etp=stage.etp)
+
+
+def _shares_of(folding: StagedFolding, place: int) -> int:
+    """Ranks of dp that divide the sequences of a micro-batch."""
+    return folding.stages[place].dp // folding.replicas
+
+
 def _tiles_across(recipe: Recipe, cluster: GpuCluster | None) -> list[Problem]:
     """Stages that exchange rows tile by tile among ranks that begin in the middle of a host and end on another: the plan's clock counts ranks from the first of a host."""
     kind = parse_overlap(recipe.dispatch.overlap).kind
@@ -135,7 +139,7 @@ def _tiles_across(recipe: Recipe, cluster: GpuCluster | None) -> list[Problem]:
     for index, (first, stage) in enumerate(zip(folding.first_ranks, folding.stages, strict=True)):
         size = stage.ep * stage.etp
         plain = span_of(size, 1, ranks_per_host=per_host)
-        if span_from(size, 1, ranks_per_host=per_host, first=first, world=stage.world) != plain:
+        if span_of(size, 1, ranks_per_host=per_host, first=first, world=stage.world) != plain:
             rule = f"is not modelled where {size} ranks that exchange rows begin in the middle of a host (folding.stages[{index}], rank {first})"
             problems.append(Problem(where="dispatch.overlap", value=kind, rule=rule, hint="serial or coarse:2"))
     return problems
@@ -220,7 +224,7 @@ def _drop(recipe: Recipe) -> DispatchSpec | None:
 def _given_layers(recipe: Recipe, spec: ModelSpec, pipeline: Pipeline) -> tuple[int, ...] | None:
     """Layers of the stages where they are others than those of a run that is told nothing."""
     counts = pipeline.stages.counts
-    return None if counts == run_layers(shape_of(spec), recipe.train.seq_len, len(counts)) else counts
+    return None if counts == run_layers(spec, recipe.train.seq_len, len(counts)) else counts
 
 
 def _not_modelled(recipe: Recipe, cluster: GpuCluster | None) -> list[Problem]:

@@ -28,7 +28,7 @@ from phalanx.core.units import format_seconds
 from phalanx.plan.reshard.cluster import ClusterSpec, read_rate
 from phalanx.runtime.processes.launch import run_local
 from phalanx.runtime.processes.world import read_world
-from phalanx.simulate.hardware.calibration import TimedCollective, with_links
+from phalanx.simulate.calibration.fit import TimedCollective, with_links
 from phalanx.simulate.hardware.clusters import Hardware, load_hardware
 from phalanx.simulate.program.clock import ProgramTimeline, programs_hash
 from phalanx.simulate.program.compare_run import MeasuredOp, compare

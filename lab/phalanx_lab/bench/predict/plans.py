@@ -25,7 +25,8 @@ from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.pipeline.boundary.stage_edges import Activation, edges_for
 from phalanx.plan.pipeline.run import Pipeline, make_pipeline
 from phalanx.plan.program.ops import Op
-from phalanx.plan.program.step import Sizes, StepOptions, StepProgram, step_program
+from phalanx.plan.program.step import StepOptions, StepProgram, step_program
+from phalanx.plan.program.work import Sizes
 from phalanx.simulate.hardware.clusters import Hardware
 from phalanx.simulate.hardware.cost import Cost
 from phalanx.simulate.program.clock import ProgramTimeline, run_programs

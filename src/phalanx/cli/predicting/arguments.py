@@ -5,14 +5,9 @@ from __future__ import annotations
 import argparse
 
 from phalanx.core.errors import ConfigError, Problem, nearest
-from phalanx.plan.model import PRESETS
+from phalanx.plan.model import PRESETS, ModelSpec
 from phalanx.simulate.hardware import GpuCluster, parse_cluster
-from phalanx.simulate.mapping import (
-    Shape,
-    known_models,
-    shape_from,
-    shape_of,
-)
+from phalanx.simulate.mapping import known_models, published_model
 
 
 def read_steps(text: str | None) -> tuple[int | None, int | None]:
@@ -29,24 +24,24 @@ def read_steps(text: str | None) -> tuple[int | None, int | None]:
     raise ConfigError([problem], subject="the arguments")
 
 
-def shape_and_cluster(args: argparse.Namespace) -> tuple[Shape | None, GpuCluster | None, list[Problem]]:
+def model_and_cluster(args: argparse.Namespace) -> tuple[ModelSpec | None, GpuCluster | None, list[Problem]]:
     """What `--model` and `--cluster` name, None where they name nothing, and why."""
-    shape, cluster, problems = None, None, list[Problem]()
+    spec, cluster, problems = None, None, list[Problem]()
     try:
-        shape = shape_named(args.model)
+        spec = model_named(args.model)
     except ConfigError as error:
         problems += error.problems
     try:
         cluster = parse_cluster(args.cluster)
     except ConfigError as error:
         problems += error.problems
-    return shape, cluster, problems
+    return spec, cluster, problems
 
 
-def shape_named(name: str) -> Shape:
-    """A preset's shape, or that of a published model. Raises `ConfigError`."""
+def model_named(name: str) -> ModelSpec:
+    """A preset, or a published model. Raises `ConfigError`."""
     if name in PRESETS:
-        return shape_of(PRESETS[name])
+        return PRESETS[name]
     models = known_models()
     found = next((key for key in models if key.lower() == name.lower()), None)
     if found is None:
@@ -65,4 +60,4 @@ def shape_named(name: str) -> Shape:
         "ffn": ffn,
         "TP": "1",
     }
-    return shape_from(entry, models)[0]
+    return published_model(entry, models)[0]

@@ -23,9 +23,7 @@ from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, group_names, p
 from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import ReplicaSettings, StageReplicas, replicas_of, stage_replicas
-from phalanx.simulate.hardware import PREPARE_BYTES
-from phalanx.simulate.memory import TERMS, MemoryEstimate, estimate_memory
-from phalanx.simulate.step import worst_balance
+from phalanx.simulate.memory import PREPARE_BYTES, TERMS, MemoryEstimate, estimate_memory, worst_balance
 from phalanx.train.setup import resolve_shape
 
 MEMINFO = Path("/proc/meminfo")

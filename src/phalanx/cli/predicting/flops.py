@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli.predicting.arguments import shape_and_cluster
+from phalanx.cli.predicting.arguments import model_and_cluster
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_count, format_rate, format_seconds
+from phalanx.plan.model import Convention, ModelSpec, flops_per_token
 from phalanx.simulate.hardware import GpuCluster
-from phalanx.simulate.mapping import Convention, Shape, flops_per_token
 
 CONVENTIONS: tuple[Convention, ...] = ("causal", "full")
 GIVEN = ("tokens", "tflops", "mfu", "step")
@@ -23,11 +23,11 @@ def flops(argv: Sequence[str]) -> int:
     """Print FLOPs a token, and every rate that follows from the one that is given."""
     args = _parser().parse_args(list(argv))
     check_writable(args.json)
-    shape, cluster, unknown = shape_and_cluster(args)
+    spec, cluster, unknown = model_and_cluster(args)
     problems = [*_problems(args), *unknown]
-    if problems or shape is None or cluster is None:
+    if problems or spec is None or cluster is None:
         raise ConfigError(problems, subject="the arguments")
-    result = rates(shape, cluster, args)
+    result = rates(spec, cluster, args)
     if args.json is not None:
         write_json(args.json, result)
     print(describe(result))
@@ -77,12 +77,12 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     return problems
 
 
-def rates(shape: Shape, cluster: GpuCluster, args: argparse.Namespace) -> dict[str, Any]:
+def rates(spec: ModelSpec, cluster: GpuCluster, args: argparse.Namespace) -> dict[str, Any]:
     """FLOPs of a token by convention, and, where a rate is given, all rates."""
-    per_token = {c: flops_per_token(shape, args.seq, convention=c) for c in CONVENTIONS}
+    per_token = {c: flops_per_token(spec, args.seq, attention=c) for c in CONVENTIONS}
     peak = cluster.hardware.bf16_flops_per_s
     result: dict[str, Any] = {
-        "model": shape.name,
+        "model": spec.name,
         "seq_len": args.seq,
         "cluster": cluster.name,
         "flops_per_token": per_token,

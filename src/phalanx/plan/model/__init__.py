@@ -13,6 +13,7 @@ from phalanx.core.faces import lazy
 if TYPE_CHECKING:
     from phalanx.plan.model.model import (
         PRESETS as PRESETS,
+        Convention as Convention,
         MlaSpec as MlaSpec,
         ModelSpec as ModelSpec,
         ParamSpec as ParamSpec,

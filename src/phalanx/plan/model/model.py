@@ -22,6 +22,9 @@ from phalanx.plan.model.rope import YarnSpec
 
 INIT_STD = 0.02
 
+Convention = Literal["causal", "full"]
+"""How FLOPs of attention are counted, and a figure names its own: the lower half of the scores (Megatron-LM since core 0.12), or all of them (Megatron-LM before, PaLM's appendix B)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
@@ -75,6 +78,8 @@ class ModelSpec:
     """The shared expert's output is multiplied by sigmoid(x . w), one weight vector per layer (Qwen2-MoE)."""
     dense_layers: int = 0
     dense_ffn: int = 0
+    ffn_matrices: Literal[2, 3] = 3
+    """Of a feed-forward layer: 3 with a gate, as all models here that are trained; 2 without, as some published ones whose time is predicted."""
     qk_norm: Literal["none", "head", "hidden"] = "none"
     """RMSNorm on queries and keys: per head (Qwen3), or over all heads at once (OLMoE)."""
     attention_bias: bool = False
@@ -101,6 +106,11 @@ class ModelSpec:
         return range(self.num_layers, self.num_layers + self.mtp_layers)
 
     @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts, blocks of multi-token prediction not counted; 0 in a model without experts."""
+        return max(0, self.num_layers - self.dense_layers)
+
+    @property
     def table_at_both_ends(self) -> bool:
         """The last stage needs the embedding too: as its head, or for the tokens that multi-token prediction looks up."""
         return self.tied_embeddings or self.mtp_layers > 0
@@ -111,7 +121,11 @@ class ModelSpec:
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        """All numbers; what checkpoints are older than only where it is another."""
+        table = dataclasses.asdict(self)
+        if self.ffn_matrices == 3:
+            del table["ffn_matrices"]
+        return json.dumps(table, sort_keys=True)
 
     @property
     def hash(self) -> str:
@@ -143,6 +157,45 @@ class ModelSpec:
         """Parameters that one token meets: all but the experts it is not routed to."""
         experts = sum(p.num_elements for p in parameters(self) if p.family == "expert")
         return self.num_params - experts + experts * self.top_k // max(self.num_experts, 1)
+
+    # ---- elements of matrices (norms and biases are less than a thousandth)
+
+    @property
+    def attention_matrices(self) -> int:
+        """Of one attention layer."""
+        h, m = self.hidden, self.mla
+        if m is None:
+            return h * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        q_dim = m.nope_dim + m.rope_dim
+        query = m.q_rank * (h + self.num_heads * q_dim) if m.q_rank else h * self.num_heads * q_dim
+        latent = m.kv_rank * (h + self.num_heads * (m.nope_dim + m.value_dim)) + h * m.rope_dim
+        return query + latent + self.value_width * h
+
+    @property
+    def value_width(self) -> int:
+        """Columns that attention hands to its output projection."""
+        return self.num_heads * (self.mla.value_dim if self.mla else self.head_dim)
+
+    def score_products(self, seq_len: int, *, attention: Convention = "causal") -> float:
+        """Multiply-adds per token of the scores and values of one attention layer, forward."""
+        m = self.mla
+        qk, value = (self.head_dim, self.head_dim) if m is None else (m.nope_dim + m.rope_dim, m.value_dim)
+        return (0.5 if attention == "causal" else 1.0) * seq_len * self.num_heads * (qk + value)
+
+    @property
+    def expert_matrices(self) -> int:
+        """Of one routed expert."""
+        return self.ffn_matrices * self.hidden * self.expert_ffn
+
+    @property
+    def shared_matrices(self) -> int:
+        """Of the shared expert of a layer."""
+        return self.ffn_matrices * self.hidden * self.shared_ffn
+
+    @property
+    def dense_matrices(self) -> int:
+        """Of the feed-forward part of a layer without experts."""
+        return self.ffn_matrices * self.hidden * self.dense_ffn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,29 +351,18 @@ def buffers(spec: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((f"layers.{i}.moe.router.expert_bias", (spec.num_experts,)) for i in spec.moe_layers)
 
 
-def flops_per_token(spec: ModelSpec, seq_len: int, *, attention: Literal["causal", "full"] = "causal") -> float:
+def flops_per_token(spec: ModelSpec, seq_len: int, *, attention: Convention = "causal") -> float:
     """Model FLOPs of forward and backward per token (factor 6 = 3 passes x multiply and add).
 
     Counts matmuls only, the router left out, no recompute; `attention` says whether the causal half or the full square of the
     scores is counted (Megatron-LM counts the half since March 2025).
     """
-    h, d = spec.hidden, spec.head_dim
-    share = 1.0 if attention == "full" else 0.5
-    if spec.mla is None:
-        proj = h * (spec.num_heads * d + 2 * spec.num_kv_heads * d) + spec.num_heads * d * h
-        core = 2 * share * seq_len * spec.num_heads * d
-    else:
-        m = spec.mla
-        q_dim = m.nope_dim + m.rope_dim
-        query = m.q_rank * (h + spec.num_heads * q_dim) if m.q_rank else h * spec.num_heads * q_dim
-        latent = m.kv_rank * (h + spec.num_heads * (m.nope_dim + m.value_dim)) + h * m.rope_dim
-        proj = query + latent + spec.num_heads * m.value_dim * h
-        core = share * seq_len * spec.num_heads * (q_dim + m.value_dim)
-    moe = 3 * h * (spec.expert_ffn * spec.top_k + spec.shared_ffn)
-    dense = 3 * h * spec.dense_ffn
     num_moe, num_blocks = len(spec.moe_layers), spec.num_layers + spec.mtp_layers
-    layers = num_blocks * (proj + core) + num_moe * moe + (num_blocks - num_moe) * dense
-    return 6.0 * (layers + spec.mtp_layers * 2 * h * h + (1 + spec.mtp_layers) * h * spec.vocab)
+    layers = num_blocks * (spec.attention_matrices + spec.score_products(seq_len, attention=attention))
+    layers += num_moe * (spec.top_k * spec.expert_matrices + spec.shared_matrices)
+    layers += (num_blocks - num_moe) * spec.dense_matrices
+    heads = (1 + spec.mtp_layers) * spec.hidden * spec.vocab
+    return 6.0 * (layers + spec.mtp_layers * 2 * spec.hidden**2 + heads)
 
 
 def _spec(name: str, **kw: Any) -> ModelSpec:
@@ -498,6 +540,13 @@ def _shape_rules(spec: ModelSpec) -> Iterator[_Rule]:
     yield spec.rope_theta > 0, "model.rope_theta", spec.rope_theta, "must be positive", "try 10000.0"
     yield spec.mtp_layers >= 0, "model.mtp_layers", spec.mtp_layers, "must not be negative", "use 0 for none"
     yield spec.mtp_weight > 0, "model.mtp_weight", spec.mtp_weight, "must be positive", "try 0.3"
+    yield (
+        spec.ffn_matrices == 3,
+        "model.ffn_matrices",
+        spec.ffn_matrices,
+        "must be 3: layers without a gate are predicted, not trained",
+        "use 3",
+    )
     yield spec.norm_eps > 0, "model.norm_eps", spec.norm_eps, "must be positive", "try 1e-5"
 
 

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.core.units import format_seconds
 from phalanx.plan.recovery import RankPace, StragglerRule, Streaks, judge
 from phalanx.simulate.failures.slow_step import with_stragglers
 from phalanx.simulate.hardware import GpuCluster
-from phalanx.simulate.mapping import Floats, Stragglers
+from phalanx.simulate.mapping import Stragglers
 from phalanx.simulate.step import Prediction
 
 
@@ -61,7 +62,7 @@ def slow_hosts(prediction: Prediction, stragglers: Stragglers, rule: StragglerRu
     return SlowHosts(pace=pace, put_out=tuple(changes), names=tuple(gone), kept=kept)
 
 
-def _step_s(prediction: Prediction, factors: Floats) -> float:
+def _step_s(prediction: Prediction, factors: NDArray[np.float64]) -> float:
     """With these paces of all ranks."""
     slow = tuple((int(rank), float(factors[rank])) for rank in np.flatnonzero(factors > 1.0))
     fast = factors < 1.0
@@ -71,7 +72,9 @@ def _step_s(prediction: Prediction, factors: Floats) -> float:
     return with_stragglers(prediction, Stragglers(ranks=named)).step.seconds
 
 
-def _next(factors: Floats, cluster: GpuCluster, gone: Sequence[int], rule: StragglerRule) -> tuple[int | None, str]:
+def _next(
+    factors: NDArray[np.float64], cluster: GpuCluster, gone: Sequence[int], rule: StragglerRule
+) -> tuple[int | None, str]:
     """The host that the rule puts out next, if any, else why it keeps the slowest. All ranks have the same work."""
     without, per_host = set(gone), cluster.hardware.ranks_per_host
     hosts = [rank // per_host for rank in range(cluster.world)]

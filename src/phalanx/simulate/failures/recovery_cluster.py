@@ -79,7 +79,7 @@ def host_lost(
         problem = Problem(where="folding.stages", value=folding.label(), rule=rule, hint=hint)
         raise ConfigError([problem], subject="the loss of a host")
     fullest = max(prediction.memory, key=lambda stage: stage.weights + stage.optimizer)
-    tensors = math.ceil(prediction.job.shape.layers / folding.pp) * LAYER_TENSORS + OTHER_TENSORS
+    tensors = math.ceil(prediction.job.spec.num_layers / folding.pp) * LAYER_TENSORS + OTHER_TENSORS
     state, pieces = int(fullest.optimizer), STATES * tensors
     rank = RankRecoveryWork(
         tensors=tensors,

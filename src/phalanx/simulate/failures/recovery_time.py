@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.core.errors import Problem
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.layout import STATE_KINDS, cells
 from phalanx.plan.mapping import Folding, group_names
@@ -83,17 +82,6 @@ class Constants:
     def shares(self, ranks: int) -> float:
         """How much longer computing takes where so many ranks of a host do it at once."""
         return max(1.0, ranks / self.cores)
-
-
-def constants_problems(constants: Constants) -> list[Problem]:
-    """Those that cannot be."""
-    return [
-        Problem(
-            where=f"recovery.{f.name}", value=value, rule="must not be negative, and no NaN", hint="measure it again"
-        )
-        for f in fields(constants)
-        if not (value := getattr(constants, f.name)) >= 0 or (f.name == "cores" and not value > 0)
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)

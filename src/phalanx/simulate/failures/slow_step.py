@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.simulate.hardware import GpuCluster
-from phalanx.simulate.mapping import AnyMapping, Floats, Job, Stragglers, paces
+from phalanx.simulate.mapping import AnyMapping, Job, Stragglers, paces
 from phalanx.simulate.step import Ledgers, Prediction, StepTime, slow_steps, step_time
 
 CANDIDATES = 1
@@ -80,12 +81,14 @@ class _Slow:
         made = slow_steps(self.job, self.mapping, self.cluster, new, most_microbatches=most, ledgers=self.ledgers)
         self.known |= {(vector, most): step for vector, step in zip(new, made, strict=True)}
 
-    def slowest(self, table: Floats, candidates: int, most: int | None) -> tuple[tuple[float, ...], StepTime]:
+    def slowest(
+        self, table: NDArray[np.float64], candidates: int, most: int | None
+    ) -> tuple[tuple[float, ...], StepTime]:
         """The pace and the step of the slowest pipeline."""
         found = self.candidates(table, candidates)
         return max(((vector, self.step(vector, most)) for vector in found), key=lambda one: one[1].seconds)
 
-    def candidates(self, table: Floats, number: int) -> list[tuple[float, ...]]:
+    def candidates(self, table: NDArray[np.float64], number: int) -> list[tuple[float, ...]]:
         """Paces of pipelines, (pipelines, pp), that 1F1B's closed form finds slowest: one way through all stages, and the rest of the micro-batches at the slowest."""
         different = np.unique(table, axis=0)
         each = different * self.busy

@@ -43,18 +43,17 @@ class GroupSpan:
         return self.inside * self.hosts
 
 
-def span_of(size: int, stride: int, *, ranks_per_host: int) -> GroupSpan:
-    """How a group of `size` ranks, `stride` apart, lies on hosts of consecutive ranks."""
+def span_of(size: int, stride: int, *, ranks_per_host: int, first: int = 0, world: int = 0) -> GroupSpan:
+    """How a group of `size` ranks, `stride` apart, lies on hosts of consecutive ranks: of the groups of `world` ranks that begin with rank `first`, in the
+    middle of a host perhaps, the one on most hosts."""
     inside = max(1, min(size, ranks_per_host // stride))
-    return GroupSpan(inside, math.ceil(size / inside))
+    plain = GroupSpan(inside, math.ceil(size / inside))
+    return plain if first % ranks_per_host == 0 else _across(plain, size, stride, ranks_per_host, first, world)
 
 
 @lru_cache(maxsize=1024)
-def span_from(size: int, stride: int, *, ranks_per_host: int, first: int, world: int) -> GroupSpan:
-    """`span_of` the groups of `world` ranks that begin with rank `first`, in the middle of a host perhaps: that of the group on most hosts."""
-    plain = span_of(size, stride, ranks_per_host=ranks_per_host)
-    if first % ranks_per_host == 0:
-        return plain
+def _across(plain: GroupSpan, size: int, stride: int, ranks_per_host: int, first: int, world: int) -> GroupSpan:
+    """The widest of the groups that begin in the middle of a host; `plain` where none is wider."""
     blocks = range(0, world, size * stride)
     starts = {(first + block + at) % ranks_per_host for block in blocks for at in range(stride)}
     hosts = min(size, max(start + (size - 1) * stride for start in starts) // ranks_per_host + 1)
@@ -147,14 +146,6 @@ class Network:
         fast = self._inside(whole, max(2, span.inside), whole) if span.inside > 1 else 0.0
         slow = whole / span.inside / self._between
         return self.tree_latency(span) + 2 * max(fast, slow) / TREE_SHARE
-
-    def hierarchical_all_gather(self, whole: float, span: GroupSpan) -> float:
-        """Between hosts first (each rail a part), then inside: two steps one after the other."""
-        if span.hosts == 1 or span.inside == 1:
-            return self.all_gather(whole, span)
-        slow = whole / span.inside * (span.hosts - 1) / span.hosts / self._between
-        fast = self._inside(whole * (span.inside - 1) / span.inside, span.inside, whole)
-        return self.ring_latency(GroupSpan(1, span.hosts)) + (span.inside - 1) * self.hardware.hop_s + slow + fast
 
     def all_to_all(self, rows_bytes: float, span: GroupSpan) -> float:
         """Every rank sends `rows_bytes`, evenly, to all; parts for other hosts through its own card, at once with those inside."""

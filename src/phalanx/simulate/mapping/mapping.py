@@ -1,6 +1,6 @@
 """One way to train a model on a cluster: folding, schedule, recomputation, overlap. What simulator and search pass around.
 
-Decides nothing: names the choices and says which are impossible. A *job* is a shape, a sequence length, a global batch; a *mapping* is
+Decides nothing: names the choices and says which are impossible. A *job* is a model, a sequence length, a global batch; a *mapping* is
 everything about how it is spread. Words are those of a recipe where a recipe has them.
 """
 
@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.samples import num_rounds
 from phalanx.plan.mapping import Folding, folding_problems
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import DispatchSpec, capacity, rows_of_source
 from phalanx.plan.pipeline.schedule import SCHEDULES, make_schedule, schedule_problems
-from phalanx.simulate.hardware import ExpertSlots, GroupSpan, RouterModel, span_from, span_of
-from phalanx.simulate.mapping.shape import Shape
+from phalanx.simulate.hardware import GroupSpan, span_of
+from phalanx.simulate.mapping.routing import RouterModel
+from phalanx.simulate.mapping.slots import ExpertSlots
 
 Recompute = Literal["none", "core", "half", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -53,7 +55,7 @@ class Overlap:
 class Job:
     """What is trained."""
 
-    shape: Shape
+    spec: ModelSpec
     seq_len: int
     global_batch: int
 
@@ -110,6 +112,15 @@ class Mapping:
         return max(1, job.global_batch // (self.folding.dp * self.micro_batch))
 
     @property
+    def places(self) -> tuple[Mapping, ...]:
+        """The mapping at each place of the pipeline."""
+        return (self,) * self.folding.pp
+
+    def with_extra_warmup(self, extra_warmup: tuple[int, ...]) -> Mapping:
+        """The same with these forwards ahead of 1F1B."""
+        return replace(self, extra_warmup=extra_warmup)
+
+    @property
     def item_bytes(self) -> int:
         """Of an element of parameters, activations and messages."""
         return 4 if self.precision == "fp32" else 2
@@ -121,10 +132,8 @@ class Mapping:
 
     def span(self, size: int, stride: int, *, ranks_per_host: int) -> GroupSpan:
         """How a group of a stage lies on hosts."""
-        if not self.first_rank:
-            return span_of(size, stride, ranks_per_host=ranks_per_host)
         own = self.folding.world // self.folding.pp
-        return span_from(size, stride, ranks_per_host=ranks_per_host, first=self.first_rank, world=own)
+        return span_of(size, stride, ranks_per_host=ranks_per_host, first=self.first_rank, world=own)
 
     # ---- rows of experts
 
@@ -135,9 +144,9 @@ class Mapping:
     def _capacity(self, job: Job) -> float:
         """Rows that an expert takes from a rank, over the even share of those that its tokens choose."""
         assert self.drop is not None
-        s, n, f = job.shape, int(self.tokens(job)), self.folding
-        even = n * s.top_k / s.experts
-        sizes = {"top_k": s.top_k, "num_experts": s.experts}
+        s, n, f = job.spec, int(self.tokens(job)), self.folding
+        even = n * s.top_k / s.num_experts
+        sizes = {"top_k": s.top_k, "num_experts": s.num_experts}
         if self.drop.is_static:
             return rows_of_source(self.drop, num_tokens=n, sharing=f.tp * f.cp, **sizes) / even
         whole = f.tp * f.cp if self.drop.drop_scope == "full_sequence" else 1
@@ -152,21 +161,21 @@ class Mapping:
 
     def held_experts(self, job: Job) -> float:
         """Different experts of a rank in a layer."""
-        return self.slots.held if self.slots is not None else job.shape.experts / self.folding.ep
+        return self.slots.held if self.slots is not None else job.spec.num_experts / self.folding.ep
 
     def kept_experts(self, job: Job) -> float:
         """Experts' worth of optimizer state of a rank in a layer, before it is sharded over edp."""
-        return self.slots.kept if self.slots is not None else job.shape.experts / self.folding.ep
+        return self.slots.kept if self.slots is not None else job.spec.num_experts / self.folding.ep
 
     def load(self, job: Job, *, quantile: float = 0.5) -> float:
         """Rows of the fullest expert-parallel rank over the mean of what is sent."""
-        s, f = job.shape, self.folding
+        s, f = job.spec, self.folding
         if self.slots is not None:
             return self.slots.load if quantile <= 0.5 else self.slots.most
         if self.drop is not None and self.drop.is_static:
             return 1.0
         rows = self.tokens(job) * s.top_k * f.ep
-        hottest = self.routing.hottest(ep=f.ep, experts=s.experts, rows=rows, top_k=s.top_k, quantile=quantile)
+        hottest = self.routing.hottest(ep=f.ep, experts=s.num_experts, rows=rows, top_k=s.top_k, quantile=quantile)
         return hottest if self.drop is None else max(1.0, min(hottest, self._capacity(job)) / self.rows_share(job))
 
     def check(self, job: Job) -> None:
@@ -224,7 +233,7 @@ def _splits_backward(schedule: str) -> bool:
 
 def mapping_problems(mapping: Mapping, job: Job) -> list[Problem]:
     """Why a job cannot run so; all reasons."""
-    f, s = mapping.folding, job.shape
+    f, s = mapping.folding, job.spec
     problems = folding_problems(f)
     for where, value in (
         ("seq_len", job.seq_len),
@@ -241,22 +250,27 @@ def mapping_problems(mapping: Mapping, job: Job) -> list[Problem]:
     if problems:
         return problems
     rules = [
-        (s.heads % f.tp == 0, "folding.tp", f.tp, f"must divide num_heads = {s.heads}"),
+        (s.num_heads % f.tp == 0, "folding.tp", f.tp, f"must divide num_heads = {s.num_heads}"),
         (
-            not s.experts or mapping.slots is not None or s.experts % f.ep == 0,
+            not s.num_moe_layers or mapping.slots is not None or s.num_experts % f.ep == 0,
             "folding.ep",
             f.ep,
-            f"must divide num_experts = {s.experts}",
+            f"must divide num_experts = {s.num_experts}",
         ),
         (mapping.slots is None or f.edp == 1, "folding.ep", f.ep, f"with replicas is all of a stage, {f.ep * f.edp}"),
-        (bool(s.experts) or f.ep == f.etp == 1, "folding.ep", f.ep, "has no effect in a model without experts"),
-        (not s.experts or s.expert_ffn % f.etp == 0, "folding.etp", f.etp, f"must divide expert_ffn = {s.expert_ffn}"),
+        (s.num_moe_layers > 0 or f.ep == f.etp == 1, "folding.ep", f.ep, "has no effect in a model without experts"),
+        (
+            not s.num_moe_layers or s.expert_ffn % f.etp == 0,
+            "folding.etp",
+            f.etp,
+            f"must divide expert_ffn = {s.expert_ffn}",
+        ),
         (job.seq_len % (f.tp * f.cp) == 0, "folding.cp", f.cp, f"tp x cp must divide seq_len = {job.seq_len}"),
         (
-            f.pp * mapping.virtual <= s.layers + 2,
+            f.pp * mapping.virtual <= s.num_layers + 2,
             "pipeline.virtual",
             mapping.virtual,
-            f"pp x virtual must not exceed the {s.layers} layers, embedding and head",
+            f"pp x virtual must not exceed the {s.num_layers} layers, embedding and head",
         ),
     ]
     problems += [Problem(where=where, value=value, rule=rule) for ok, where, value, rule in rules if not ok]

@@ -1,4 +1,4 @@
-"""Shapes of published models: the rows of `simulate/data/models.csv`, and the shape that a row or a measurement of such a model means.
+"""Published models: the rows of `simulate/data/models.csv`, and the model that a row or a measurement of such a model means.
 
 Decides which row a name means (variants and other ways to write it too), and what is assumed where a measurement's columns say nothing.
 """
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping as AnyMapping
 from importlib import resources
 
-from phalanx.simulate.mapping.shape import Latent, Shape
+from phalanx.plan.model import MlaSpec, ModelSpec, RouterSpec
 
 
 def known_models() -> dict[str, dict[str, str]]:
@@ -39,8 +39,10 @@ def _plain(name: str) -> str:
     return re.sub(r"^(llama3)\.[0-9]", r"\1", short).replace(".", "")
 
 
-def shape_from(entry: AnyMapping[str, str], models: AnyMapping[str, dict[str, str]]) -> tuple[Shape, list[str]]:
-    """Shape of a row, and what was assumed: heads and vocabulary are in no column of it."""
+def published_model(
+    entry: AnyMapping[str, str], models: AnyMapping[str, dict[str, str]]
+) -> tuple[ModelSpec, list[str]]:
+    """Model of a row, as far as time and memory depend on it, and what was assumed: heads and vocabulary are in no column of it."""
     n = {k: int(float(entry[k] or 0)) for k in ("hidden", "layers", "experts", "topk", "ffn")}
     row, flags = _known(entry["model"], models), []
     if row is None or int(row["hidden"]) != n["hidden"]:
@@ -53,31 +55,30 @@ def shape_from(entry: AnyMapping[str, str], models: AnyMapping[str, dict[str, st
         tp = int(float(entry["TP"] or 1))
         heads = kv = heads if heads % tp == 0 else -(-heads // tp) * tp
         flags = [f"unknown model {entry['model']}: {heads} heads, feed-forward of two matrices, vocabulary 51200"]
-    latent, head_dim = None, n["hidden"] // heads if not gated and row is None else 128
+    mla, head_dim = None, n["hidden"] // heads if not gated and row is None else 128
     if row and row["attention"].startswith("MLA"):
-        latent = Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+        mla = MlaSpec(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
         head_dim = 192
     elif row:
         head_dim = int(row["head_dim"])
     moe = n["experts"] > 0
     dense_layers = int(row["dense_layers"]) if row and moe else 0
-    return Shape(
+    return ModelSpec(
         name=entry["model"],
-        layers=n["layers"],
+        num_layers=n["layers"],
         hidden=n["hidden"],
-        heads=heads,
-        kv_heads=kv,
+        num_heads=heads,
+        num_kv_heads=kv,
         head_dim=head_dim,
         vocab=int(row["vocab"]) if row else (128256 if gated else 51200),
-        experts=n["experts"],
+        num_experts=n["experts"],
         top_k=n["topk"],
         expert_ffn=n["ffn"] if moe else 0,
         shared_ffn=int(row["shared_ffn_total"] or 0) if row and moe else 0,
         dense_layers=min(dense_layers, n["layers"]) if moe else n["layers"],
         dense_ffn=(int(row["dense_ffn"] or 0) if row and moe else 0) or (0 if moe else n["ffn"]),
         ffn_matrices=3 if gated else 2,
-        mtp=int(row["mtp"]) if row and "mtp" in entry.get("where_read", "").lower() else 0,
-        latent=latent,
-        groups=8 if latent and n["experts"] == 256 else 1,
-        group_top_k=4 if latent and n["experts"] == 256 else 1,
+        mtp_layers=int(row["mtp"]) if row and "mtp" in entry.get("where_read", "").lower() else 0,
+        mla=mla,
+        router=RouterSpec(num_groups=8, group_topk=4) if mla and n["experts"] == 256 else RouterSpec(),
     ), flags

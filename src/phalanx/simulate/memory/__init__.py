@@ -1,4 +1,4 @@
-"""How much memory each rank of a run on this machine needs."""
+"""How much memory each rank of a run on this machine needs: what its tensors hold, and what no tensor does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
+    from phalanx.simulate.memory.balance import worst_balance as worst_balance
+    from phalanx.simulate.memory.kernel_facts import PREPARE_BYTES as PREPARE_BYTES
     from phalanx.simulate.memory.memory import (
         TERMS as TERMS,
         MemoryEstimate as MemoryEstimate,

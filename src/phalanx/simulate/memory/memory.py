@@ -2,8 +2,8 @@
 
     estimate_memory   recipe, model and mapping -> terms per moment; the peak is the largest sum
 
-Nothing here is fitted to a total. What tensors hold follows from the same tables that make the tensors (`plan.layout`, `simulate/step/activations.py`); what
-no tensor holds (libraries, generated code, holes of the heap) are the constants of `simulate/hardware/kernel_facts.py`, each measured by itself.
+Nothing here is fitted to a total. What tensors hold follows from the same tables that make the tensors (`plan.layout`, `simulate/memory/activations.py`); what
+no tensor holds (libraries, generated code, holes of the heap) are the constants of `simulate/memory/kernel_facts.py`, each measured by itself.
 
 The one assumption about data is how unevenly tokens meet experts (`Balance`): a rank's experts get more than their share before the balance
 loss has acted. Where the router is forced, it is computed. Counted is what comes after a process has imported torch and joined the
@@ -27,7 +27,10 @@ from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import dispatch_spec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.recovery import FIXED_POINT_ITEM, ITEM
-from phalanx.simulate.hardware import (
+from phalanx.simulate.memory.activations import Local, batch_bytes, experts_forward, head_forward, kept_layer
+from phalanx.simulate.memory.balance import SETTLED_STEPS, Balance, expected_balance
+from phalanx.simulate.memory.generated import Generated, generated_code
+from phalanx.simulate.memory.kernel_facts import (
     ADAM_CHUNK,
     FAULT_BYTES,
     GENERATOR_BYTES,
@@ -41,21 +44,7 @@ from phalanx.simulate.hardware import (
     RECOMPUTE_BYTES,
     SCRIPT_BYTES,
 )
-from phalanx.simulate.step import (
-    SETTLED_STEPS,
-    Balance,
-    Generated,
-    Local,
-    PassMoment,
-    RankPasses,
-    batch_bytes,
-    expected_balance,
-    experts_forward,
-    generated_code,
-    head_forward,
-    kept_layer,
-    pass_moments,
-)
+from phalanx.simulate.memory.passes import PassMoment, RankPasses, pass_moments
 
 TERMS: Mapping[str, str] = {
     "parameters": "in the compute type",

@@ -2,7 +2,7 @@
 
 Decides in two passes. The first evaluates every choice with the closed form of its bubble: `quick.py` computes layers once
 for all choices that share them. The second puts the best of the first on the exact order of their schedule, for as many
-micro-batches as show the steady state. Must never change: the first pass gives what `step_time(exact=False)` gives (test).
+micro-batches as show the steady state. Must never change: the first pass gives what closed forms written for reading give (test).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.mapping import Folding
 from phalanx.simulate.failures import with_stragglers
-from phalanx.simulate.hardware import GpuCluster, RouterModel
-from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision, Recompute, Stragglers
-from phalanx.simulate.search.quick import Quick
+from phalanx.simulate.hardware import GpuCluster
+from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision, Recompute, RouterModel, Stragglers
 from phalanx.simulate.search.space import Space, foldings, micro_batches, overlaps, pairs_pass, pipelines
-from phalanx.simulate.step import Prediction, predict_many, usable_bytes
+from phalanx.simulate.step import Prediction, QuickPredictor, predict_many, usable_bytes
 
 RERANKED = 60
 """Choices that the second pass looks at."""
@@ -87,7 +86,7 @@ def search(
     if not every:
         rule = f"has no legal folding over {cluster.world} ranks for a batch of {job.global_batch} x {job.seq_len}"
         hint = "try a batch that is a multiple of the ranks"
-        raise_if([Problem(where="search", value=job.shape.name, rule=rule, hint=hint)], PlanError, subject="the search")
+        raise_if([Problem(where="search", value=job.spec.name, rule=rule, hint=hint)], PlanError, subject="the search")
     common = base if base is not None else Mapping(folding=every[0])
     run = _Search(job, cluster, space, replace(common, precision=precision), keep)
     bounds = []
@@ -109,7 +108,7 @@ class _Search:
 
     def __init__(self, job: Job, cluster: GpuCluster, space: Space, common: Mapping, keep: int) -> None:
         self.job, self.cluster, self.space, self.common, self.keep = job, cluster, space, common, keep
-        self.quick = Quick(job, cluster, common.precision)
+        self.quick = QuickPredictor(job, cluster, common.precision)
         self.usable = usable_bytes(cluster.hardware)
         self.overlaps: dict[tuple[int, int], list[Overlap]] = {}
         self.works: dict[tuple[int, int, int, int, int, Recompute], list[float]] = {}
@@ -155,7 +154,7 @@ class _Search:
 
     def folding(self, folding: Folding, bound: float) -> None:
         """Try every choice of one folding that can be among the best."""
-        ways = pipelines(self.job.shape.layers, folding.pp, self.space)
+        ways = pipelines(self.job.spec.num_layers, folding.pp, self.space)
         sizes = (micro_batches(self.job, folding, self.space), self.space.recomputes, self._overlaps(folding), ways)
         self.tried += math.prod(map(len, sizes))
         if bound > self.threshold:
@@ -223,7 +222,7 @@ class _Search:
                 f"nothing fits on {self.cluster.name}: the smallest of {self.tried} choices needs "
                 f"{self.least.peak_bytes / 1e9:.0f} GB of {self.usable / 1e9:.0f} GB ({self.least.mapping.label()})"
             )
-            problem = Problem(where="search", value=self.job.shape.name, rule=rule, hint="take more ranks")
+            problem = Problem(where="search", value=self.job.spec.name, rule=rule, hint="take more ranks")
             raise PlanError([problem], subject="the search")
         by_folding = sorted(self.of_folding.values(), key=lambda c: c.seconds)[: self.keep]
         variants = sorted((item[2] for item in self.top), key=lambda c: c.seconds)[: self.keep]

@@ -14,7 +14,7 @@ from typing import Literal
 from phalanx.plan.mapping import Folding, legal_foldings
 from phalanx.plan.pipeline.schedule import make_schedule, why_no_pairs
 from phalanx.simulate.hardware import Hardware
-from phalanx.simulate.mapping import RECOMPUTES, Job, Mapping, Overlap, Precision, Recompute, spec_of
+from phalanx.simulate.mapping import RECOMPUTES, Job, Mapping, Overlap, Precision, Recompute
 
 EpOverlap = Literal["none", "chunks", "pair", "tiles", "fused"]
 """`tiles`: by the schedule that the chooser takes (`dispatch.overlap = "auto"`); `fused`: by kernels that wait on flags, within a host."""
@@ -95,7 +95,7 @@ def _has_pairs(schedule: str, pp: int, virtual: int, num_microbatches: int) -> b
 
 def foldings(job: Job, world: int) -> Iterator[Folding]:
     """Every legal folding that the batch can be divided among."""
-    for folding in legal_foldings(world, spec_of(job.shape), seq_len=job.seq_len):
+    for folding in legal_foldings(world, job.spec, seq_len=job.seq_len):
         if job.global_batch >= folding.dp and job.global_batch % folding.dp == 0:
             yield folding
 

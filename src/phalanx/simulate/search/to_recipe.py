@@ -1,6 +1,6 @@
 """The recipe of a mapping that a search found, or why there is none.
 
-Decides which preset a shape is written from. Must never change: a recipe that is given out resolves to the very shape and mapping that were
+Decides which preset a model is written from. Must never change: a recipe that is given out resolves to the very model and mapping that were
 asked for, and is one that `phalanx train` takes.
 """
 
@@ -25,31 +25,32 @@ from phalanx.core.config import (
 from phalanx.core.errors import ConfigError, PhalanxError
 from phalanx.core.rules import recipe_problems
 from phalanx.plan import run_problems
-from phalanx.plan.model import PRESETS
+from phalanx.plan.model import PRESETS, ModelSpec
 from phalanx.simulate import difference, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware import GpuCluster
-from phalanx.simulate.mapping import Job, Mapping, Shape, shape_of
+from phalanx.simulate.mapping import Job, Mapping
 
-_NAMES = {
-    "layers": "num_layers", "hidden": "hidden", "heads": "num_heads", "kv_heads": "num_kv_heads", "head_dim": "head_dim", "vocab": "vocab",
-    "experts": "num_experts", "top_k": "top_k", "expert_ffn": "expert_ffn", "shared_ffn": "shared_ffn", "dense_layers": "dense_layers",
-    "dense_ffn": "dense_ffn", "mtp": "mtp_layers", "tied": "tied_embeddings",
-}  # fmt: skip
-"""Of a shape -> of [model]."""
+_SIZES = (
+    "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "vocab", "num_experts", "top_k", "expert_ffn", "shared_ffn", "dense_layers",
+    "dense_ffn", "mtp_layers", "tied_embeddings",
+)  # fmt: skip
+"""Settings of [model] that time and memory depend on."""
+_LATENT = ("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim")
+"""The same of latent attention."""
 
 
 def recipe_of_mapping(
     job: Job, mapping: Mapping, *, on_device: bool = True, cluster: GpuCluster | None = None
 ) -> tuple[Recipe | None, list[str]]:
     """A recipe that runs a mapping on its ranks, or None and the reasons why none does. `cluster`: where, for what depends on its hosts."""
-    found = _with_model(job.shape)
+    found = _with_model(job.spec)
     if found is None:
-        return None, [f"no preset with other numbers is {job.shape.name}"]
+        return None, [f"no preset with other numbers is {job.spec.name}"]
     model, router = found
     f = mapping.folding
-    routed = bool(job.shape.experts)
+    routed = job.spec.num_moe_layers > 0
     recipe = Recipe(
-        run=RunConfig(name=f"{job.shape.name.lower().replace(' ', '-').replace('/', '-')}-{f.world}"),
+        run=RunConfig(name=f"{job.spec.name.lower().replace(' ', '-').replace('/', '-')}-{f.world}"),
         model=model,
         router=router,
         dispatch=_dispatch(mapping) if routed else DispatchConfig(),
@@ -130,56 +131,57 @@ def _pipeline(mapping: Mapping) -> PipelineConfig:
 # ---- the model ------------------------------------------------------------------------------------------------------------------
 
 
-def _plain(shape: Shape) -> Shape:
-    """Without its name, and without what a model that has no experts does not read."""
-    if shape.experts:
-        return replace(shape, name="", dense_ffn=shape.dense_ffn if shape.dense_layers else 0)
-    return replace(shape, name="", top_k=0, expert_ffn=0, shared_ffn=0, dense_layers=0, groups=1, group_top_k=1)
+def _compared(spec: ModelSpec) -> dict[str, object]:
+    """What time and memory depend on, but for what a model that has no experts does not read."""
+    found: dict[str, object] = {name: getattr(spec, name) for name in (*_SIZES, "ffn_matrices")}
+    found["mla"] = None if spec.mla is None else tuple(getattr(spec.mla, name) for name in _LATENT)
+    if spec.num_moe_layers:
+        groups = {"num_groups": spec.router.num_groups, "group_topk": spec.router.group_topk}
+        return found | groups | ({} if spec.dense_layers else {"dense_ffn": 0})
+    unread = dict.fromkeys(("num_experts", "top_k", "expert_ffn", "shared_ffn", "dense_layers"), 0)
+    return found | unread | {"num_groups": 1, "group_topk": 1}
 
 
-def _with_model(shape: Shape) -> tuple[ModelConfig, RouterConfig] | None:
-    """[model] and [router] of the preset that is this shape, else of the nearest one with other numbers; None where none can be."""
-    own = _plain(shape)
-    presets = sorted(PRESETS, key=lambda name: _distance(own, _plain(shape_of(PRESETS[name])), name == shape.name))
-    for name in presets:
-        made = _from_preset(name, shape)
+def _with_model(spec: ModelSpec) -> tuple[ModelConfig, RouterConfig] | None:
+    """[model] and [router] of the preset that is this model, else of the nearest one with other numbers; None where none can be."""
+    own = _compared(spec)
+
+    def distance(name: str) -> tuple[int, bool]:
+        other = _compared(PRESETS[name])
+        return sum(own[key] != other[key] for key in own), name != spec.name
+
+    for name in sorted(PRESETS, key=distance):
+        made = _from_preset(name, spec)
         try:
-            spec = resolve_recipe(Recipe(model=made[0], router=made[1]))
+            found = resolve_recipe(Recipe(model=made[0], router=made[1]))
         except ConfigError:
             continue
-        if _plain(shape_of(spec)) == own:
+        if _compared(found) == own:
             return made
     return None
 
 
-def _distance(one: Shape, other: Shape, same_name: bool) -> tuple[int, bool]:
-    a, b = asdict(one), asdict(other)
-    return sum(a[key] != b[key] for key in a), not same_name
-
-
-def _from_preset(name: str, shape: Shape) -> tuple[ModelConfig, RouterConfig]:
-    base = shape_of(PRESETS[name])
-    wanted = {_NAMES[key]: getattr(shape, key) for key in _NAMES if getattr(shape, key) != getattr(base, key)}
-    if shape.experts:
-        if not shape.dense_layers:
+def _from_preset(name: str, spec: ModelSpec) -> tuple[ModelConfig, RouterConfig]:
+    base = PRESETS[name]
+    wanted = {key: getattr(spec, key) for key in _SIZES if getattr(spec, key) != getattr(base, key)}
+    if spec.num_moe_layers:
+        if not spec.dense_layers:
             wanted.pop("dense_ffn", None)
     else:
-        wanted = {
-            key: value
-            for key, value in wanted.items()
-            if key not in ("num_experts", "top_k", "expert_ffn", "shared_ffn")
-        }
-        wanted |= {"dense_layers": shape.layers, "dense_ffn": shape.dense_ffn}
-    if shape.latent is not None:
+        for key in ("num_experts", "top_k", "expert_ffn", "shared_ffn"):
+            wanted.pop(key, None)
+        wanted |= {"dense_layers": spec.num_layers, "dense_ffn": spec.dense_ffn}
+    if spec.mla is not None:
         for key in ("head_dim", "num_kv_heads"):  # they follow from it
             wanted.pop(key, None)
-        if base.latent is not None:
-            ours, theirs = asdict(shape.latent), asdict(base.latent)
-            wanted |= {key: ours[key] for key in ours if ours[key] != theirs[key]}
-    wanted["vocab"] = shape.vocab
+        if base.mla is not None:
+            ours, theirs = spec.mla, base.mla
+            wanted |= {key: getattr(ours, key) for key in _LATENT if getattr(ours, key) != getattr(theirs, key)}
+    wanted["vocab"] = spec.vocab
     router: dict[str, Any] = {}
-    if shape.experts and (shape.groups, shape.group_top_k) != (base.groups, base.group_top_k):
-        router = {"num_groups": shape.groups}
-        if shape.groups > 1:
-            router["group_topk"] = shape.group_top_k
+    own, others = spec.router, base.router
+    if spec.num_moe_layers and (own.num_groups, own.group_topk) != (others.num_groups, others.group_topk):
+        router = {"num_groups": own.num_groups}
+        if own.num_groups > 1:
+            router["group_topk"] = own.group_topk
     return ModelConfig(preset=name, **wanted), RouterConfig(**router)

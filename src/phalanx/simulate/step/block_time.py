@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from phalanx.plan.model import ModelSpec
 from phalanx.simulate.hardware import FP32, NCCL_SMS, GroupSpan, Network, Oracle, beside
-from phalanx.simulate.mapping import Job, Mapping, Shape, core_flops
+from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.step.fused_time import FusedExperts
 from phalanx.simulate.step.tile_layer import TiledExperts
 from phalanx.simulate.step.tile_time import TILE_WAYS
@@ -84,8 +85,8 @@ class Blocks:
     """Of layers tile by tile, what no plan can beat, in place of the plan on a clock."""
 
     @property
-    def shape(self) -> Shape:
-        return self.job.shape
+    def spec(self) -> ModelSpec:
+        return self.job.spec
 
     @property
     def tokens(self) -> float:
@@ -132,7 +133,7 @@ class Blocks:
         f = self.mapping.folding
         if f.tp == 1:
             return
-        whole = self.tokens * f.tp * self.shape.hidden * self.item
+        whole = self.tokens * f.tp * self.spec.hidden * self.item
         comm = self.network.all_gather(whole, self.span(f.tp, 1))
         ends = (first is not None) + (last is not None)
         if self.mapping.overlap.tp:
@@ -153,16 +154,16 @@ class Blocks:
 
     def attention(self) -> Ledger:
         """Norm, projections, core and residual of one attention layer."""
-        out, s, f = Ledger(), self.shape, self.mapping.folding
+        out, s, f = Ledger(), self.spec, self.mapping.folding
         full, h = self.tokens * f.tp, s.hidden
         self.kernel(out, self.tokens * 2 * self.item * h)
-        if s.latent is None:
-            heads, kv = s.heads / f.tp, max(1.0, s.kv_heads / f.tp)
+        if s.mla is None:
+            heads, kv = s.num_heads / f.tp, max(1.0, s.num_kv_heads / f.tp)
             before = self.linear(out, full, (heads + 2 * kv) * s.head_dim, h)
             turned = (heads + kv) * s.head_dim
         else:
             before = self._latent(out, full)
-            turned = 2 * s.heads / f.tp * (s.latent.nope_dim + s.latent.rope_dim)
+            turned = 2 * s.num_heads / f.tp * (s.mla.nope_dim + s.mla.rope_dim)
         self.kernel(out, full * turned * 2 * self.item, kernels=2, backward=1.0)
         self._core(out, full)
         after = self.linear(out, full, h, s.value_width / f.tp)
@@ -172,26 +173,26 @@ class Blocks:
 
     def _latent(self, out: Ledger, full: float) -> ProductTime:
         """Projections of multi-head latent attention: the way down is the same on all tensor parallel ranks."""
-        s, m, t = self.shape, self.shape.latent, self.mapping.folding.tp
+        s, m, t = self.spec, self.spec.mla, self.mapping.folding.tp
         assert m is not None
-        q = s.heads / t * (m.nope_dim + m.rope_dim)
+        q = s.num_heads / t * (m.nope_dim + m.rope_dim)
         if m.q_rank:
             self.linear(out, full / t, m.q_rank, s.hidden)
         before = self.linear(out, full, q, m.q_rank or s.hidden)
         self.linear(out, full / t, m.kv_rank + m.rope_dim, s.hidden)
-        self.linear(out, full, s.heads / t * (m.nope_dim + m.value_dim), m.kv_rank)
+        self.linear(out, full, s.num_heads / t * (m.nope_dim + m.value_dim), m.kv_rank)
         self.kernel(out, full / t * (m.q_rank + m.kv_rank) * 2 * self.item, kernels=2)
         return before
 
     def _core(self, out: Ledger, full: float) -> None:
         """Scores and values, with the exchange of context parallelism."""
-        s, f, o, seq = self.shape, self.mapping.folding, self.oracle, self.job.seq_len
-        flops = 2 * full * core_flops(s, seq, convention="causal") / f.tp
+        s, f, o, seq = self.spec, self.mapping.folding, self.oracle, self.job.seq_len
+        flops = 2 * full * s.score_products(seq) / f.tp
         # zigzag: kernels work on halves of a rank's part of the sequence
         piece = seq / (2 * f.cp) if f.cp > 1 and self.mapping.cp_method == "ring" else seq
         forward, backward = o.attention(flops, piece), o.attention(flops, piece, backward=True)
         if not self.mapping.fused_attention:
-            scores = full * f.cp * (seq / f.cp) * s.heads / f.tp  # b S (S/C) a/T elements
+            scores = full * f.cp * (seq / f.cp) * s.num_heads / f.tp  # b S (S/C) a/T elements
             forward, backward = self._unfused(flops, scores)
             if self.mapping.recompute == "core":
                 out.again["attention"] = forward
@@ -199,7 +200,9 @@ class Blocks:
         out.kernels += 2
         if f.cp == 1:
             return
-        width = s.head_dim * 2 * max(1.0, s.kv_heads / f.tp) if s.latent is None else 2 * s.heads / f.tp * s.head_dim
+        width = (
+            s.head_dim * 2 * max(1.0, s.num_kv_heads / f.tp) if s.mla is None else 2 * s.num_heads / f.tp * s.head_dim
+        )
         part, span = full * width * self.item, self.span(f.cp, f.tp)
         if self.mapping.cp_method == "ring":
             # outputs of each step are merged in fp32 (read and write, and the step's own), gradients of queries and keys likewise
@@ -212,7 +215,7 @@ class Blocks:
         elif self.mapping.cp_method == "all_gather":
             out.both("cp", self.network.all_gather(part * f.cp, span))
         else:
-            q = full * s.heads / f.tp * s.head_dim * self.item
+            q = full * s.num_heads / f.tp * s.head_dim * self.item
             out.both("cp", 2 * self.network.all_to_all(q, span) + self.network.all_to_all(part, span))
 
     def _unfused(self, flops: float, scores: float) -> tuple[float, float]:
@@ -226,7 +229,7 @@ class Blocks:
 
     def dense(self, width: int, *, shared: bool = False) -> Ledger:
         """A dense feed-forward layer, or the shared expert beside routed ones (then norm and residual are theirs)."""
-        out, s, f = Ledger(), self.shape, self.mapping.folding
+        out, s, f = Ledger(), self.spec, self.mapping.folding
         full, h, n = self.tokens * f.tp, s.hidden, width / f.tp
         if not shared:
             self.kernel(out, self.tokens * 2 * self.item * h)
@@ -246,15 +249,15 @@ class Blocks:
 
     def shared(self) -> Ledger:
         """The shared expert; nothing where there is none."""
-        return self.dense(self.shape.shared_ffn, shared=True) if self.shape.shared_ffn else Ledger()
+        return self.dense(self.spec.shared_ffn, shared=True) if self.spec.shared_ffn else Ledger()
 
     def routed(self, shared: Ledger) -> Ledger:
         """The layer of experts but for the `shared` one, of which only tiles ask how long it takes: it computes in a gap of theirs."""
-        out, s, f, m = Ledger(), self.shape, self.mapping.folding, self.mapping
+        out, s, f, m = Ledger(), self.spec, self.mapping.folding, self.mapping
         t, h = self.tokens, s.hidden
         self.kernel(out, t * 2 * self.item * h)
-        self.linear(out, t, s.experts, h)
-        self.kernel(out, t * s.experts * 16, kernels=6, backward=1.0)
+        self.linear(out, t, s.num_experts, h)
+        self.kernel(out, t * s.num_experts * 16, kernels=6, backward=1.0)
         self._decide_together(out, t)
         by_kernels = m.overlap.ep in (*TILE_WAYS, "fused") and f.ep * f.etp > 1
         again = self._by_kernels(out, shared) if by_kernels else self._by_products(out)
@@ -265,7 +268,7 @@ class Blocks:
 
     def _by_products(self, out: Ledger) -> float:
         """Rows there, products, rows back; what selective recomputation repeats."""
-        s, f, m = self.shape, self.mapping.folding, self.mapping
+        s, f, m = self.spec, self.mapping.folding, self.mapping
         t, h = self.tokens, s.hidden
         rows, local, load = (
             t * s.top_k * m.rows_share(self.job),
@@ -312,7 +315,7 @@ class Blocks:
 
     def _decide_together(self, out: Ledger, t: float) -> None:
         """What is dropped, where capacity is of the whole micro-batch: its ranks gather experts (int32), weights (fp32) and places (int64), and sort."""
-        f, drop, k = self.mapping.folding, self.mapping.drop, self.shape.top_k
+        f, drop, k = self.mapping.folding, self.mapping.drop, self.spec.top_k
         if drop is None or drop.drop_scope != "full_sequence" or f.tp * f.cp == 1:
             return
         whole = t * f.tp * f.cp
@@ -324,7 +327,7 @@ class Blocks:
         """Rows out to experts, or back and summed by weight. Unfused, rows are read and written by each operation: index_select (2) and
         its index_add (3) one way; a product with the weights (2, backward 5) and scatter_add (3, backward 2) the other.
         """
-        one = self.shape.hidden * self.item
+        one = self.spec.hidden * self.item
         if self.mapping.fused_permute:
             self.kernel(out, (t + rows) * one, kernels=2, backward=1.3 if arrive else 1.0)
         elif arrive:
@@ -343,7 +346,7 @@ class Blocks:
         return self._expert_rows(rows / self._chunks, local).times(self._chunks)
 
     def _expert_rows(self, rows: float, local: int) -> Ledger:
-        out, s, f = Ledger(), self.shape, self.mapping.folding
+        out, s, f = Ledger(), self.spec, self.mapping.folding
         n = s.expert_ffn / f.etp
         groups = local if self.mapping.grouped_experts else 1
         for _ in range(1 if self.mapping.grouped_experts else local):
@@ -355,7 +358,7 @@ class Blocks:
 
     def _dispatch(self, out: Ledger, t: float, rows: float, load: float) -> tuple[str, float]:
         """Kind and seconds of one exchange (dispatch or combine); gathers of expert tensor parallelism are added here."""
-        s, f, m = self.shape, self.mapping.folding, self.mapping
+        s, f, m = self.spec, self.mapping.folding, self.mapping
         row = s.hidden * self.item
         if m.dispatch == "all_gather":
             span = self.span(f.ep * f.etp, 1)
@@ -368,9 +371,9 @@ class Blocks:
             return "a2a_inside", 0.0
         span = self.span(f.ep, f.etp)
         if m.dispatch == "dedup":
-            limit = s.group_top_k if s.groups > 1 else None
+            limit = s.router.group_topk if s.router.num_groups > 1 else None
             seconds = self.network.all_to_all_dedup(
-                t * row, span, top_k=s.top_k, num_experts=s.experts, host_limit=limit
+                t * row, span, top_k=s.top_k, num_experts=s.num_experts, host_limit=limit
             )
         elif m.slots is not None:  # local first: what the busiest rank exchanges is counted in the plan
             crossing = rows * row * m.slots.exchange / self._chunks
@@ -409,7 +412,7 @@ class Blocks:
 
     def head(self) -> Ledger:
         """Final norm, logits and loss."""
-        out, s, f = Ledger(), self.shape, self.mapping.folding
+        out, s, f = Ledger(), self.spec, self.mapping.folding
         full = self.tokens * f.tp
         self.kernel(out, self.tokens * 2 * self.item * s.hidden)
         wide = "fp32" if self.mapping.precision == "fp32" else "bf16"  # never in eight bits
@@ -422,14 +425,14 @@ class Blocks:
 
     def embedding(self) -> Ledger:
         """Rows of the table, summed over tensor parallel ranks."""
-        out, s = Ledger(), self.shape
+        out, s = Ledger(), self.spec
         self.kernel(out, self.tokens * self.mapping.folding.tp * s.hidden * 2 * self.item)
         self.tensor_parallel(out, None, ProductTime(0.0, 0.0, 0.0))
         return out
 
-    def layer(self, index: int) -> Ledger:
+    def layer(self, *, moe: bool) -> Ledger:
         """Attention and feed-forward of one layer with its recomputation, closed by the host's pace."""
-        part = self.experts() if self.shape.is_moe(index) else self.dense(self.shape.dense_ffn)
+        part = self.experts() if moe else self.dense(self.spec.dense_ffn)
         return self.joined(self.attention(), part)
 
     def joined(self, attention: Ledger, part: Ledger) -> Ledger:

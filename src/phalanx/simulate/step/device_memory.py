@@ -1,7 +1,8 @@
 """Bytes on the devices of a cluster, for each pipeline rank: weights, gradients, optimizer, activations, buffers.
 
-`simulate/memory/memory.py` predicts the host process that runs here, allocator and all; this is the model for accelerators, by formulas of the
-published frameworks. Decides per rank of the pipeline, never an average: the first holds most micro-batches, the last the logits. Must
+`simulate/memory/memory.py` predicts the host process that runs here. The two share the sizes of the model (`ModelSpec`) and no list of tensors, for they count others: there those that the
+kernels of this repository keep, one by one, since the C library treats large blocks unlike small ones; here those of fused kernels on accelerators, in closed form by published frameworks, since a
+search asks for a million. Decides per rank of the pipeline, never an average: the first holds most micro-batches, the last the logits. Must
 never change: more recomputation never keeps more.
 
 Widths: weights of the compute type (bf16, or fp32), gradients fp32, master weights and two moments fp32. Activations per token and layer, with sequence parallelism and
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 from phalanx.plan.pipeline.schedule import SCHEDULES, Order, make_schedule, most_extra
 from phalanx.simulate.hardware import BF16, FP32, Hardware
-from phalanx.simulate.mapping import AnyMapping, Job, Mapping, of_places
+from phalanx.simulate.mapping import AnyMapping, Job, Mapping
 from phalanx.simulate.step.stage_layers import StageContent, contents
 
 STATE_BYTES = 3 * FP32
@@ -64,7 +65,7 @@ def usable_bytes(hardware: Hardware) -> float:
 
 def activation_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
     """Bytes that a layer keeps of one micro-batch until its backward pass, with an even load."""
-    s, f = job.shape, mapping.folding
+    s, f = job.spec, mapping.folding
     tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
     if mapping.recompute == "full":
         return tokens * mapping.item_bytes * s.hidden
@@ -73,22 +74,22 @@ def activation_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
 
 def _attention_bytes(job: Job, mapping: Mapping) -> float:
     """Per token of a rank (1/T of those it attends for, with 1/T of the heads: the two cancel). `selective` drops norm outputs."""
-    s, f, item = job.shape, mapping.folding, mapping.item_bytes
+    s, f, item = job.spec, mapping.folding, mapping.item_bytes
     norms = item * s.hidden * (1 if mapping.recompute == "selective" else 2)
-    kv = max(1.0, s.kv_heads / f.tp) * f.tp
-    if s.latent is None:
-        core = item * (s.heads + 2 * kv) * s.head_dim + item * s.heads * s.head_dim + FP32 * s.heads
+    kv = max(1.0, s.num_kv_heads / f.tp) * f.tp
+    if s.mla is None:
+        core = item * (s.num_heads + 2 * kv) * s.head_dim + item * s.num_heads * s.head_dim + FP32 * s.num_heads
     else:
-        m = s.latent
-        q = s.heads * (m.nope_dim + m.rope_dim)
-        core = item * (2 * q + 2 * s.value_width) + item * (m.q_rank + m.kv_rank) + FP32 * s.heads
+        m = s.mla
+        q = s.num_heads * (m.nope_dim + m.rope_dim)
+        core = item * (2 * q + 2 * s.value_width) + item * (m.q_rank + m.kv_rank) + FP32 * s.num_heads
     if not mapping.fused_attention and mapping.recompute == "none":
-        core += 5 * s.heads * job.seq_len / f.cp
+        core += 5 * s.num_heads * job.seq_len / f.cp
     return norms + core
 
 
 def _dense_bytes(job: Job, mapping: Mapping) -> float:
-    s, item = job.shape, mapping.item_bytes
+    s, item = job.spec, mapping.item_bytes
     norms = item * s.hidden * (1 if mapping.recompute == "selective" else 2)
     inner = (s.ffn_matrices - 1) if mapping.recompute == "selective" else s.ffn_matrices
     return norms + item * inner * s.dense_ffn
@@ -96,10 +97,10 @@ def _dense_bytes(job: Job, mapping: Mapping) -> float:
 
 def _moe_bytes(mapping: Mapping, job: Job) -> float:
     """With an even load; `_row_bytes` of it grow with the load."""
-    s, item = job.shape, mapping.item_bytes
+    s, item = job.spec, mapping.item_bytes
     norms = item * s.hidden * (1 if mapping.recompute == "selective" else 2)
     shared = item * s.ffn_matrices * s.shared_ffn
-    return norms + 8 * s.experts + _row_bytes(mapping, job) + shared + _index_bytes(mapping, s.top_k)
+    return norms + 8 * s.num_experts + _row_bytes(mapping, job) + shared + _index_bytes(mapping, s.top_k)
 
 
 def _index_bytes(mapping: Mapping, top_k: int) -> float:
@@ -112,7 +113,7 @@ def _index_bytes(mapping: Mapping, top_k: int) -> float:
 
 def _row_bytes(mapping: Mapping, job: Job) -> float:
     """Rows that experts keep, per token; `selective` keeps the rows that arrived and runs the experts again."""
-    s, f, item = job.shape, mapping.folding, mapping.item_bytes
+    s, f, item = job.spec, mapping.folding, mapping.item_bytes
     inner = 0.0 if mapping.recompute == "selective" else item * s.ffn_matrices * s.expert_ffn
     return s.top_k * mapping.rows_share(job) * (item * s.hidden * f.etp + inner)
 
@@ -121,13 +122,13 @@ def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
     """Bytes that a layer keeps of one micro-batch between its input gradient and a weight gradient that was deferred: inputs of its products, and
     gradients of their outputs, recomputed or not.
     """
-    s, f = job.shape, mapping.folding
+    s, f = job.spec, mapping.folding
     tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
-    if s.latent is None:
-        inner = (s.heads + 2 * max(1.0, s.kv_heads / f.tp) * f.tp) * s.head_dim
+    if s.mla is None:
+        inner = (s.num_heads + 2 * max(1.0, s.num_kv_heads / f.tp) * f.tp) * s.head_dim
     else:
-        m = s.latent
-        inner = s.heads * (m.nope_dim + m.rope_dim + m.nope_dim + m.value_dim) + 2 * (m.q_rank + m.kv_rank)
+        m = s.mla
+        inner = s.num_heads * (m.nope_dim + m.rope_dim + m.nope_dim + m.value_dim) + 2 * (m.q_rank + m.kv_rank)
     elements = 2 * s.hidden + inner + s.value_width
     sent = s.top_k * mapping.rows_share(job) if moe else 1.0
     width, rows = (s.expert_ffn * sent, s.hidden * f.etp * sent) if moe else (s.dense_ffn, s.hidden)
@@ -143,10 +144,10 @@ def _load(mapping: Mapping, job: Job) -> float:
 
 def _working_bytes(job: Job, mapping: Mapping) -> float:
     """The largest layer at work: rows on their way, experts' inputs and gradients; everything of it where it is recomputed."""
-    s, f, item = job.shape, mapping.folding, mapping.item_bytes
+    s, f, item = job.spec, mapping.folding, mapping.item_bytes
     tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
     bare = tokens * 4 * item * s.hidden * f.tp
-    if s.experts:
+    if s.num_moe_layers:
         rows = tokens * s.top_k * mapping.rows_share(job) * _load(mapping, job)
         bare += rows * f.etp * item * (2 * s.hidden + 2 * s.expert_ffn / f.etp)
         if (
@@ -157,7 +158,7 @@ def _working_bytes(job: Job, mapping: Mapping) -> float:
             bare += 2 * tokens * f.ep * f.etp * s.hidden * item
     if mapping.recompute in ("selective", "full"):
         whole = Mapping(**{**_fields(mapping), "recompute": "none"})
-        bare += activation_bytes(job, whole, moe=s.experts > 0)
+        bare += activation_bytes(job, whole, moe=s.num_moe_layers > 0)
     return bare
 
 
@@ -167,11 +168,11 @@ def _fields(mapping: Mapping) -> dict[str, Any]:
 
 def parameters_of_rank(job: Job, mapping: Mapping, content: StageContent) -> tuple[float, float]:
     """(dense, expert) parameters of a rank that holds these layers."""
-    s, f = job.shape, mapping.folding
-    dense = content.layers * s.attention_params / f.tp + content.dense_layers * s.dense_params / f.tp
-    dense += content.moe_layers * (s.shared_params / f.tp + s.experts * s.hidden) + content.layers * 2 * s.hidden
-    dense += content.tables(tied=s.tied) * s.table_params / f.tp
-    expert = content.moe_layers * mapping.held_experts(job) * s.expert_params / f.etp if s.experts else 0.0
+    s, f = job.spec, mapping.folding
+    dense = content.layers * s.attention_matrices / f.tp + content.dense_layers * s.dense_matrices / f.tp
+    dense += content.moe_layers * (s.shared_matrices / f.tp + s.num_experts * s.hidden) + content.layers * 2 * s.hidden
+    dense += content.tables(tied=s.tied_embeddings) * s.vocab * s.hidden / f.tp
+    expert = content.moe_layers * mapping.held_experts(job) * s.expert_matrices / f.etp if s.num_moe_layers else 0.0
     return dense, expert
 
 
@@ -213,46 +214,26 @@ class LayerBytes:
 
 def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
     """Activations of a layer of either kind, the largest layer at work, logits."""
-    s, f = job.shape, mapping.folding
+    s, f = job.spec, mapping.folding
     tokens = mapping.micro_batch * job.seq_len / f.cp
     return LayerBytes(
-        moe=activation_bytes(job, mapping, moe=True) if s.moe_layers else 0.0,
+        moe=activation_bytes(job, mapping, moe=True) if s.num_moe_layers else 0.0,
         rows=tokens / f.tp * _row_bytes(mapping, job) if mapping.recompute != "full" else 0.0,
-        load=_load(mapping, job) if s.experts else 1.0,
+        load=_load(mapping, job) if s.num_moe_layers else 1.0,
         dense=activation_bytes(job, mapping, moe=False),
-        moe_later=later_bytes(job, mapping, moe=True) if s.moe_layers else 0.0,
+        moe_later=later_bytes(job, mapping, moe=True) if s.num_moe_layers else 0.0,
         dense_later=later_bytes(job, mapping, moe=False),
         working=_working_bytes(job, mapping),
         logits=tokens * s.vocab / f.tp * (FP32 + 2 * BF16),
     )
 
 
-def live_activations(mapping: Mapping, pipeline_rank: int, microbatches: int) -> int:
-    """Activations of a virtual stage that a rank holds at once, by its schedule's promise."""
-    pp, extra = mapping.folding.pp, mapping.extra_warmup
-    return _live_by_rank(mapping.schedule, pp, mapping.virtual, microbatches, extra)[pipeline_rank]
-
-
-@lru_cache(maxsize=8192)
-def _live_by_rank(
-    schedule: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None
-) -> tuple[int, ...]:
-    if pp == 1:
-        return (1,)
-    extra = extra_warmup or most_extra(pp)  # an eager schedule that is told nothing takes the most
-    return tuple(SCHEDULES[schedule].live(rank, pp, virtual, microbatches, extra[rank]) for rank in range(pp))
-
-
 States = tuple[tuple[int, int], ...]
 """(activations, put-off weight gradients) of a virtual stage that a rank holds at once: the states that no other exceeds in both."""
 
 
-def held_states(mapping: Mapping, pipeline_rank: int, microbatches: int) -> States:
-    """What a rank holds at its fullest moments."""
-    return _states_of_ranks(mapping, microbatches)[pipeline_rank]
-
-
-def _states_of_ranks(mapping: Mapping, microbatches: int) -> tuple[States, ...]:
+def states_of_ranks(mapping: Mapping, microbatches: int) -> tuple[States, ...]:
+    """What each pipeline rank holds at its fullest moments."""
     key = (mapping.schedule, mapping.folding.pp, mapping.virtual)
     if mapping.splits_backward:
         return _split_states(*key, min(microbatches, 3 * mapping.folding.pp), mapping.extra_warmup)
@@ -260,8 +241,15 @@ def _states_of_ranks(mapping: Mapping, microbatches: int) -> tuple[States, ...]:
 
 
 @lru_cache(maxsize=8192)
-def _plain_states(*key: Any) -> tuple[States, ...]:
-    return tuple(((live, 0),) for live in _live_by_rank(*key))
+def _plain_states(
+    schedule: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None
+) -> tuple[States, ...]:
+    """Of every rank, by its schedule's promise."""
+    if pp == 1:
+        return (((1, 0),),)
+    extra = extra_warmup or most_extra(pp)  # an eager schedule that is told nothing takes the most
+    live = (SCHEDULES[schedule].live(rank, pp, virtual, microbatches, extra[rank]) for rank in range(pp))
+    return tuple(((each, 0),) for each in live)
 
 
 @lru_cache(maxsize=1024)
@@ -290,9 +278,9 @@ def _front(order: Order) -> tuple[tuple[int, int], ...]:
 
 def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int) -> StageMemory:
     """Memory of the ranks at one place of the pipeline."""
-    states = held_states(mapping, pipeline_rank, mapping.num_microbatches(job))
+    states = states_of_ranks(mapping, mapping.num_microbatches(job))[pipeline_rank]
     place = PipelinePlace(pipeline_rank, contents(job, mapping)[pipeline_rank], states)
-    return _memory_at(job, mapping, place, layer_bytes(job, mapping))
+    return memory_at(job, mapping, place, layer_bytes(job, mapping))
 
 
 class PipelinePlace(NamedTuple):
@@ -303,7 +291,7 @@ class PipelinePlace(NamedTuple):
     states: States
 
 
-def _memory_at(job: Job, mapping: Mapping, place: PipelinePlace, layer: LayerBytes) -> StageMemory:
+def memory_at(job: Job, mapping: Mapping, place: PipelinePlace, layer: LayerBytes) -> StageMemory:
     content, item = place.content, mapping.item_bytes
     dense, expert = parameters_of_rank(job, mapping, content)
     own = sum(kept_state(job, mapping, (dense, expert)))
@@ -334,47 +322,7 @@ def _memory_at(job: Job, mapping: Mapping, place: PipelinePlace, layer: LayerByt
 
 def memory_of(job: Job, mapping: AnyMapping) -> tuple[StageMemory, ...]:
     """Memory of every pipeline rank."""
-    return tuple(stage_memory(job, own, pipeline_rank=rank) for rank, own in enumerate(of_places(mapping)))
-
-
-@dataclass(frozen=True)
-class Places:
-    """What the ranks of a pipeline hold."""
-
-    different: tuple[StageContent, ...]
-    """The first pipeline rank's, and those of the others that hold something else."""
-    ranks: tuple[tuple[int, ...], ...]
-    """Pipeline ranks that hold each."""
-    fullest: tuple[PipelinePlace, ...]
-    """Of ranks that hold the same, those that no other exceeds in what is in flight."""
-
-
-def places_of(job: Job, mapping: Mapping) -> Places:
-    """Of a pipeline, whatever else the mapping is."""
-    held, states = contents(job, mapping), _states_of_ranks(mapping, mapping.num_microbatches(job))
-    best: dict[StageContent, list[int]] = {}
-    ranks: dict[StageContent, list[int]] = {}
-    for rank, content in enumerate(held):
-        ranks.setdefault(content, []).append(rank)
-        rivals = best.setdefault(content, [])
-        if not any(_covers(states[other], states[rank]) for other in rivals):
-            rivals[:] = [other for other in rivals if not _covers(states[rank], states[other])] + [rank]
-    fullest = tuple(PipelinePlace(rank, content, states[rank]) for content, ranks in best.items() for rank in ranks)
-    return Places(tuple(best), tuple(map(tuple, ranks.values())), fullest)
-
-
-def fullest_of(job: Job, mapping: Mapping, places: Places, *, layer: LayerBytes) -> float:
-    """Bytes on the fullest rank of a pipeline that holds these."""
-    return max(_memory_at(job, mapping, place, layer).total for place in places.fullest)
-
-
-def fullest_bytes(job: Job, mapping: Mapping) -> float:
-    """Bytes on the fullest rank of the pipeline."""
-    return fullest_of(job, mapping, places_of(job, mapping), layer=layer_bytes(job, mapping))
-
-
-def _covers(more: States, less: States) -> bool:
-    return all(any(a >= c and b >= d for a, b in more) for c, d in less)
+    return tuple(stage_memory(job, own, pipeline_rank=rank) for rank, own in enumerate(mapping.places))
 
 
 def fits(job: Job, mapping: Mapping, hardware: Hardware) -> bool:

@@ -129,7 +129,7 @@ class FusedExperts:
 
     @property
     def row_bytes(self) -> int:
-        return self.job.shape.hidden * self.mapping.item_bytes
+        return self.job.spec.hidden * self.mapping.item_bytes
 
     @property
     def span(self) -> GroupSpan:
@@ -141,20 +141,20 @@ class FusedExperts:
         capacity, sms = max(1, round(self.tokens)), self.oracle.hardware.sms
         assert sms is not None  # `fused_run_problems`
         left_free = self.mapping.overlap.left_free
-        return fused_launch(sms, left_free=left_free, capacity=capacity, columns=self.job.shape.hidden)
+        return fused_launch(sms, left_free=left_free, capacity=capacity, columns=self.job.spec.hidden)
 
     def messages(self, load: float) -> Messages:
         """Of entries, one way."""
-        s, latency_s = self.job.shape, self.oracle.hardware.inside_latency_s
+        s, latency_s = self.job.spec, self.oracle.hardware.inside_latency_s
         sent = self.tokens * load * min(1.0, self.mapping.rows_share(self.job)) * self.row_bytes
-        whole = self.network.all_to_all_dedup(sent, self.span, top_k=s.top_k, num_experts=s.experts)
+        whole = self.network.all_to_all_dedup(sent, self.span, top_k=s.top_k, num_experts=s.num_experts)
         return Messages(link_s=max(0.0, whole - latency_s), latency_s=latency_s)
 
     def one(self, load: float, direction: Direction) -> FusedPass:
         """Of ranks that all have `load` times the even share of the rows."""
-        s, o, f, item = self.job.shape, self.oracle, self.mapping.folding, self.mapping.item_bytes
+        s, o, f, item = self.job.spec, self.oracle, self.mapping.folding, self.mapping.item_bytes
         rows = self.tokens * s.top_k * self.mapping.rows_share(self.job) * load
-        slots, h, n, up = max(1, round(s.experts / f.ep)), s.hidden, s.expert_ffn, s.ffn_matrices - 1
+        slots, h, n, up = max(1, round(s.num_experts / f.ep)), s.hidden, s.expert_ffn, s.ffn_matrices - 1
         forward, launch, messages = direction == "forward", self.launch, self.messages(load)
         widths = ((up * n, h), (h, n)) if forward else ((n, h), (h, up * n))
         first, second = (o.product(rows, columns, depth, groups=slots) for columns, depth in widths)
@@ -174,9 +174,9 @@ class FusedExperts:
 
     def around(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """(forward, backward) of index and finish, and of the all-to-alls of fixed size."""
-        s, o, f, t = self.job.shape, self.oracle, self.mapping.folding, self.tokens
+        s, o, f, t = self.job.spec, self.oracle, self.mapping.folding, self.tokens
         table = 4 * f.ep * t * s.top_k
-        entries = t * min(1.0, self.mapping.rows_share(self.job)) * distinct(f.ep, s.top_k, s.experts)
+        entries = t * min(1.0, self.mapping.rows_share(self.job)) * distinct(f.ep, s.top_k, s.num_experts)
         finish = o.memory((entries + t) * self.row_bytes)
         index = o.memory(INDEX_KERNELS * 2 * table, kernels=INDEX_KERNELS)
         told = (self.network.all_to_all(2 * table, self.span), self.network.all_to_all(table, self.span))
@@ -184,8 +184,8 @@ class FusedExperts:
 
     def again_s(self) -> float:
         """The first product once more, on the whole device: what selective recomputation repeats."""
-        s = self.job.shape
-        rows, slots = self.tokens * s.top_k * self.mapping.rows_share(self.job), s.experts / self.mapping.folding.ep
+        s = self.job.spec
+        rows, slots = self.tokens * s.top_k * self.mapping.rows_share(self.job), s.num_experts / self.mapping.folding.ep
         return self.oracle.product(rows, (s.ffn_matrices - 1) * s.expert_ffn, s.hidden, groups=max(1, round(slots)))
 
     def told(self) -> LedgerEntries:

@@ -1,18 +1,18 @@
 """Which layers each virtual stage and each pipeline rank of a mapping holds.
 
-Decides nothing: a mapping that does not say its layers divides them as a run does (`plan/mapping/stages.py`, by cost, the head included). Published
-runs of Megatron-LM say theirs: `even_layers`, as even as can be by count. Places of stages come from the schedule's rule in
+Decides nothing: a mapping that does not say its layers divides them as a run does (`plan/mapping/stages.py`, by cost, the head included). Places of stages come from the schedule's rule in
 `plan/pipeline/schedule/make.py`. Must never change: every layer is on exactly one stage.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from phalanx.plan.mapping import balanced_counts, layer_costs
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline.schedule import SCHEDULES, looped_ranks, vee_ranks
-from phalanx.simulate.mapping import Job, Mapping, Shape, spec_of
+from phalanx.simulate.mapping import Job, Mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,32 +53,21 @@ def layers_of_stages(job: Job, mapping: Mapping) -> tuple[int, ...]:
     if mapping.stage_layers is not None:
         return mapping.stage_layers
     stages = mapping.folding.pp * mapping.virtual if mapping.folding.pp > 1 else 1
-    return run_layers(job.shape, job.seq_len, stages)
+    return run_layers(job.spec, job.seq_len, stages)
 
 
 @lru_cache(maxsize=4096)
-def run_layers(shape: Shape, seq_len: int, stages: int) -> tuple[int, ...]:
+def run_layers(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
     """Layers of each stage of a run that is not told them (`plan.pipeline.make_pipeline`)."""
     if stages == 1:
-        return (shape.layers,)
-    return balanced_counts(layer_costs(spec_of(shape), seq_len=seq_len), stages)
-
-
-@lru_cache(maxsize=4096)
-def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """As even as can be by count; where that does not divide, fewer at the ends, which have embedding and head."""
-    size, more = divmod(layers, stages)
-    counts = [size] * stages
-    middle = [*range(1, stages - 1), 0, stages - 1] if stages > 2 else list(range(stages))
-    start = max(0, (len(middle) - 2 - more) // 2) if stages > 2 else 0
-    for i in range(more):
-        counts[middle[(start + i) % len(middle)]] += 1
-    return tuple(counts)
+        return (spec.num_layers,)
+    # Layers without a gate weigh as though they had one: no run here divides such a model, and predictions of them have always been of these divisions.
+    return balanced_counts(layer_costs(replace(spec, ffn_matrices=3), seq_len=seq_len), stages)
 
 
 def contents(job: Job, mapping: Mapping) -> tuple[StageContent, ...]:
     """What each pipeline rank holds."""
-    key = (job.shape.layers, job.shape.dense_layers if job.shape.experts else job.shape.layers, job.shape.mtp)
+    key = (job.spec.num_layers, job.spec.dense_layers, job.spec.mtp_layers)
     return _contents(key, layers_of_stages(job, mapping), ranks_of_stages(mapping), mapping.folding.pp)
 
 

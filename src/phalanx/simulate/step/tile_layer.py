@@ -54,18 +54,18 @@ class TiledExperts:
 
     def layer(self, load: float) -> TileLayer:
         """What every rank has if each is as full as one whose rows are `load` times the even share."""
-        s, f, h = self.job.shape, self.mapping.folding, self.oracle.hardware
+        s, f, h = self.job.spec, self.mapping.folding, self.oracle.hardware
         tokens = self.mapping.tokens(self.job) * load
         return TileLayer(
             tokens=max(1, round(tokens)),
             rows=max(1, round(tokens * s.top_k * self.mapping.rows_share(self.job))),
             top_k=s.top_k,
-            experts=s.experts,
+            experts=s.num_experts,
             ep=f.ep,
             etp=f.etp,
             row_bytes=s.hidden * self.mapping.item_bytes,
             ranks_per_host=h.ranks_per_host,
-            host_limit=s.group_top_k if s.groups > 1 else None,
+            host_limit=s.router.group_topk if s.router.num_groups > 1 else None,
             gateways=h.sms is None,
             most_blocks=most_blocks(s.hidden),
         )
@@ -86,7 +86,7 @@ class TiledExperts:
         )
 
     def pieces(self, layer: TileLayer, shared: Both, direction: Direction) -> Pieces:
-        s, f = self.job.shape, self.mapping.folding
+        s, f = self.job.spec, self.mapping.folding
         shape = ExpertWidths(
             hidden=s.hidden, ffn=s.expert_ffn / f.etp, matrices=s.ffn_matrices, item=self.mapping.item_bytes
         )

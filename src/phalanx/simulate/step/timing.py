@@ -1,7 +1,7 @@
 """How long one optimizer step takes: layers on a pipeline schedule, then gradients and optimizer; with where the time goes and how sure that is.
 
 Decides the clock of a step. Passes of stages come from `block_time.py`, their exact order from `plan/pipeline/schedule/make.py` on the clock of
-`plan/pipeline/schedule/clock.py` (or, for search, from the bubble's closed form); data-parallel traffic is hidden as far as the last backward and
+`plan/pipeline/schedule/clock.py`; the first pass of a search, which has no time for a clock, is `quick.py`. Data-parallel traffic is hidden as far as the last backward and
 the first forward have room. Must never change: the parts of the breakdown sum to the step.
 """
 
@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
+from phalanx.plan.model import Convention, flops_per_token
 from phalanx.plan.pipeline.schedule import Edge, Schedule, ScheduleCosts, Timeline, chain, ends_of_ranks, simulate
 from phalanx.simulate.hardware import SIGMA, GpuCluster, Network, Oracle
 from phalanx.simulate.mapping import (
@@ -23,17 +23,13 @@ from phalanx.simulate.mapping import (
     Mapping,
     StagedMapping,
     Stragglers,
-    edge_seconds,
-    flops_per_token,
-    hop_of,
-    hop_seconds,
-    of_places,
 )
 from phalanx.simulate.step.block_time import COMMUNICATION, Blocks, Ledger
-from phalanx.simulate.step.bubble import bubble_share, idle_passes, schedule_of
+from phalanx.simulate.step.bubble import schedule_of
 from phalanx.simulate.step.device_memory import StageMemory, memory_of, parameters_of_rank, usable_bytes
 from phalanx.simulate.step.replicas import ReplicaTraffic
 from phalanx.simulate.step.stage_layers import contents, layers_of_stages, ranks_of_stages
+from phalanx.simulate.step.transfers import edge_seconds, hop_of, hop_seconds
 
 Ledgers = dict[tuple[str, int], Ledger]
 """Layers by kind and, where stages have foldings of their own, by pipeline rank."""
@@ -152,13 +148,12 @@ class Prediction:
     def fits(self) -> bool:
         return self.peak_bytes <= usable_bytes(self.cluster.hardware)
 
-    def flops_per_s(self, convention: str) -> float:
+    def flops_per_s(self, convention: Convention) -> float:
         """Model FLOPs per second of one rank, by a convention (`causal` or `full`)."""
-        kind = "full" if convention == "full" else "causal"
-        per_token = flops_per_token(self.job.shape, self.job.seq_len, convention=kind)  # type: ignore[arg-type]
+        per_token = flops_per_token(self.job.spec, self.job.seq_len, attention=convention)
         return per_token * self.tokens_per_s / self.cluster.world
 
-    def mfu(self, convention: str) -> float:
+    def mfu(self, convention: Convention) -> float:
         """Of the bf16 peak, whatever the precision: as publications count."""
         return self.flops_per_s(convention) / self.cluster.hardware.bf16_flops_per_s
 
@@ -172,7 +167,7 @@ class Prediction:
         )
         return {
             "cluster": self.cluster.name,
-            "model": self.job.shape.name,
+            "model": self.job.spec.name,
             "mapping": self.mapping.label(),
             "hash": self.mapping.hash,
             "seconds": {"p10": s.p10, "p50": s.seconds, "p90": s.p90, "sigma": s.sigma},
@@ -191,12 +186,8 @@ class Prediction:
         }
 
 
-def predict(
-    job: Job, mapping: AnyMapping, cluster: GpuCluster, *, exact: bool = True, most_microbatches: int | None = None
-) -> Prediction:
-    """Time and memory of one step. `exact` runs the schedule on a clock; else its bubble is the closed form's (of stages with foldings of their own, never).
-
-    `most_microbatches` limits the clock to so many for each pipeline rank, the rest is the steady state's.
+def predict(job: Job, mapping: AnyMapping, cluster: GpuCluster, *, most_microbatches: int | None = None) -> Prediction:
+    """Time and memory of one step, its schedule on a clock. `most_microbatches` limits that to so many for each pipeline rank, the rest is the steady state's.
 
     Raises `PlanError` where the job cannot run so.
     """
@@ -205,7 +196,7 @@ def predict(
         job=job,
         mapping=mapping,
         cluster=cluster,
-        step=step_time(job, mapping, cluster, exact=exact, most_microbatches=most_microbatches),
+        step=step_time(job, mapping, cluster, most_microbatches=most_microbatches),
         memory=memory_of(job, mapping),
     )
 
@@ -227,13 +218,12 @@ def step_time(
     mapping: AnyMapping,
     cluster: GpuCluster,
     *,
-    exact: bool = True,
     most_microbatches: int | None = None,
     ledgers: Ledgers | None = None,
     slow: tuple[float, ...] | None = None,
 ) -> StepTime:
     """The step of a mapping that was checked. `ledgers` are layers that were computed before; `slow` is how much longer each pipeline rank computes."""
-    return _Step(job, mapping, cluster, ledgers, slow).result(exact=exact, most_microbatches=most_microbatches)
+    return _Step(job, mapping, cluster, ledgers, slow).result(most_microbatches=most_microbatches)
 
 
 def slow_steps(
@@ -260,7 +250,7 @@ def _together(steps: Sequence[_Step], most: int) -> list[StepTime]:
     for group in groups.values():
         first, last = ends_of_ranks(group[0].shortened(most)[0], [step.costs() for step in group])
         ends |= {id(step): Ends(a.tolist(), b.tolist()) for step, a, b in zip(group, first, last, strict=True)}
-    return [step.result(exact=True, most_microbatches=most, ends=ends.get(id(step))) for step in steps]
+    return [step.result(most_microbatches=most, ends=ends.get(id(step))) for step in steps]
 
 
 def pass_costs(job: Job, mapping: AnyMapping, cluster: GpuCluster) -> ScheduleCosts:
@@ -288,7 +278,7 @@ class _Step:
     ) -> None:
         self.job, self.hardware = job, cluster.hardware
         self.staged = mapping if isinstance(mapping, StagedMapping) else None
-        self.places = of_places(mapping)
+        self.places = mapping.places
         self.mapping = self.places[0]
         self.network = Network(cluster.hardware)
         self.oracle = Oracle(cluster.hardware, self.mapping.precision)
@@ -310,21 +300,21 @@ class _Step:
             if kind in ("head", "embedding"):
                 made = blocks.head() if kind == "head" else blocks.embedding()
             else:
-                made = blocks.layer(self.job.shape.layers if kind == "moe" else 0)
+                made = blocks.layer(moe=kind == "moe")
             self.ledgers[key] = made
         return self.ledgers[key]
 
     def _stages(self) -> list[Pass]:
         """One pass of each virtual stage."""
-        shape, out, first = self.job.shape, [], 0
+        spec, out, first = self.job.spec, [], 0
         counts = layers_of_stages(self.job, self.mapping)
         for index, count in enumerate(counts):
-            dense = max(0, min(first + count, shape.dense_layers if shape.experts else shape.layers) - first)
+            dense = max(0, min(first + count, spec.dense_layers) - first)
             parts = {"dense": dense, "moe": count - dense, "embedding": int(index == 0)}
             parts["head"] = int(index == len(counts) - 1)
-            if parts["head"] and shape.mtp:
-                parts["moe" if shape.experts else "dense"] += shape.mtp
-                parts["head"] += shape.mtp
+            if parts["head"] and spec.mtp_layers:
+                parts["moe" if spec.num_moe_layers else "dense"] += spec.mtp_layers
+                parts["head"] += spec.mtp_layers
             out.append(self._sum(parts, self.rank_of_stage[index]))
             first += count
         return out
@@ -373,7 +363,7 @@ class _Step:
             edge_p2p=self._edges,
         )
 
-    def _by_rank(self) -> list[list[Pass]]:
+    def by_rank(self) -> list[list[Pass]]:
         held: list[list[Pass]] = [[] for _ in range(self.mapping.folding.pp)]
         for stage, rank in zip(self.stages, self.rank_of_stage, strict=True):
             held[rank].append(stage)
@@ -396,24 +386,21 @@ class _Step:
         spans = timeline.spans
         return timeline, Ends([own[0].start for own in spans], [own[-1].end for own in spans])
 
-    def result(self, *, exact: bool, most_microbatches: int | None = None, ends: Ends | None = None) -> StepTime:
+    def result(self, *, most_microbatches: int | None = None, ends: Ends | None = None) -> StepTime:
         """Past `most_microbatches` a rank, one more costs what the busiest rank has to do. `ends`: of the clock, where it was run before."""
-        f, held, costs = self.mapping.folding, self._by_rank(), self.costs()
+        f, held, costs = self.mapping.folding, self.by_rank(), self.costs()
         busy = [self.m * sum(sum(stage.seconds) for stage in stages) for stages in held]
         rank = max(range(f.pp), key=lambda r: busy[r])
         timeline = None
         if f.pp == 1:
             makespan = busy[0]
-            if exact and most_microbatches is None:
+            if most_microbatches is None:
                 timeline, _ = self._clock(costs, None)
-        elif exact or self.staged is not None:
+        else:
             if ends is None:
                 timeline, ends = self._clock(costs, most_microbatches)
             steady = (self.m - self.schedule_key(most_microbatches)[3]) * busy[rank] / self.m
             makespan = max(ends.last) + steady
-        else:
-            makespan = busy[rank] + self._bubble(costs)
-            ends = self._idle(costs)
         parts: dict[str, float] = {}
         for stage in held[rank]:
             for table in (stage.forward, stage.backward):
@@ -437,7 +424,7 @@ class _Step:
         )
 
     def _between_steps(self, held: list[list[Pass]], ends: Ends | None) -> tuple[float, float]:
-        """Exposed data-parallel traffic, and the optimizer: of whoever is latest by its schedule's clock or closed form; of the first rank where there is no pipeline, or parameters are sharded, whose traffic is among the passes."""
+        """Exposed data-parallel traffic, and the optimizer: of whoever is latest by its schedule's clock; of the first rank where there is no pipeline, or parameters are sharded, whose traffic is among the passes."""
         if ends is None or self.mapping.sharding == "parameters":
             own, room, layers = self._own(held, 0)
             replicas = ReplicaTraffic(self.job, self.mapping, self.network)
@@ -463,30 +450,3 @@ class _Step:
         if mapping.splits_backward:  # gradients are whole when the weights' own passes end
             room[1] = sum(stage.weight_grad for stage in held[rank])
         return parameters_of_rank(self.job, mapping, content), room, content.layers
-
-    def _mean(self, costs: ScheduleCosts) -> list[float]:
-        """Seconds of the mean stage: forward, backward, and the weights' part of it."""
-        return [sum(t) / len(self.stages) for t in (costs.forward, costs.backward, costs.weight_grad)]
-
-    def _way(self, costs: ScheduleCosts) -> tuple[str, int, int, int, float, tuple[int, ...] | None]:
-        """What closed forms ask."""
-        m, mean = self.mapping, self._mean(costs)
-        weight = mean[2] / mean[1] if mean[1] else 0.5
-        return m.schedule, m.folding.pp, m.virtual, self.m, weight, m.extra_warmup
-
-    def _bubble(self, costs: ScheduleCosts) -> float:
-        """Closed forms on the mean stage, and the way of the first micro-batch through the transfers."""
-        mean = self._mean(costs)
-        share = bubble_share(*self._way(costs))
-        return share * (mean[0] + mean[1]) * self.mapping.virtual + 2 * sum(self._hops[:-1])
-
-    def _idle(self, costs: ScheduleCosts) -> Ends:
-        """The same of when each rank's first pass begins, and, before the end of all, its last one ends."""
-        forward, backward, _ = self._mean(costs)
-        ways = [0.0, *accumulate(self._hops[:-1])]
-        idle = idle_passes(*self._way(costs))
-        back = [0.0] * len(ways) if self.mapping.splits_backward else ways
-        return Ends(
-            [rank * forward + way for rank, way in enumerate(ways)],
-            [-passes * backward - way for passes, way in zip(idle, back, strict=True)],
-        )

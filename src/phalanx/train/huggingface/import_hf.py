@@ -20,7 +20,8 @@ import torch
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.recipe import describe_settings, dump_recipe, load_recipe
+from phalanx.core.recipe import dump_recipe, load_recipe
+from phalanx.core.settings import describe_settings
 from phalanx.data import ByteTokenizer, Tokenizer, parse_choice, read_tokenizer_file
 from phalanx.models.families import shapes_of
 from phalanx.plan import run_problems

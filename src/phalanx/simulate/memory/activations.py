@@ -18,7 +18,7 @@ from typing import Literal
 from phalanx.plan.mapping import Folding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import DispatchSpec, rows_of_source
-from phalanx.simulate.hardware import (
+from phalanx.simulate.memory.kernel_facts import (
     BLOCK,
     BLOCK_ROWS,
     CORRECTION,
@@ -31,7 +31,6 @@ from phalanx.simulate.hardware import (
     pieces,
 )
 
-Recompute = Literal["none", "selective", "full"]
 INDEX = 8
 """Bytes of an int64."""
 
@@ -47,7 +46,7 @@ class Local:
     seq_len: int
     item: int
     """Bytes of the compute type."""
-    recompute: Recompute
+    recompute: Literal["none", "selective", "full"]
     lanes: int
     rows_share: float
     """Rows of this rank's experts over the even share."""

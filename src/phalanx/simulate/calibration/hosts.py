@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.simulate.hardware.calibration import (
+from phalanx.simulate.calibration.fit import (
     HostTimes,
     Measurements,
     TimedAttention,

@@ -21,7 +21,7 @@ from phalanx.plan.mapping import Folding, Placement, Stage
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import DispatchPlan, forced_experts, plan_dispatch, plan_local_dispatch, plan_static_dispatch
 from phalanx.plan.placement import ReplicaSettings, stage_replicas
-from phalanx.simulate.hardware.routing import FORCED_DRAWS, RouterModel
+from phalanx.simulate.mapping.routing import FORCED_DRAWS, RouterModel
 
 DRAWS = FORCED_DRAWS
 """Passes of a layer that are drawn and dispatched, those of a stage's layers in turn; their median stands for all."""

@@ -1,7 +1,7 @@
-"""The first pass of a search: the same time and memory as `step_time(exact=False)` and `fullest_bytes`, in tens of microseconds.
+"""The first pass of a search: time and memory of a mapping in tens of microseconds, the pipeline's bubble by its closed form.
 
 Decides nothing of its own. A search asks for a million mappings, of which most share everything but the pipeline: layers are computed once for
-what they depend on, what pipeline ranks hold once for each pipeline, and the rest is arithmetic on a handful of sums. Must never change: results equal the slow functions' (test).
+what they depend on, what pipeline ranks hold once for each pipeline, and the rest is arithmetic on a handful of sums. Must never change: results equal those of tests/oracles/step_without_clock.py, which has none of this (test).
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from phalanx.simulate.hardware import GpuCluster, Network, Oracle
-from phalanx.simulate.mapping import Job, Mapping, Recompute, hop_seconds
-from phalanx.simulate.step import (
-    COMMUNICATION,
-    TILE_WAYS,
-    Blocks,
+from phalanx.simulate.mapping import Job, Mapping, Recompute
+from phalanx.simulate.step.block_time import COMMUNICATION, Blocks, Ledger
+from phalanx.simulate.step.bubble import bubble_share, idle_passes, tenths
+from phalanx.simulate.step.device_memory import (
     LayerBytes,
-    Ledger,
-    Places,
-    ReplicaTraffic,
-    StageContent,
-    bubble_share,
-    fullest_of,
-    idle_passes,
+    PipelinePlace,
+    States,
     layer_bytes,
+    memory_at,
     parameters_of_rank,
-    places_of,
-    tenths,
+    states_of_ranks,
 )
+from phalanx.simulate.step.replicas import ReplicaTraffic
+from phalanx.simulate.step.stage_layers import StageContent, contents
+from phalanx.simulate.step.tile_time import TILE_WAYS
+from phalanx.simulate.step.transfers import hop_seconds
 
 KINDS = ("moe", "dense", "head", "embedding")
 
@@ -80,8 +78,43 @@ def joined(halves: tuple[Half, ...], recompute: Recompute, launch_s: float) -> L
     )
 
 
+@dataclass(frozen=True)
+class Places:
+    """What the ranks of a pipeline hold."""
+
+    different: tuple[StageContent, ...]
+    """The first pipeline rank's, and those of the others that hold something else."""
+    ranks: tuple[tuple[int, ...], ...]
+    """Pipeline ranks that hold each."""
+    fullest: tuple[PipelinePlace, ...]
+    """Of ranks that hold the same, those that no other exceeds in what is in flight."""
+
+
+def places_of(job: Job, mapping: Mapping) -> Places:
+    """Of a pipeline, whatever else the mapping is."""
+    held, states = contents(job, mapping), states_of_ranks(mapping, mapping.num_microbatches(job))
+    best: dict[StageContent, list[int]] = {}
+    ranks: dict[StageContent, list[int]] = {}
+    for rank, content in enumerate(held):
+        ranks.setdefault(content, []).append(rank)
+        rivals = best.setdefault(content, [])
+        if not any(_covers(states[other], states[rank]) for other in rivals):
+            rivals[:] = [other for other in rivals if not _covers(states[rank], states[other])] + [rank]
+    fullest = tuple(PipelinePlace(rank, content, states[rank]) for content, ranks in best.items() for rank in ranks)
+    return Places(tuple(best), tuple(map(tuple, ranks.values())), fullest)
+
+
+def fullest_of(job: Job, mapping: Mapping, places: Places, *, layer: LayerBytes) -> float:
+    """Bytes on the fullest rank of a pipeline that holds these."""
+    return max(memory_at(job, mapping, place, layer).total for place in places.fullest)
+
+
+def _covers(more: States, less: States) -> bool:
+    return all(any(a >= c and b >= d for a, b in more) for c, d in less)
+
+
 @dataclass
-class Quick:
+class QuickPredictor:
     """What was computed, by what it depends on."""
 
     job: Job
@@ -119,7 +152,7 @@ class Quick:
         for kind in KINDS:
             if kind in ("head", "embedding"):
                 out.append(LayerSums(*self._dense_half(kind, dense, blocks)[:3]))
-            elif (kind == "moe" and not self.job.shape.moe_layers) or (kind == "dense" and not _has_dense(self.job)):
+            elif (kind == "moe" and not self.job.spec.num_moe_layers) or (kind == "dense" and not _has_dense(self.job)):
                 out.append(LayerSums(0.0, 0.0, 0.0))
             else:
                 part = self._experts(dense, blocks) if kind == "moe" else (self._dense_half(kind, dense, blocks),)
@@ -133,7 +166,7 @@ class Quick:
             if kind == "attention":
                 made = blocks.attention()
             elif kind == "dense":
-                made = blocks.dense(self.job.shape.dense_ffn)
+                made = blocks.dense(self.job.spec.dense_ffn)
             elif kind == "shared":
                 made = self.shared[dense] = blocks.shared()
             else:
@@ -185,7 +218,7 @@ class Quick:
         return self.pipelines[key]
 
     def peak_bytes(self, mapping: Mapping) -> float:
-        """`fullest_bytes`."""
+        """Bytes on the fullest rank of the pipeline."""
         return fullest_of(self.job, mapping, self.places(mapping), layer=self.layer_bytes(mapping))
 
     def seconds(self, mapping: Mapping) -> float:
@@ -256,9 +289,14 @@ class Quick:
 
     def work(self, mapping: Mapping) -> float:
         """Seconds of one micro-batch over all stages, or less: layers tile by tile by what no plan can beat."""
-        s, sums = self.job.shape, self.sums(mapping, bound=True)
-        dense = s.layers - s.moe_layers
-        counts = (s.moe_layers + s.mtp * (s.moe_layers > 0), dense + s.mtp * (s.moe_layers == 0), 1 + s.mtp, 1)
+        s, sums = self.job.spec, self.sums(mapping, bound=True)
+        dense = s.num_layers - s.num_moe_layers
+        counts = (
+            s.num_moe_layers + s.mtp_layers * (s.num_moe_layers > 0),
+            dense + s.mtp_layers * (s.num_moe_layers == 0),
+            1 + s.mtp_layers,
+            1,
+        )
         return sum(count * (one.forward + one.backward) for count, one in zip(counts, sums, strict=True))
 
     def bound(self, mapping: Mapping) -> float:
@@ -288,4 +326,4 @@ def _bare(mapping: Mapping) -> Mapping:
 
 
 def _has_dense(job: Job) -> bool:
-    return job.shape.moe_layers < job.shape.layers
+    return job.spec.num_moe_layers < job.spec.num_layers

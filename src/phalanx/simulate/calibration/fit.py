@@ -4,6 +4,9 @@ Decides the fit: each constant from rows of its own kind, by the least sum of ab
 that was disturbed moves nothing. Must never change: a constant is one of `hardware.Hardware` and carries as its source what it was fitted to; the error
 that is reported for a kind is that of the formula alone, without the tables of measured times that the file has beside the constants.
 
+Other fits answer other questions and stay where they are asked: a run fits overheads of its own overlap to whole layers, on the planning floor, so that all ranks agree; the lab fits a law to
+each kind of operation of a recorded run, and pieces of a recovery to lines through two sizes.
+
     memory      share of the best rate measured, and the time of a kernel: elementwise operations and products
     products    share of the best rate measured, by type
     experts     nothing is fitted: the formula of products over all rows of a group, held against the run's own kernels
@@ -23,9 +26,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.simulate.hardware.clusters import LINKS, Hardware, parse_hardware
-from phalanx.simulate.hardware.collectives import GroupSpan, Network
-from phalanx.simulate.hardware.cost import Oracle, experts_s
+from phalanx.simulate.hardware import LINKS, GroupSpan, Hardware, Network, Oracle, experts_s, parse_hardware
 
 WIDTH = {"bf16": 2, "fp32": 4}
 """Bytes of an element."""
@@ -302,11 +303,10 @@ class _Fit:
         bandwidth = oracles["bf16"].bytes_per_s
         found: dict[str, list[tuple[float, float, str]]] = {}
         for p in self.m.products:
-            rate = _rate(bare, p.precision)
-            computed = _product_s(p, rate, bandwidth, bare.kernel_s)
+            computed = oracles[p.precision].product(p.m, p.n, p.k)
             found.setdefault(f"products {p.precision}", []).append((computed, p.seconds, f"{p.m} x {p.n} x {p.k}"))
         for p in self.m.experts:
-            rate, width = _rate(bare, p.precision), WIDTH[p.precision]
+            rate, width = oracles[p.precision].peak_rate, WIDTH[p.precision]
             computed = experts_s(
                 p.m, p.n, p.k, p.groups, rate=rate, bandwidth=bandwidth, kernel_s=bare.kernel_s, width=width
             )
@@ -430,17 +430,6 @@ def without_tables(hardware: Hardware) -> Hardware:
 def _row(p: TimedProduct) -> list[float]:
     """Of a table of the file."""
     return [p.m, p.n, p.k, *([p.groups] if p.groups > 1 else []), p.seconds]
-
-
-def _rate(h: Hardware, precision: str) -> float:
-    if precision == "fp32" and h.fp32_flops_per_s is not None and h.fp32_efficiency is not None:
-        return h.fp32_flops_per_s * h.fp32_efficiency
-    return h.bf16_flops_per_s * h.gemm_efficiency
-
-
-def _product_s(p: TimedProduct, rate: float, bandwidth: float, kernel_s: float) -> float:
-    moved = WIDTH[p.precision] * (p.m * p.k + p.m * p.n + p.k * p.n)
-    return kernel_s * 4 / 3 + max(2.0 * p.m * p.n * p.k / rate, moved / bandwidth)
 
 
 def _link_s(network: Network, x: TimedCollective) -> float:

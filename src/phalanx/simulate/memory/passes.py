@@ -20,8 +20,8 @@ from typing import Literal
 from phalanx.plan.mapping import Stage
 from phalanx.plan.pipeline import AHEAD
 from phalanx.plan.pipeline.schedule import Order
-from phalanx.simulate.hardware import LEAST_OPEN
-from phalanx.simulate.step import activations as act
+from phalanx.simulate.memory import activations as act
+from phalanx.simulate.memory.kernel_facts import LEAST_OPEN
 
 Left = Literal["live", "owed"]
 """What a forward pass leaves for the backward pass; what that leaves for the weight gradients."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.core.config import Recipe
-from phalanx.simulate.hardware import (
+from phalanx.simulate.memory.activations import Local
+from phalanx.simulate.memory.kernel_facts import (
     ATTENTION_BYTES,
     ATTENTION_CODE_BYTES,
     ATTENTION_LENGTHS,
@@ -26,7 +27,6 @@ from phalanx.simulate.hardware import (
     SAMPLE_TOKENS,
     padded_rows,
 )
-from phalanx.simulate.step.activations import Local
 
 PER_MATRIX = 3
 """Forward, input gradient, weight gradient."""

@@ -1,0 +1,26 @@
+"""The constants of a machine from times that were measured on it, on one host or on several."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.core.faces import lazy
+
+if TYPE_CHECKING:
+    from phalanx.simulate.calibration.fit import (
+        Calibration as Calibration,
+        Measurements as Measurements,
+        TimedAttention as TimedAttention,
+        TimedCollective as TimedCollective,
+        TimedProduct as TimedProduct,
+        TimedStream as TimedStream,
+        calibrate as calibrate,
+    )
+    from phalanx.simulate.calibration.hosts import (
+        HostRows as HostRows,
+        apart as apart,
+        combined as combined,
+        ranks_of_host as ranks_of_host,
+    )
+else:
+    __getattr__ = lazy(__name__)
