@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import multiprocessing
 import os
 import resource
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
@@ -35,14 +38,11 @@ def train_args(base: Path, **changes: Any) -> list[str]:
     return overrides(tiny_run(base / "runs", "run", base / "cache", {**SETTINGS, **own}))
 
 
-_SERVER = multiprocessing.get_context("forkserver")
-IN_SERVER = "PHALANX_TEST_SERVER"
-"""Set in the server's processes, which import this file too."""
-
-
-def _start_server() -> None:
-    """It has imported whatever runs, verifications and the bodies of tests import, and done what every rank would do first (`quick_starts.py`)."""
-    _SERVER.set_forkserver_preload(
+@functools.cache
+def server() -> ForkServerContext:
+    """Forks the processes of runs. It has imported whatever runs, verifications and the bodies of tests import, and done what every rank would do first (`quick_starts.py`)."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
         [
             "phalanx.train.run",
             "phalanx.train.placement.rebalancer",
@@ -63,12 +63,9 @@ def _start_server() -> None:
     tests = Path(__file__).parents[1]
     folders = [str(tests / name) for name in ("helpers", "oracles", "unit", "ranks", "runs", "lab")]
     path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
-    with mock.patch.dict(os.environ, {"PYTHONPATH": path, IN_SERVER: "yes"}):
+    with contextlib.chdir(tests.parent), mock.patch.dict(os.environ, {"PYTHONPATH": path}):
         ensure_running()
-
-
-if IN_SERVER not in os.environ:
-    _start_server()
+    return context
 
 
 class Running:
@@ -86,7 +83,7 @@ class Running:
         self.folder = Path(self._own.name) if self._own is not None else folder
         self.folder.mkdir(exist_ok=True)
         env = _clean_env() if env is None else dict(env)
-        self.process = _SERVER.Process(target=_begin, args=(body, given, env, str(self.folder), file_limit))
+        self.process = server().Process(target=_begin, args=(body, given, env, str(self.folder), file_limit))
         self.process.start()
 
     @property
