@@ -93,5 +93,5 @@ def test_nothing_changes_while_nobody_dies_and_the_folder_keeps_what_was_asked(b
 
 
 def test_make_train_is_elastic() -> None:
-    found = choose_recovery(load_recipe(Path(__file__).parents[2] / "recipes" / "laptop.toml"))
+    found = choose_recovery(load_recipe("recipes/laptop.toml"))
     assert found.is_elastic, found.explain()

@@ -41,7 +41,7 @@ def test_the_recipe_of_fused_kernels_in_the_guide_has_an_estimate(tmp_path: Path
 
 
 def test_the_table_names_terms_and_total() -> None:
-    text = shown(load_recipe(ROOT / "recipes" / "laptop.toml", [], auto_dtype=lambda _: "bfloat16"))
+    text = shown(load_recipe("recipes/laptop.toml", [], auto_dtype=lambda _: "bfloat16"))
     for words in (
         "optimizer state",
         "50.3 MiB",
@@ -57,7 +57,7 @@ def test_the_table_names_terms_and_total() -> None:
 
 
 def test_too_little_memory_is_a_warning() -> None:
-    recipe = load_recipe(ROOT / "recipes" / "laptop.toml", [], auto_dtype=lambda _: "bfloat16")
+    recipe = load_recipe("recipes/laptop.toml", [], auto_dtype=lambda _: "bfloat16")
     text = shown(recipe, dataclasses.replace(PLENTY, available_bytes=1 << 30))
     assert "WARNING" in text and "1.00 GiB are available" in text and "train.micro_batch" in text
     assert "does not say" in shown(recipe, dataclasses.replace(PLENTY, available_bytes=None))
@@ -65,7 +65,7 @@ def test_too_little_memory_is_a_warning() -> None:
 
 def test_a_pipeline_shows_its_stages() -> None:
     changes = ["--folding.pp", "2", "--folding.ep", "2", "--data.sources", "nowhere.txt"]
-    text = shown(load_recipe(ROOT / "recipes" / "laptop.toml", changes, auto_dtype=lambda _: "bfloat16"))
+    text = shown(load_recipe("recipes/laptop.toml", changes, auto_dtype=lambda _: "bfloat16"))
     assert "stages       0: " in text and ", 1: " in text
     assert "WARNING: data.sources[0] = 'nowhere.txt': does not exist" in text
 
@@ -127,7 +127,7 @@ SMALL = [
 @pytest.mark.slow
 def test_the_promise_is_kept(tmp_path: Path) -> None:
     """The default model, mapping and batch, for a few steps of bytes with a checkpoint behind each, measured in every rank: within 10 %."""
-    recipe = str(ROOT / "recipes" / "laptop.toml")
+    recipe = "recipes/laptop.toml"
     changes = [
         "--model.vocab",
         "8192",
@@ -146,7 +146,7 @@ def test_the_promise_is_kept(tmp_path: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_missed_promise_fails(tmp_path: Path) -> None:
-    recipe = str(ROOT / "recipes" / "tiny.toml")
+    recipe = "recipes/tiny.toml"
     words = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""The templates in launch/: they parse, every setting that they name is one, and what they start passes the checks of a recipe."""
+"""The templates in src/phalanx/launch/: they parse, every setting that they name is one, and what they start passes the checks of a recipe."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import phalanx
 from phalanx.core.config import Recipe
 from phalanx.core.recipe import load_recipe
 from phalanx.core.settings import describe_settings
@@ -17,7 +18,7 @@ from phalanx.plan.recovery.hosts import wanted_ranks
 from phalanx.runtime.membership.membership import TooFewMembers
 from phalanx.runtime.membership.supervisor import PUT_OUT
 
-LAUNCH = Path(__file__).parents[2] / "launch"
+LAUNCH = Path(phalanx.__file__).parent / "launch"
 SETTING = re.compile(r"--([a-z]+\.[a-z_]+)(?:[ =]+(\S+))?")
 
 
@@ -61,7 +62,7 @@ def test_a_host_that_was_put_out_is_started_again() -> None:
 
 def test_slurm_starts_the_recipe_of_its_first_line() -> None:
     script = (LAUNCH / "slurm.sh").read_text()
-    example = re.search(r"sbatch --nodes=4 launch/slurm.sh (\S+)", script)
+    example = re.search(r"sbatch --nodes=4 slurm.sh (\S+)", script)
     assert example is not None
     values = {
         "$MODE": "fast",

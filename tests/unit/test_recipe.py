@@ -492,3 +492,16 @@ def test_groups_are_set_together_and_limit_something() -> None:
     )
     legal = ["--router.num_groups", "4", "--router.group_topk", "2"]
     assert load_recipe(None, legal, check=lambda r: run_problems(r, world=4))
+
+
+def test_recipes_that_come_with_phalanx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`recipes/NAME.toml` works wherever Phalanx is installed; a folder of the reader's own goes before."""
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("recipes/tiny.toml").model.preset == "tiny"
+    with pytest.raises(ConfigError, match=r"tinny\.toml.*did you mean 'tiny\.toml'"):
+        load_recipe("recipes/tinny.toml")
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "tiny.toml").write_text("[train]\nsteps = 7\n")
+    assert load_recipe("recipes/tiny.toml").train.steps == 7
+    with pytest.raises(ConfigError, match=r"recipes/laptop\.toml"):
+        load_recipe("recipes/laptop.toml")

@@ -36,6 +36,8 @@ Check = Callable[[Recipe], Sequence[Problem]]
 Dtype = Literal["bfloat16", "float32", "float64"]
 AutoDtype = Callable[[Recipe], Dtype]
 
+PACKAGED = Path(__file__).parents[1] / "recipes"
+"""Recipes that come with Phalanx: `recipes/NAME.toml` names one where the reader's own folder has no such file."""
 READ_BY_CHECKS = (
     "model.", "router.", "dispatch.", "folding.", "pipeline.",
     "train.seq_len", "train.global_batch", "train.micro_batch", "launch.ranks",
@@ -58,7 +60,8 @@ def load_recipe(
     check: Check | None = None,
     auto_dtype: AutoDtype = native_dtype,
 ) -> Recipe:
-    """The recipe in `path` (None: all defaults) with `overrides` such as ``["--train.steps", "10", "--optim.lr=3e-4"]``.
+    """The recipe in `path` (None: all defaults; `recipes/laptop.toml` and its neighbours come with Phalanx) with `overrides` such as
+    ``["--train.steps", "10", "--optim.lr=3e-4"]``.
 
     `world` adds the rules that need the number of ranks, `check` those of the caller (the model's: `plan/recipe.py`), so that their
     problems come together with the others. `auto_dtype` says what `train.dtype = "auto"` is; the recipe that is returned says no "auto". Raises
@@ -140,13 +143,19 @@ def _read_file(reading: _Reading, path: Path) -> None:
                 _take_key(reading, path, f"{section}.{key}", value)
 
 
+def _found(path: Path) -> Path:
+    """The file that `path` names: the reader's own, else one that comes with Phalanx."""
+    return PACKAGED / path.name if path.parent == Path("recipes") and not path.parent.is_dir() else path
+
+
 def _parse_file(reading: _Reading, path: Path) -> dict[str, object] | None:
     """The file's table, or None after saying why there is none."""
     try:
-        text = path.read_bytes().decode()
+        text = _found(path).read_bytes().decode()
         return tomllib.loads(text)
     except FileNotFoundError:
-        beside = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        folder = _found(path).parent
+        beside = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
         hint = nearest(path.name, beside) if beside else f"there is no recipe in {path.parent}"
         reading.add("recipe", str(path), "is not a file", hint)
     except OSError as error:

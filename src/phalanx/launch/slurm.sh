@@ -1,8 +1,8 @@
 #!/bin/bash
-# A run that heals itself under SLURM: one `phalanx train` on each node, which supervises the ranks of that node.
+# An elastic run under SLURM: one `phalanx train` on each node, which supervises the ranks of that node.
 #
-#   sbatch --nodes=4 launch/slurm.sh recipes/laptop.toml                      a run on 4 nodes
-#   PHALANX_SERVICE=node17:29400 sbatch --nodes=2 launch/slurm.sh SAME.toml   2 more nodes for a run that is under way
+#   sbatch --nodes=4 slurm.sh recipes/laptop.toml                      a run on 4 nodes
+#   PHALANX_SERVICE=node17:29400 sbatch --nodes=2 slurm.sh SAME.toml   2 more nodes for a run that is under way
 #
 # The run shrinks when a node dies (--no-kill keeps the job, --kill-on-bad-exit=0 the step) and grows when another job brings nodes. Preemption sends SIGTERM
 # first: the node's ranks then hand over what only they hold, and leave. All nodes need the same run.folder (a shared file system).
@@ -17,7 +17,7 @@
 #SBATCH --output=%x-%j.log
 
 set -u
-RECIPE=${1:?usage: sbatch launch/slurm.sh RECIPE.toml [--section.key VALUE ...]}
+RECIPE=${1:?usage: sbatch slurm.sh RECIPE.toml [--section.key VALUE ...]}
 shift
 RANKS=${RANKS:-4}                                   # of each node
 WANTED=${WANTED:-$((RANKS * SLURM_JOB_NUM_NODES))}  # of the whole run when it begins: the same number for all jobs of one run
