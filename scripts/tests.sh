@@ -3,7 +3,7 @@
 #   core            what `make test` takes (the default)
 #   drawn MINUTES   processor minutes of the other tests, drawn by the seed of the day; the rest is named
 #   all             every test with every case
-# Tests in tests/unit share the cores in two processes; then those that launch ranks or runs; then those marked `alone`, which measure short times and are
+# Tests that launch no ranks share the cores in two processes; then those that do; then those marked `alone`, which measure short times and are
 # the only ones that get a second chance: each says why.
 set -u
 cd "$(dirname "$0")/.."
@@ -27,10 +27,12 @@ if [ "${1:-core}" = drawn ]; then # one draw over everything
     tests drawn -m "not alone" || failed=$?
 else
     echo "---- tests in one process"
-    tests unit -n 2 --dist loadfile -m "not alone" tests/unit || failed=$?
-    echo "---- tests that launch ranks and runs, and tests of the lab"
-    tests ranks -m "not alone" tests/ranks tests/runs tests/lab || failed=$?
+    tests unit -n 2 --dist loadfile -m "not alone and not ranks and not testbed" || failed=$?
+    echo "---- tests that launch ranks, runs and emulated hosts"
+    tests ranks -m "not alone and (ranks or testbed)" tests/ranks tests/runs tests/lab || failed=$?
     echo "---- tests that run alone"
-    tests alone -m alone || { echo "---- those that failed, once more" && tests alone --last-failed --last-failed-no-failures none -m alone; } || failed=$?
+    alone=$(grep -rl --include='test_*.py' '@pytest\.mark\.alone(' tests) # to collect all takes longer than they do
+    # shellcheck disable=SC2086  # a list of files
+    tests alone -m alone $alone || { echo "---- those that failed, once more" && tests alone --last-failed --last-failed-no-failures none -m alone $alone; } || failed=$?
 fi
 exit "$failed"

@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from train_help import _SERVER
+from train_help import server
 
 SOCKET = "PHALANX_TEST_PROGRAMS"
 SHIM = f"""#!{sys.executable} -IS
@@ -71,7 +71,7 @@ class Programs:
     def _answer(self, call: socket.socket) -> None:
         with call, call.makefile("rb") as lines:
             asked: dict[str, Any] = json.loads(lines.readline())
-            process = _SERVER.Process(target=_become, args=(asked,))
+            process = server().Process(target=_become, args=(asked,))
             process.start()
             process.join()
             status = process.exitcode or 0

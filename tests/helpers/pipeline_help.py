@@ -21,7 +21,7 @@ from phalanx.train.step.transaction import StepParts
 from phalanx.verify.compare import RankReport, compare
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.reference import Reference, context, model_boxes, partition, reference_run, run_step
-from phalanx.verify.setups import Setup, default_cases
+from phalanx.verify.setups import Setup
 from ranks import run_ranks
 
 LIMIT = 1e-12
@@ -56,29 +56,6 @@ class PipelineCase:
     @property
     def label(self) -> str:
         return f"{self.config} {self.folding.label()} x{self.num_microbatches} {self.setup.label}"
-
-
-def cases(world: int, *, pp: int, axes: Sequence[str] = ("ep",), count: int, skip: int = 0) -> list[PipelineCase]:
-    """Setups of `phalanx verify` (each pair of options together somewhere) on pipelines: each schedule in turn, 1 to 5 micro-batches a rank.
-
-    As few layers as the stages allow, so that many stages hold one layer, some none beside embedding or head, and dense first layers
-    make stages without experts.
-    """
-    out = []
-    for i, case in enumerate(default_cases(world // pp, axes=axes)[skip : skip + count]):
-        config = PIPELINES[(i + skip) % len(PIPELINES)]
-        num_stages = pp * (config.virtual or (2 if config.schedule in ("zbv", "dualpipev") else 1))
-        spec = dataclasses.replace(case.setup.spec, num_layers=max(2, num_stages - 1))
-        folding = dataclasses.replace(case.folding, world=world, pp=pp)
-        out.append(
-            PipelineCase(
-                setup=dataclasses.replace(case.setup, spec=spec),
-                folding=folding,
-                config=config,
-                num_microbatches=folding.dp * (1, 2, 3, 5)[(i + i // len(PIPELINES)) % 4],
-            )
-        )
-    return out
 
 
 def build(

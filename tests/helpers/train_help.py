@@ -2,68 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import multiprocessing
 import os
 import resource
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from phalanx_lab.bench.cluster import overrides, tiny_run, write_text
+
+__all__ = ["write_text"]
 SETTINGS = {
-    "model.preset": "tiny",
-    "data.tokenizer": "byte",
     "data.validation_fraction": "0.2",
     "train.steps": "8",
     "train.seq_len": "32",
     "train.global_batch": "16",
     "train.micro_batch": "2",
-    "train.dtype": "float32",
-    "train.eval_interval": "0",
-    "train.eval_batches": "1",
     "checkpoint.interval": "4",
-    "observe.console": "none",
-    "observe.tensorboard": "false",
     "launch.ranks": "4",
 }
 
 
-def write_text(folder: Path, *, files: int = 12) -> Path:
-    """A little of the standard library as text files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    library = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(library.glob("*.py"))[:files]:
-        (folder / f"{path.stem}.txt").write_text(path.read_text(encoding="utf-8")[:20_000])
-    return folder
-
-
 def train_args(base: Path, **changes: Any) -> list[str]:
     """Arguments of `phalanx train` for a run in `base/runs/NAME`; keys with `__` for the dot; None removes a setting."""
-    settings: dict[str, Any] = {
-        **SETTINGS,
-        "run.folder": base / "runs",
-        "run.name": "run",
-        "data.cache": base / "cache",
-        "data.sources": f'["{base / "text"}"]',
-        **{key.replace("__", "."): value for key, value in changes.items()},
-    }
-    return [w for key, value in settings.items() if value is not None for w in (f"--{key}", str(value))]
+    own = {"data.sources": f'["{base / "text"}"]', **{key.replace("__", "."): v for key, v in changes.items()}}
+    return overrides(tiny_run(base / "runs", "run", base / "cache", {**SETTINGS, **own}))
 
 
-_SERVER = multiprocessing.get_context("forkserver")
-IN_SERVER = "PHALANX_TEST_SERVER"
-"""Set in the server's processes, which import this file too."""
-
-
-def _start_server() -> None:
-    """It has imported whatever runs, verifications and the bodies of tests import, and done what every rank would do first (`quick_starts.py`)."""
-    _SERVER.set_forkserver_preload(
+@functools.cache
+def server() -> ForkServerContext:
+    """Forks the processes of runs. It has imported whatever runs, verifications and the bodies of tests import, and done what every rank would do first (`quick_starts.py`)."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
         [
             "phalanx.train.run",
             "phalanx.train.placement.rebalancer",
@@ -84,22 +63,27 @@ def _start_server() -> None:
     tests = Path(__file__).parents[1]
     folders = [str(tests / name) for name in ("helpers", "oracles", "unit", "ranks", "runs", "lab")]
     path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
-    with mock.patch.dict(os.environ, {"PYTHONPATH": path, IN_SERVER: "yes"}):
+    with contextlib.chdir(tests.parent), mock.patch.dict(os.environ, {"PYTHONPATH": path}):
         ensure_running()
-
-
-if IN_SERVER not in os.environ:
-    _start_server()
+    return context
 
 
 class Running:
-    """A process that runs `body(*given)`, with what it printed so far in files. Started by the server: 3 s of processor less each."""
+    """A process that runs `body(*given)`, with what it printed so far in files (`out` and `err` in `folder`). Started by the server: 3 s of processor less each."""
 
     def __init__(
-        self, body: Callable[..., object], *given: Any, env: Mapping[str, str], file_limit: int | None = None
+        self,
+        body: Callable[..., object],
+        *given: Any,
+        env: Mapping[str, str] | None = None,
+        file_limit: int | None = None,
+        folder: Path | None = None,
     ) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="phalanx-run-")
-        self.process = _SERVER.Process(target=_begin, args=(body, given, dict(env), self.folder.name, file_limit))
+        self._own = tempfile.TemporaryDirectory(prefix="phalanx-run-") if folder is None else None
+        self.folder = Path(self._own.name) if self._own is not None else folder
+        self.folder.mkdir(exist_ok=True)
+        env = _clean_env() if env is None else dict(env)
+        self.process = server().Process(target=_begin, args=(body, given, env, str(self.folder), file_limit))
         self.process.start()
 
     @property
@@ -120,7 +104,7 @@ class Running:
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Wait for the end and return what was printed."""
         self.process.join(timeout)
-        out, err = (Path(self.folder.name, n).read_text() for n in ("out", "err"))
+        out, err = ((self.folder / n).read_text() for n in ("out", "err"))
         if self.process.exitcode is None:
             raise TimeoutError(f"still running after {timeout:g} s\n{out}\n{err}")
         return out, err
@@ -161,7 +145,7 @@ def _clean_env() -> dict[str, str]:
 
 def start_program(code: str, argument: str = "", *, cwd: Path | None = None) -> Running:
     """Begin a program of Python that is given as text."""
-    return Running(_program, code, argument, None if cwd is None else str(cwd), env=_clean_env())
+    return Running(_program, code, argument, None if cwd is None else str(cwd))
 
 
 def start(args: Sequence[str], *, env: Mapping[str, str] | None = None, file_limit: int | None = None) -> Running:

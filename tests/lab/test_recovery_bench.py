@@ -11,6 +11,7 @@ import pytest
 from phalanx.core.errors import ConfigError
 from phalanx.simulate.failures.goodput import read_nodes
 from phalanx.train.recovery.drained_slots import AWAY_FILE, AwayFile, write_away
+from phalanx_lab.bench.cluster import Logs
 from phalanx_lab.bench.recovery.command import OURS, PAPER, RecoveryArgs, make_case, problems, report, result
 from phalanx_lab.bench.recovery.model import (
     Figures,
@@ -26,7 +27,7 @@ from phalanx_lab.bench.recovery.replay import replay
 from phalanx_lab.bench.recovery.table import Ledger, score
 from phalanx_lab.bench.recovery.torchrun import Torchrun
 from phalanx_lab.bench.recovery.trace import BAMBOO, Change, Trace, bamboo, every, from_nodes, random_failures
-from phalanx_lab.bench.recovery.workload import Logs, Workload, is_running, workloads
+from phalanx_lab.bench.recovery.workload import Workload, workloads
 
 # ---- traces ----------------------------------------------------------------------------------------------------------
 
@@ -209,9 +210,9 @@ def test_both_systems_get_the_same_run(tmp_path: Path) -> None:
     differs = {k for k in ours.settings | base.settings if ours.settings.get(k) != base.settings.get(k)}
     own = {"resilience.heal", "resilience.mode", "optim.zero", "launch.ranks"}
     assert differs == own | {"run.folder", "checkpoint.interval", "checkpoint.asynchronous"}
-    assert base.settings["router.force_skew"] == "2.2"
+    assert base.settings["router.force_skew"] == 2.2
     spread = Ours(workload, tmp_path / "c", slots=4, mode="fast", interval=50, replica_slots=6)
-    assert spread.settings["resilience.slots_per_rank"] == "6" and "folding.ep" not in spread.settings
+    assert spread.settings["resilience.slots_per_rank"] == 6 and "folding.ep" not in spread.settings
 
 
 # ---- slots that are away ---------------------------------------------------------------------------------------------
@@ -261,4 +262,4 @@ def test_both_systems_go_on_after_a_loss(tiny: Workload, tmp_path: Path) -> None
     assert (elastic.steps_again, elastic.doubled_samples, restarted.doubled_samples) == (0, 0, 0)
     assert restarted.saves > 0 and restarted.outages[0].resumed_s is not None
     assert elastic.committed_samples > 0 and len(elastic.outages) == 2
-    assert ours.tree is not None and not is_running(ours.tree.pid) and base.tree is None
+    assert not ours.cluster.pids and not base.cluster.pids

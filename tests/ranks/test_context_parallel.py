@@ -1,4 +1,4 @@
-"""Ranks that share sequences: attention in three ways, the whole model against one rank, messages, memory, and what a fault looks like."""
+"""Ranks that share sequences: attention in three ways, whole runs, messages, memory, and what a fault looks like."""
 
 from __future__ import annotations
 
@@ -12,28 +12,17 @@ from typing import Any
 import pytest
 import torch
 from kernel_help import error, normal
-from tiers import some
 from train_help import phalanx, train_args, write_text
 
 from phalanx.core.errors import RunError
 from phalanx.core.events import Collective
 from phalanx.kernels.cpu.attention import causal_attention
-from phalanx.models.shard import part_of
 from phalanx.plan.attention.zigzag import make_layout
-from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.model.model import RouterSpec
-from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm import context_parallel
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.context_parallel import ContextParallel
 from phalanx.runtime.comm.exchange import Message
-from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
-from phalanx.train.assembly import assemble
-from phalanx.train.step.transaction import StepParts
-from phalanx.verify.compare import compare
-from phalanx.verify.numbers import microbatch
-from phalanx.verify.reference import Reference, context, model_boxes, reference_run, run_step
-from phalanx.verify.setups import Setup, small_model
+from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx_lab.bench.context import Work, build, saved_bytes
 from ranks import RankError, run_ranks
 
@@ -189,85 +178,7 @@ def test_one_rank_sends_nothing() -> None:
     assert not comms.counters
 
 
-# ---- the whole model ------------------------------------------------------------------------------------------------------------
-
-ROUTER = RouterSpec(score="sigmoid", renormalize=True, bias_rate=1e-3, aux_loss=0.1, z_loss=0.01)
-PLAIN = Setup(
-    label="cp",
-    spec=small_model("cp", router=ROUTER, qk_norm="head", num_heads=8, shared_ffn=48),
-    dispatch=DispatchSpec(),
-    packed=True,
-)
-DROP = dataclasses.replace(PLAIN, dispatch=DispatchSpec(policy="drop", capacity_factor=1.0, drop_scope="full_sequence"))
-RECOMPUTE = dataclasses.replace(PLAIN, recompute="selective", accumulation=2)
-FULL = dataclasses.replace(PLAIN, recompute="full", spec=dataclasses.replace(PLAIN.spec, tied_embeddings=True))
-CASES: list[tuple[Setup, dict[str, int]]] = [
-    (PLAIN, {"world": 2, "cp": 2, "ep": 2}),
-    (RECOMPUTE, {"world": 2, "cp": 2}),
-    (PLAIN, {"world": 4, "cp": 4, "ep": 4}),
-    (FULL, {"world": 4, "cp": 2, "tp": 2, "ep": 2, "etp": 2}),
-    (DROP, {"world": 4, "cp": 2, "ep": 2}),
-    (PLAIN, {"world": 8, "cp": 8, "ep": 8}),
-    (FULL, {"world": 8, "cp": 4, "tp": 2, "ep": 4}),
-    (RECOMPUTE, {"world": 8, "cp": 2, "tp": 2, "ep": 4, "etp": 2}),
-]
-
-
-def model_step(rank: int, cache: GroupCache, setup: Setup, degrees: dict[str, int]) -> tuple[StepParts, Any]:
-    """Parts of a rank that are ready to step, and its micro-batches."""
-    folding = make_folding(**degrees)
-    groups = build_groups(folding, rank=rank, cache=cache)
-    each, dp = setup.accumulation, groups.axis("dp")
-    parts = assemble(
-        context(setup, groups, Collectives(timeout_s=240), dtype=torch.float64),
-        optim=setup.optim,
-        num_microbatches=each,
-    )
-    numbers = range(dp.index * each, (dp.index + 1) * each)
-    return parts, [part_of(microbatch(setup, j), folding, rank) for j in numbers]
-
-
-def errors_on(
-    rank: int, cache: GroupCache, setup: Setup, degrees: dict[str, int], want: Reference, fault: str = ""
-) -> dict[str, float]:
-    """Largest error of each kind against one rank."""
-    parts, batches = model_step(rank, cache, setup, degrees)
-    if fault == "positions":
-        batches = [dataclasses.replace(b, positions_BS=contiguous_positions(b, degrees["cp"], rank)) for b in batches]
-    initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in model_boxes(parts)]
-    result, gradients = run_step(parts, batches)
-    report = compare(parts, result, gradients, initial=initial, want=want, case=0)
-    assert not report.unequal or fault
-    found = {"gradients": max(report.gradients.values()), "step": max(report.step.values())}
-    return found | {key: report.scalars[key] for key in ("loss", "grad_norm")}
-
-
-def contiguous_positions(batch: Any, cp: int, rank: int) -> torch.Tensor:
-    length = batch.positions_BS.shape[1]
-    return (torch.arange(length) + rank % cp * length).expand_as(batch.positions_BS)
-
-
-@pytest.mark.parametrize("number", some(range(len(CASES)), 5))
-def test_a_step_equals_that_of_one_rank(number: int) -> None:
-    setup, degrees = CASES[number]
-    dp = degrees["world"] // (degrees.get("tp", 1) * degrees["cp"])
-    want = reference_run(
-        setup, num_microbatches=dp * setup.accumulation, dtype=torch.float64, folding=make_folding(**degrees)
-    )
-    for method in METHODS:
-        heads = setup.spec.num_heads // degrees.get("tp", 1)
-        if method == "ulysses" and heads % degrees["cp"]:
-            continue
-        variant = dataclasses.replace(setup, cp_method=method)
-        for found in run_ranks(degrees["world"], errors_on, variant, degrees, want):
-            assert max(found.values()) < 1e-12, (method, found)
-
-
-def test_wrong_positions_are_caught() -> None:
-    setup, degrees = CASES[0]
-    want = reference_run(setup, num_microbatches=1, dtype=torch.float64)
-    found = run_ranks(2, errors_on, setup, degrees, want, "positions")
-    assert max(max(f.values()) for f in found) > 1e-6
+# ---- faults: the whole model is held against one rank by `phalanx verify`, which plants others (`contiguous-positions`) ----
 
 
 def wrong_sources(rank: int, cache: GroupCache, shape: Shape) -> dict[str, Any]:

@@ -258,13 +258,6 @@ def test_every_mapping_of_4_ranks(name):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
-def test_every_mapping_of_8_ranks(transport):
-    specs = [dataclasses.replace(POLICIES[p], transport=transport) for p in ("dropless", "drop", "padded")]
-    run_and_check(8, [Case(f, specs[i % 3], (7,) * 8, 1.0) for i, f in enumerate(mappings(8))])
-
-
-@pytest.mark.ranks
 @pytest.mark.parametrize("grid", [{"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}], ids=str)
 def test_full_sequence_dropping_spans_the_ranks_of_a_micro_batch(grid):
     specs = [s for n, s in SPECS.items() if "full" in n]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import some
 
 from phalanx.core.errors import PeerError
 from phalanx.plan.mapping.folding import Folding
@@ -91,8 +92,7 @@ def collective(kind: str, team: GroupEpoch) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kind", COLLECTIVES)
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(("victim", "kind"), some([(victim, kind) for victim in (0, 2) for kind in COLLECTIVES], 2))
 def test_survivors_of_a_kill_form_again_at_once(kind: str, victim: int, tmp_path: Path) -> None:
     def work(rank: int, keys: Keys, folder: Path) -> None:
         team = connect(keys, generation(keys, [0, 1, 2, 3], 1), rank)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import some
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
 
@@ -139,7 +140,7 @@ CASES = {
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(list(CASES), 2))
 def test_a_fused_layer_equals_a_plain_one_forward_and_backward(name: str, tmp_path: Path) -> None:
     """Batches of other sizes on each rank, one without tokens on a rank and rows on the other alone; buffers grow once."""
     spec, dtype, options = CASES[name]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
 import torch
+from tiers import some
 
 from phalanx.core.errors import RunError
 from phalanx.kernels.cpu.cross_entropy import IGNORE
@@ -58,6 +60,10 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+NAMES = ("layers.0.attention.wq.weight", "layers.1.moe.experts.w2", "norm.weight")
+POISONED = list(itertools.product(NAMES, (0, 1), ({}, {"ep": 2})))
+
+
 def _poisoned(rank: int, cache: GroupCache, name: str, zero: int, mapping: dict[str, int]):
     """A step whose gradient of `name` is infinite on rank 1; then the same step in health, and what it should give."""
     s = setup(zero=zero)
@@ -83,9 +89,7 @@ def _poisoned(rank: int, cache: GroupCache, name: str, zero: int, mapping: dict[
 
 @pytest.mark.core
 @pytest.mark.ranks
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("name", ["layers.0.attention.wq.weight", "layers.1.moe.experts.w2", "norm.weight"])
-@pytest.mark.parametrize("mapping", [{}, {"ep": 2}], ids=str)
+@pytest.mark.parametrize(("name", "zero", "mapping"), some(POISONED, 5), ids=str)
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(
     name: str, zero: int, mapping: dict[str, int]
 ) -> None:

@@ -11,6 +11,7 @@ import test_dispatch as dense
 import torch
 from moe_help import context, moe_spec
 from overlap_bytes_by_hand import count_host_copies
+from tiers import times
 
 from phalanx.core.errors import ConfigError
 from phalanx.core.events import Collective
@@ -129,7 +130,7 @@ def test_the_bits_do_not_depend_on_the_schedule(through):
     draw = random.Random(3)
     schedules = [
         TileSchedule(), TileSchedule(parts=2, order="own_first"), TileSchedule(parts=3, blocks=2, order="arrival", own_before=0.5),
-        *(TileSchedule(parts=draw.randint(1, 5), blocks=draw.randint(1, 2), seed=i) for i in range(4)),
+        *(TileSchedule(parts=draw.randint(1, 5), blocks=draw.randint(1, 2), seed=i) for i in range(times(4, 1))),
     ]  # fmt: skip
     schedules += [dataclasses.replace(s, hot_first=True) for s in schedules[2:5]]
     calls = [{"schedule": s, "host_of_rank": TWO_HOSTS, "through_hosts": through} for s in schedules]

@@ -1,7 +1,4 @@
-"""Pipelines: tied tables, divisions by hand, equal bits, evaluation, memory, planted faults and refusals.
-
-`test_pipeline_mappings.py` holds the schedules against one rank on many mappings.
-"""
+"""Pipelines: tied tables, divisions by hand, equal bits, evaluation, memory, planted faults and refusals. `phalanx verify` holds every schedule against one rank on many mappings."""
 
 from __future__ import annotations
 

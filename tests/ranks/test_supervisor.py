@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -40,21 +39,12 @@ def arena_of(tmp_path: Path, board: Board, *, hosts: int, slots: int, main: obje
     return Arena(run, settings, hosts=hosts, slots=slots, folder=tmp_path, board=board)  # type: ignore[arg-type]
 
 
-def wait_for_end(arena: Arena, limit_s: float = 90.0) -> None:
-    end_s = time.monotonic() + limit_s
-    while arena.running() and time.monotonic() < end_s:
-        time.sleep(0.01)
-
-
 def test_too_few_members_end_cleanly_and_say_for_whom_they_waited(tmp_path: Path) -> None:
     board = Board(2)
     with arena_of(tmp_path, board, hosts=1, slots=2, minimum=2, respawns=0, wait_s=0.5) as arena:
-        end_s = time.monotonic() + 90.0
-        while arena.step() < 3 and time.monotonic() < end_s:
-            arena.running()
-            time.sleep(0.01)
+        arena.wait_for(lambda: arena.step() >= 3, "step 3")
         arena.hurt("kill", random.Random(0), phase="compute")
-        wait_for_end(arena)
+        arena.wait_for_end(90.0)
         assert arena.codes == {"h0": 1}
     said = next(tmp_path.glob("error-h0-*")).read_text()
     assert "TooFewMembers: 1 members (h0." in said and "the run needs 2" in said
@@ -64,7 +54,7 @@ def test_too_few_members_end_cleanly_and_say_for_whom_they_waited(tmp_path: Path
 def test_a_run_that_never_has_its_minimum_ends_and_says_what_it_has(tmp_path: Path) -> None:
     board = Board(2)
     with arena_of(tmp_path, board, hosts=1, slots=2, wanted=3, minimum=3, gather_s=0.2, wait_s=0.5) as arena:
-        wait_for_end(arena)
+        arena.wait_for_end(90.0)
         assert arena.codes == {"h0": 1}
     said = next(tmp_path.glob("error-h0-*")).read_text()
     assert "TooFewMembers: the run has not begun: 2 ranks of all hosts are ready, and it needs 3" in said
@@ -83,13 +73,10 @@ def test_a_host_with_another_plan_is_refused_and_the_run_goes_on(tmp_path: Path)
         raise AssertionError("it was let in")
 
     with arena_of(tmp_path, board, hosts=2, slots=1, main=main, minimum=1, gather_s=0.2) as arena:
-        end_s = time.monotonic() + 90.0
-        while ("h1" in arena.pids or arena.step() < 20) and time.monotonic() < end_s:
-            arena.running()
-            time.sleep(0.01)
+        arena.wait_for(lambda: "h1" not in arena.pids and arena.step() >= 20, "step 20 without h1")
         assert arena.codes == {"h1": 1} and arena.step() >= 20
         (tmp_path / "stop").write_text(str(arena.step() + 20))
-        wait_for_end(arena)
+        arena.wait_for_end(90.0)
         assert arena.codes["h0"] == 0
     said = next(tmp_path.glob("error-h1-*")).read_text()
     assert "plan hash = 'another': the run has 'toy'" in said
@@ -104,7 +91,7 @@ def test_a_worker_that_fails_by_itself_ends_the_run_with_its_error(tmp_path: Pat
         raise ZeroDivisionError("a mistake of its own")
 
     with arena_of(tmp_path, board, hosts=1, slots=1, main=main, quick_deaths=3) as arena:
-        wait_for_end(arena)
+        arena.wait_for_end(90.0)
         assert arena.codes == {"h0": 1}
     assert "a mistake of its own" in next(tmp_path.glob("error-h0-*")).read_text()
 
@@ -113,12 +100,9 @@ def test_a_worker_that_fails_by_itself_ends_the_run_with_its_error(tmp_path: Pat
 def test_a_run_that_is_stopped_ends_after_a_step(tmp_path: Path) -> None:
     board = Board(2)
     with arena_of(tmp_path, board, hosts=1, slots=2) as arena:
-        end_s = time.monotonic() + 90.0
-        while arena.step() < 5 and time.monotonic() < end_s:
-            arena.running()
-            time.sleep(0.01)
-        os.kill(arena.pids["h0"], signal.SIGTERM)
-        wait_for_end(arena)
+        arena.wait_for(lambda: arena.step() >= 5, "step 5")
+        arena.signal_host("h0", signal.SIGTERM)
+        arena.wait_for_end(90.0)
         assert arena.codes == {"h0": 0}
     events = list(read_events(tmp_path))
     last = max(e["step"] for e in events if e["kind"] == "Committed")
@@ -138,17 +122,11 @@ def test_a_stop_does_not_wait_for_a_worker_that_is_in_no_generation_yet(tmp_path
         return toy(agent, place, tell)
 
     with arena_of(tmp_path, board, hosts=1, slots=2, main=main) as arena:
-        end_s = time.monotonic() + 90.0
-        while arena.step() < 3 and time.monotonic() < end_s:
-            arena.running()
-            time.sleep(0.01)
+        arena.wait_for(lambda: arena.step() >= 3, "step 3")
         arena.hurt("kill", random.Random(0), phase="compute")
-        while not successor.exists() and time.monotonic() < end_s:
-            arena.running()
-            time.sleep(0.01)
-        assert successor.exists()
+        arena.wait_for(successor.exists, "a successor")
         begin_s = time.monotonic()
-        os.kill(arena.pids["h0"], signal.SIGTERM)
-        wait_for_end(arena)
+        arena.signal_host("h0", signal.SIGTERM)
+        arena.wait_for_end(90.0)
         assert time.monotonic() - begin_s < 40.0
         assert arena.codes == {"h0": 0}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
 import random
 import signal
 import struct
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -32,7 +30,7 @@ from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.train.placement.state_transfer import compare
 from test_trace import problems_of
-from train_help import _SERVER, phalanx, train_args, write_text
+from train_help import Running, phalanx, train_args, write_text
 
 
 def planner(*, ep: int = 2, floor: int = 2) -> RecoveryPlanner:
@@ -131,16 +129,10 @@ Faults = dict[str, tuple[tuple[int, ...], int]]
 """Phase -> slots that are killed in it, at the first step from this one on at which all ranks take part."""
 
 
-def _command(args: list[str], folder: str, faults: Faults) -> None:
+def _command(args: list[str], folder: str, faults: Faults) -> int:
     """Body of a process: `phalanx ARGS...`, whose workers kill themselves where `faults` says so."""
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        os.environ.pop(name, None)
     _plant(faults, folder, ranks=int(args[args.index("--launch.ranks") + 1]))
-    from phalanx.cli.main import main
-
-    sys.exit(main(args))
+    return main(args)
 
 
 def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
@@ -275,22 +267,18 @@ def train(
     faults: Faults,
     *,
     code: int = 0,
-    body: Callable[[list[str], str, Faults], None] = _command,
+    body: Callable[[list[str], str, Faults], int] = _command,
     **changes: str | None,
 ) -> set[str]:
     """Run to the end; the phases in which all victims were killed."""
     args = ["train", *train_args(base, **{**SETTINGS, "run__name": name, **changes})]
     folder = base / f"printed-{name}"
-    folder.mkdir(exist_ok=True)
-    process = _SERVER.Process(target=body, args=(args, str(folder), faults))
-    process.start()
-    process.join(360)
-    out, err = ((folder / n).read_text() for n in ("out", "err"))
-    if process.exitcode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid or 0, signal.SIGKILL)
-        raise TimeoutError(f"{name} still runs\n{out}\n{err}")
-    assert process.exitcode == code, f"{out}\n{err}"
+    running = Running(body, args, str(folder), faults, folder=folder)
+    try:
+        out, err = running.communicate(360)
+    finally:
+        running.kill()
+    assert running.returncode == code, f"{out}\n{err}"
     return {
         phase
         for phase, (slots, _) in faults.items()
@@ -402,8 +390,10 @@ def test_a_run_that_is_not_elastic_has_the_same_bits(base: Path) -> None:
 
 @pytest.mark.core
 @pytest.mark.ranks
-def test_a_step_that_is_not_finite_ends_the_run_once(base: Path) -> None:
+def test_a_step_that_is_not_finite_ends_the_run_once(tmp_path: Path) -> None:
     """New processes would find the same, so none is started."""
+    base = tmp_path
+    write_text(base / "text")
     train(base, "nan", {}, code=2, optim__lr="1e30", optim__warmup_steps="0", train__steps="6")
     assert "the gradient is not finite" in (base / "printed-nan" / "err").read_text()
     assert len(events(base, "nan", "RunStarted")) == RANKS

@@ -22,7 +22,7 @@ from phalanx.runtime.checkpoint.folder import CheckpointFolder
 from phalanx.runtime.membership.votes import MemberReport, resolve
 from phalanx.train.recovery.fallback import Fallback, tell_went_back
 from test_elastic import SETTINGS, STEPS, Faults, _command, base, check_equal, events, losses, train
-from train_help import _SERVER, train_args
+from train_help import Running, phalanx, train_args
 
 __all__ = ["base"]
 HOLDERS: Faults = {"reduction": ((1, 3), 9)}
@@ -215,9 +215,9 @@ HOOKS: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 
 
-def _hooked(hook: str, args: list[str], folder: str, faults: Faults) -> None:
+def _hooked(hook: str, args: list[str], folder: str, faults: Faults) -> int:
     HOOKS[hook](Path(folder))
-    _command(args, folder, faults)
+    return _command(args, folder, faults)
 
 
 def notes(folder: Path, name: str) -> str:
@@ -317,22 +317,15 @@ def test_a_host_with_another_recipe_is_refused_by_name_and_the_run_goes_on(base:
         "resilience__f": "1",
     }
     own = {"launch__host": "a", "launch__keep_service": "true"}
-    folders = [base / f"printed-{name}" for name in ("a", "b")]
-    for folder in folders:
-        folder.mkdir()
-    first = _SERVER.Process(
-        target=_hooked, args=("waits", ["train", *train_args(base, **both, **own)], str(folders[0]), {})
-    )
-    first.start()
+    folder = base / "printed-a"
+    first = Running(_hooked, "waits", ["train", *train_args(base, **both, **own)], str(folder), {}, folder=folder)
     wait_until(lambda: max(losses(base, "hosts"), default=0) >= 3)
     other = train_args(base, **{**both, "launch__host": "b", "launch__ranks": "1", "train__seed": "7"})
-    second = _SERVER.Process(target=_command, args=(["train", *other], str(folders[1]), {}))
-    second.start()
-    second.join(60)
-    (folders[0] / "go").touch()
-    first.join(60)
-    assert (first.exitcode, second.exitcode) == (0, 2), [(f / "err").read_text() for f in folders]
-    said = (folders[1] / "err").read_text()
+    done = phalanx("train", *other, timeout_s=60)
+    (folder / "go").touch()
+    _, err = first.communicate(60)
+    said = done.stderr
+    assert (first.returncode, done.returncode) == (0, 2), err + said
     assert "problem with member b.0." in said and "plan hash = " in said and "the run has " in said
     check_equal(base, "hosts")
 

@@ -29,7 +29,6 @@ def notes(base: Path, name: str) -> set[str]:
     return {event["text"] for event in events(base, name, "Note")}
 
 
-@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize("axis", ["tp", pytest.param("pp", marks=pytest.mark.slow)])
 def test_lost_and_replaced_ranks_change_no_bit(base: Path, axis: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx_lab.bench.cluster import workers_of
 from train_help import train_args, write_text
 
 pytestmark = pytest.mark.ranks
@@ -55,11 +56,6 @@ def steps(folder: Path) -> int:
     return max((json.loads(t)["step"] for lines in told for t in lines if '"kind":"StepEnded"' in t), default=0)
 
 
-def workers(pid: int) -> list[int]:
-    """Children of a process; the first is the membership service."""
-    return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("how", ["kill -9 of a rank", "Ctrl-C"])
 def test_nothing_stands_below_the_last_line_that_a_person_needs(how: str, tmp_path: Path) -> None:
@@ -80,7 +76,7 @@ def test_nothing_stands_below_the_last_line_that_a_person_needs(how: str, tmp_pa
         if how == "Ctrl-C":
             os.write(terminal, b"\x03")
         else:
-            os.kill(workers(pid)[-1], signal.SIGKILL)
+            os.kill(workers_of(folder, pid, ranks=RANKS)[RANKS - 1], signal.SIGKILL)
         return True
 
     status, lines = on_a_terminal(["train", *train_args(tmp_path, **ranks)], act)

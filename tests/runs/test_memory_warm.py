@@ -3,6 +3,7 @@
 import ctypes
 
 import pytest
+from tiers import times
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,7 +43,7 @@ def context(dispatch: DispatchSpec | None = None, *, dtype: torch.dtype = torch.
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=4))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=times(100, 40))
 def test_every_piece_has_a_size_that_was_met(counts: list[int]) -> None:
     met = set(expert_sizes(context(), num_tokens=max(counts)))
     assert {p.size for p in _pieces(counts, torch.bfloat16)} <= met

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx_lab.bench.storm.trainer import Setup, recipe_words, write_text
+from phalanx_lab.bench.storm.trainer import Setup, recipe_words
+from train_help import write_text
 from phalanx.core.processor import this_processor
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.model.model import PRESETS, ModelSpec, model_problems

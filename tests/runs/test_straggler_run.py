@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from phalanx_lab.bench.cluster import workers_of
 from test_elastic import RANKS, SETTINGS, _command
-from train_help import _SERVER, train_args, write_text
+from train_help import Running, train_args, write_text
 
 pytestmark = pytest.mark.ranks
 STEPS, SLOT = 60, 2
@@ -40,20 +41,6 @@ def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
     return found
 
 
-def worker_of(base: Path, slot: int, pid: int) -> int:
-    """The process of a slot: its log is open in no other."""
-    log = str(base / "runs/slow/events" / f"rank-{slot}.jsonl")
-    for name in os.listdir("/proc"):
-        try:
-            if name.isdigit() and any(
-                os.readlink(f"/proc/{name}/fd/{fd}") == log for fd in os.listdir(f"/proc/{name}/fd")
-            ):
-                return int(name)
-        except OSError:
-            continue
-    raise AssertionError(f"nobody writes {log}")
-
-
 def play(base: Path, **changes: str) -> Path:
     """The folder of a run whose slot `SLOT` is slowed down from its second step on."""
     settings = {
@@ -65,24 +52,21 @@ def play(base: Path, **changes: str) -> Path:
         "observe__console": "plain",
         **changes,
     }
-    printed = base / "printed"
-    printed.mkdir()
-    process = _SERVER.Process(target=_command, args=(["train", *train_args(base, **settings)], str(printed), {}))
-    process.start()
+    running = Running(_command, ["train", *train_args(base, **settings)], "", {}, folder=base / "printed")
     folder, over = base / "runs" / "slow", threading.Event()
     end_s = time.monotonic() + 60
     while not any(e["step"] >= 2 for e in lines(folder, "StepEnded")) and time.monotonic() < end_s:
         time.sleep(0.05)
-    slower = threading.Thread(target=slow_down, args=(worker_of(base, SLOT, process.pid or 0), over))
+    slot = workers_of(folder, running.process.pid or 0, ranks=RANKS)[SLOT]
+    slower = threading.Thread(target=slow_down, args=(slot, over))
     slower.start()
     try:
-        process.join(150)
-        assert process.exitcode == 0, (printed / "err").read_text() + (printed / "out").read_text()
+        out, err = running.communicate(150)
+        assert running.returncode == 0, err + out
     finally:
         over.set()
         slower.join()
-        if process.exitcode is None:
-            process.terminate()
+        running.kill()
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import cache
 import json
 import re
 import subprocess
@@ -88,6 +89,9 @@ def test_dear_levels_are_taken_only_where_a_new_pair_needs_them() -> None:
         assert {(c[a], c[b]) for c in spared} == set(itertools.product(factors[a], factors[b]))
     assert sum(c["slow"] > 0 for c in spared) < sum(c["slow"] > 0 for c in plain)
     assert len(spared) <= 1.1 * len(plain)
+
+
+default_cases = cache(default_cases)  # a second or two for 8 and 16 ranks
 
 
 def plain_cases(world: int) -> list[Case]:
@@ -420,7 +424,6 @@ KEYS = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("dtype", "limit"),

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies as st
+from tiers import times
 
 from phalanx.core.errors import DataError
 from phalanx.data.formats import ReadOptions, read_documents
@@ -103,7 +104,7 @@ def test_other_field(tmp_path):
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=300), st.integers(1, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150, 50), deadline=None)
 def test_txt_pieces_join_to_the_file(tmp_path_factory, text, limit):
     path = tmp_path_factory.mktemp("txt") / "a.txt"
     pieces, problems = read(write(path, text.encode()), txt_document_chars=limit)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from data_help import EOS, make_dataset, make_stream
 from hypothesis import given, settings, strategies as st
+from tiers import times
 
 from phalanx.data.dataset import pack_ids
 from phalanx.data.packing import IGNORE, pack
@@ -46,7 +47,7 @@ def plain(documents, seq_len):
 
 
 @given(streams(), st.integers(1, 17))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=times(200, 66), deadline=None)
 def test_equals_the_definition(case, seq_len):
     documents, stream = case
     expected = plain(documents, seq_len)
@@ -60,7 +61,7 @@ def test_equals_the_definition(case, seq_len):
 
 
 @given(streams(), st.integers(1, 17))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=times(100, 40), deadline=None)
 def test_every_token_but_the_first_of_a_document_is_predicted_once(case, seq_len):
     documents, stream = case
     packed = pack(stream, np.arange(stream.num_windows(seq_len)), seq_len=seq_len)

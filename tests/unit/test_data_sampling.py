@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from tiers import times
 
 from phalanx.core.errors import DataError
 from phalanx.data.sampling import BLOCK, Mixture, derive_key, permute, quotas, shares
@@ -17,13 +18,13 @@ def all_of(size, key):
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=times(200, 66), deadline=None)
 def test_permutation_is_a_bijection(size, key):
     assert np.array_equal(np.sort(all_of(size, key)), np.arange(size))
 
 
 @given(st.integers(1, 2**40), st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**40), min_size=1, max_size=50))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=times(100, 40), deadline=None)
 def test_permutation_of_a_large_range_stays_inside_and_keeps_points_apart(size, key, points):
     inside = np.unique(np.array(points) % size)
     image = permute(inside, size=size, key=key)
@@ -58,7 +59,7 @@ def plain_permute(value, *, size, key):
 
 
 @given(st.integers(1, 2**50), st.integers(0, WORD), st.integers(0, 2**50))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=times(100, 40), deadline=None)
 def test_permutation_equals_the_one_on_plain_integers(size, key, value):
     expected = plain_permute(value % size, size=size, key=key)
     assert permute(np.array([value % size]), size=size, key=key).tolist() == [expected]

@@ -7,6 +7,7 @@ import time
 import pytest
 import tokenizers
 from hypothesis import given, settings, strategies as st
+from tiers import times
 from tokenizers import models, pre_tokenizers, processors
 
 from phalanx.core.config import DataConfig
@@ -33,7 +34,7 @@ def bpe():
 
 
 @given(any_text)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=times(200, 66), deadline=None)
 def test_round_trips(bpe, text):
     for tokenizer in (ByteTokenizer(), bpe):
         ids = tokenizer.encode(text)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from dispatch_by_hand import rows_by_hand
 from hypothesis import given, settings, strategies as st
+from tiers import times
 
 import phalanx.plan.moe.dispatch_local as dispatch_local
 from phalanx.core.errors import PlanError
@@ -53,7 +54,7 @@ def most_at_home(counts, plan):
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=times(300, 100), deadline=None)
 def test_nothing_is_lost_replicas_are_even_and_home_comes_first(case):
     counts, slots, ep, etp, hosts = case
     plan = plan_local_dispatch(counts, slots, ep=ep, etp=etp, host_of_ep=hosts)
@@ -67,7 +68,7 @@ def test_nothing_is_lost_replicas_are_even_and_home_comes_first(case):
 
 
 @given(cases(), st.integers(2, 5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=times(200, 66), deadline=None)
 def test_chunks_of_rows_stay_together(case, unit_rows):
     """Whoever cuts what arrives finds the chunks of each source's whole list; replicas share them evenly, and home comes first."""
     counts, slots, ep, etp, hosts = case
@@ -93,7 +94,7 @@ def test_a_chunk_cut_in_two_is_found():
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=times(100, 40), deadline=None)
 def test_the_odd_rows_go_where_they_are_at_home(case):
     """No other choice of the replicas that take one row more would keep more rows on their rank."""
     counts, slots, ep, etp, _ = case

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from dispatch_by_hand import rows_by_hand
 from hypothesis import given, settings, strategies as st
+from tiers import times
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import (
@@ -51,7 +52,7 @@ def counts_of(experts, num_experts):
 
 
 @given(groups())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150, 50), deadline=None)
 def test_every_row_goes_to_one_replica_and_replicas_share_evenly(case):
     ep, etp, slots, num_experts, experts = case
     counts = counts_of(experts, num_experts)
@@ -67,7 +68,7 @@ def test_every_row_goes_to_one_replica_and_replicas_share_evenly(case):
 
 
 @given(groups())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150, 50), deadline=None)
 def test_ranks_agree_with_moving_tokens_by_hand(case):
     """Permute, all-to-all, all-gather, sort: done with lists for all ranks at once, through what the plan tells each of them."""
     ep, etp, slots, num_experts, experts = case

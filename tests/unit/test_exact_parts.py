@@ -11,6 +11,7 @@ import pytest
 import torch
 from data_help import counting_stream, make_dataset
 from hypothesis import given, settings, strategies as st
+from tiers import times
 
 from phalanx.core.config import ResilienceConfig, TrainConfig
 from phalanx.core.samples import num_rounds, owned
@@ -124,7 +125,7 @@ def test_what_is_not_finite_is_seen(value: float, kind: str) -> None:
 
 
 @given(top=st.floats(1e-30, 1e30), summands=st.integers(1, 10**6))
-@settings(max_examples=200)
+@settings(max_examples=times(200, 66))
 def test_the_places_chosen_for_a_magnitude_leave_it_room(top: float, summands: int) -> None:
     bits = bits_for(top, summands)
     assert top < limit(bits, summands)

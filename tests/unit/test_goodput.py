@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 from step_without_clock import fullest_bytes
+from tiers import some
 
 from phalanx.cli.main import main
 from phalanx.cli.predicting.goodput import goodput
@@ -271,7 +272,7 @@ def test_monte_carlo_agrees_with_the_closed_form() -> None:
             assert run.useful == pytest.approx(expected_goodput(practice, mean), rel=0.03)
 
 
-@pytest.mark.parametrize("save", [5.0, 20.0])
+@pytest.mark.parametrize("save", some([5.0, 20.0], 1))
 def test_the_sweep_finds_young_and_daly(save: float) -> None:
     """The optimum over intervals, of the Monte Carlo (a parabola through its best points) and of the closed form, within 5 %."""
     mean, best = LLAMA3, young_daly(save, LLAMA3)

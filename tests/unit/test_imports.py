@@ -69,32 +69,28 @@ def wrong_arrows(package: str, modules: set[str]) -> set[str]:
     return wrong | {m for m in modules if m.split(".")[0] == "phalanx_lab"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_one_way(path: Path) -> None:
-    package = package_of(path)
-    assert package in BELOW, (
-        f"package {package!r} has no place in the house; add it to BELOW and to docs/architecture.md"
-    )
-    assert not wrong_arrows(package, imports_of(path))
+def test_imports_go_one_way() -> None:
+    homeless = {package_of(path) for path in FILES} - {*BELOW}
+    assert not homeless, "a package has no place in the house; add it to BELOW and to docs/architecture.md"
+    wrong = {str(path): wrong_arrows(str(package_of(path)), imports_of(path)) for path in FILES}
+    assert {path: arrows for path, arrows in wrong.items() if arrows} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_relative_imports_are_not_used(path: Path) -> None:
-    nodes = [n for n in nodes_of(path) if isinstance(n, ast.ImportFrom) and n.level > 0]
-    assert not nodes, "relative imports hide the arrow from this test"
+def test_relative_imports_are_not_used() -> None:
+    found = [(path, n) for path in FILES for n in nodes_of(path) if isinstance(n, ast.ImportFrom) and n.level > 0]
+    assert [f"{path}:{n.lineno}" for path, n in found] == [], "relative imports hide the arrow from this test"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_environment_is_read_in_two_places_only(path: Path) -> None:
-    if package_of(path) in ENVIRONMENT or path == ROOT / "runtime" / "processes" / "world.py":
-        return
-    for node in nodes_of(path):
-        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
-        assert name not in ("getenv",), f"line {node.lineno}: getenv"
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = node.func.value
-            reads = isinstance(owner, ast.Attribute) and owner.attr == "environ" and node.func.attr == "get"
-            assert not reads, f"line {node.lineno}: os.environ.get"
+def test_environment_is_read_in_two_places_only() -> None:
+    others = [p for p in FILES if package_of(p) not in ENVIRONMENT and p != ROOT / "runtime" / "processes" / "world.py"]
+    assert [f"{path}:{n.lineno}" for path in others for n in nodes_of(path) if _reads_environment(n)] == []
+
+
+def _reads_environment(node: ast.AST) -> bool:
+    """`getenv`, or `environ.get`."""
+    if isinstance(node, ast.Attribute) and node.attr == "get":
+        return isinstance(node.value, ast.Attribute) and node.value.attr == "environ"
+    return getattr(node, "attr", getattr(node, "id", "")) == "getenv"
 
 
 def test_the_rule_catches_a_wrong_arrow() -> None:
@@ -142,15 +138,15 @@ def _attributes(house: House) -> list[tuple[str, ast.Attribute]]:
     """`words.Shard` where `words` is an imported room."""
     found = []
     for path in house.modules.values():
-        tree = ast.parse(path.read_text())
+        nodes = nodes_of(path)
         rooms = {
             a.asname or a.name: f"{n.module}.{a.name}"
-            for n in ast.walk(tree)
+            for n in nodes
             if isinstance(n, ast.ImportFrom)
             for a in n.names
             if f"{n.module}.{a.name}" in house.faces
         }
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in rooms:
                 found.append((rooms[node.value.id], node))
     return found

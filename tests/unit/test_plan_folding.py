@@ -9,6 +9,7 @@ import math
 import pytest
 from hypothesis import given, settings, strategies as st
 from speed_help import full_speed_s
+from tiers import times
 
 from phalanx.core.config import FoldingConfig
 from phalanx.core.errors import ConfigError, PlanError
@@ -341,7 +342,7 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 @given(st.integers(1, 40), st.lists(st.integers(-1, 20), min_size=5, max_size=5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150, 50), deadline=None)
 def test_any_degrees_are_either_legal_or_refused_with_a_legal_neighbour(world: int, degrees: list[int]) -> None:
     f = Folding(world=world, **dict(zip(DEGREES, degrees, strict=True)))
     problems = fit_problems(f, TINY, seq_len=32)

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from tiers import times
 
 from phalanx.core.config import DispatchConfig, FoldingConfig, Recipe, ResilienceConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem
@@ -50,7 +51,7 @@ def plans_of(layers: list[Placement], rows: list[int]) -> tuple[list[HolderPlan]
     return plans, all_blocks
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150, 50), deadline=None)
 @given(placements(), st.data())
 def test_exchanged_parts_add_up_to_the_sum_over_holders(layers: list[Placement], data: st.DataObject) -> None:
     """In integers, so that equal means equal: what runs through `gives` and `takes` in order, without any header."""
@@ -89,7 +90,7 @@ def summed(flats: list[np.ndarray], blocks: list[list[HolderBlock]], layer: int)
     return out
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=times(100, 40), deadline=None)
 @given(placements())
 def test_each_element_is_completed_once_and_written_once(layers: list[Placement]) -> None:
     row = 64 * 60

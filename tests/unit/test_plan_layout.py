@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from tiers import some, times
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.layout.parameters import (
@@ -47,7 +48,7 @@ FOLDINGS = [*legal_foldings(8, SPEC, seq_len=32), *legal_foldings(6, SPEC, seq_l
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=times(300, 100), deadline=None)
 def test_boxes_of_range_are_the_elements_of_the_range(shape: list[int], data: st.DataObject) -> None:
     total = math.prod(shape)
     start = data.draw(st.integers(0, total))
@@ -84,7 +85,7 @@ def replicas(folding: Folding, family: str) -> int:
     return math.prod(len(folding.group_of(0, group)) for group in GRADIENT_RULES[family].replicas)
 
 
-@pytest.mark.parametrize("folding", FOLDINGS, ids=lambda f: f"{f.world}:{f.label()}")
+@pytest.mark.parametrize("folding", some(FOLDINGS, 50), ids=lambda f: f"{f.world}:{f.label()}")
 def test_boxes_of_all_ranks_tile_each_tensor_exactly_replicas_times(folding: Folding) -> None:
     placement = plain_placement(SPEC.num_experts, folding)
     count = {p.name: np.zeros(p.shape, dtype=np.int64) for p in parameters(SPEC)}
@@ -101,7 +102,7 @@ def test_boxes_of_all_ranks_tile_each_tensor_exactly_replicas_times(folding: Fol
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("folding", FOLDINGS[::3], ids=lambda f: f"{f.world}:{f.label()}")
+@pytest.mark.parametrize("folding", some(FOLDINGS[::3], 20), ids=lambda f: f"{f.world}:{f.label()}")
 def test_shards_tile_the_flat_buffer_and_each_logical_element_exactly_once(folding: Folding, zero: int) -> None:
     """With ZeRO-1 the shards of one tp/etp replica group cover each element once; without it, once per rank of the group."""
     placement = plain_placement(SPEC.num_experts, folding)

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from overlap_check import check
 from overlap_plan_help import plans_of_group, random_dispatch, random_schedule, routed, traffic_by_routing
 from speed_help import full_speed_s
+from tiers import times
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.unit
 
 
 @given(st.lists(st.integers(0, 700), max_size=6), st.integers(1, 200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=times(300, 100), deadline=None)
 def test_tiles_hold_every_row_once_and_none_is_small(rows, tile_rows):
     tiles = tiles_of(rows, source=3, tile_rows=tile_rows)
     for slot, count in enumerate(rows):
@@ -43,7 +44,7 @@ def test_a_rest_below_half_a_tile_is_spread():
 
 
 @given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=times(300, 100), deadline=None)
 def test_parts_are_not_empty_and_about_equal(sizes, parts):
     tiles = tuple(Tile(0, 0, size, 0) for size in sizes)
     ends = part_ends(tiles, parts)

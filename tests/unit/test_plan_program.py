@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
+from tiers import some
 
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PlanError
@@ -37,7 +38,7 @@ def test_ids_name_microbatch_layer_phase_and_operation() -> None:
 def test_every_program_is_consistent(transport: Any, recompute: Any) -> None:
     for scope in ("micro_batch", "global_batch"):
         spec = with_router(TINY, aux_loss=0.01, aux_scope=scope)
-        for folding in legal_foldings(8, TINY, seq_len=32, axes=("ep", "etp")):
+        for folding in some(list(legal_foldings(8, TINY, seq_len=32, axes=("ep", "etp"))), 4):
             for m in (1, 3):
                 for rank in (0, 7):
                     program = step_program(

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from recovery_plan_help import after, planner
+from tiers import some
 
 from phalanx.core.config import LaunchConfig, Recipe, ResilienceConfig
 from phalanx.core.rules import recipe_problems
@@ -148,7 +149,7 @@ def after_in_racks(plan: GenerationPlan, *, lost: Sequence[str]) -> list[Fact]:
     return [replace(f, rack="r1" if f.machine >= "h5" else "r0") for f in after(plan, lost=lost)]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", some(range(20), 7))
 def test_parting_leaves_fewer_in_one_rack_and_nothing_else_worse(seed: int) -> None:
     draw = np.random.default_rng(seed)
     num_hosts, num_experts, floor = int(draw.integers(3, 8)), int(draw.integers(4, 12)), 2

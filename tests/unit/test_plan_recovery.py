@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from tiers import times
 
 from phalanx.plan.layout.shard_copies import shard_holders
 from phalanx.plan.mapping.folding import Folding, fit_problems, make_folding
@@ -59,7 +60,7 @@ def test_mappings_after_a_loss():
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.integers(1, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=times(200, 66), deadline=None)
 def test_shards_have_holders_on_as_many_hosts_as_there_are(hosts, floor):
     holders = shard_holders(tuple(hosts), floor=floor)
     for owner, members in enumerate(holders):

@@ -9,6 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from tiers import times
 
 import phalanx.plan.placement.search.probability as recovery_probability
 from phalanx.plan.placement.search.host_sets import components, hosts_in, mask_of, minimal_sets, small_fatal_counts
@@ -35,7 +36,7 @@ def by_hand(sets, n):
 
 
 @given(families())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=times(300, 100), deadline=None)
 def test_exact_for_every_family_of_sets(case):
     sets, n = case
     wanted = by_hand(sets, n)
@@ -53,7 +54,7 @@ def test_exact_for_every_family_of_sets(case):
 
 
 @given(families())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=times(100, 40), deadline=None)
 def test_inclusion_and_exclusion_equals_the_table(case):
     """The two ways to count the losses of one part agree."""
     sets, _ = case
@@ -67,7 +68,7 @@ def test_inclusion_and_exclusion_equals_the_table(case):
 
 
 @given(families(most=7), st.lists(st.floats(0, 0.99), min_size=7, max_size=7))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=times(100, 40), deadline=None)
 def test_independent_failures_equal_the_sum_over_all_losses(case, failure):
     sets, n = case
     wanted = sum(

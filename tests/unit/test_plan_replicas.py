@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from tiers import times
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.placement.search.fleet import Fleet, equal_fleet
@@ -18,7 +19,7 @@ loads_lists = st.lists(
 
 
 @given(loads_lists, st.integers(0, 60), st.integers(1, 4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=times(300, 100), deadline=None)
 def test_the_papers_walk_fills_the_slots_and_holds_the_floor(loads, extra, floor):
     num_slots = len(loads) * floor + extra
     counts = paper_counts(loads, num_slots, floor=floor)
@@ -35,7 +36,7 @@ def test_the_papers_walk_by_hand():
 
 
 @given(loads_lists, st.integers(1, 12), st.integers(1, 8), st.integers(1, 5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=times(300, 100), deadline=None)
 def test_every_input_has_an_answer_that_holds_what_it_says(loads, hosts, slots, floor):
     fleet = equal_fleet(hosts, slots)
     if hosts * slots < len(loads):

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from tiers import times
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.pipeline.schedule.check import order_problems
@@ -346,7 +347,7 @@ def can_finish(orders: list[list[Action]], made: Schedule) -> bool:
         done |= ready
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150, 50), deadline=None)
 @given(st.data())
 def test_the_check_agrees_with_a_search_for_cycles(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(SCHEDULES)))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from recovery_plan_help import after, fresh, new_member
+from tiers import times
 
 from phalanx.core.config import ModelConfig, PipelineConfig, RouterConfig
 from phalanx.plan.layout.box_cells import cells, is_covered
@@ -33,7 +34,7 @@ FOLDINGS = [f for n in (3, 4, 6, 8) for f in legal_foldings(n, SPEC, seq_len=64)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(1, 4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=times(300, 100), deadline=None)
 def test_as_many_hosts_as_there_are_keep_a_shard_the_owner_first(hosts: list[int], floor: int) -> None:
     for owner, members in enumerate(shard_holders(tuple(hosts), floor=floor)):
         assert members[0] == owner
@@ -57,7 +58,7 @@ def test_ranks_that_are_hosts_make_a_ring() -> None:
 
 
 @given(st.integers(2, 9), st.integers(1, 9), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=times(200, 66), deadline=None)
 def test_sums_take_the_way_of_fewer_bytes(ranks: int, holders: int, scatters: bool) -> None:
     keepers = keepers_of(range(ranks), holders=holders, hosts=None)
     copies = min(holders, ranks) - 1
@@ -69,7 +70,7 @@ def test_sums_take_the_way_of_fewer_bytes(ranks: int, holders: int, scatters: bo
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=10), st.integers(2, 5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=times(200, 66), deadline=None)
 def test_every_member_gets_each_shard_that_it_does_not_keep_once(hosts: list[int], floor: int) -> None:
     members = range(len(hosts))
     keepers = keepers_of(members, holders=floor, hosts=hosts)
@@ -193,7 +194,7 @@ def boxes_of(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 
 @given(boxes_of())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=times(400, 133), deadline=None)
 def test_cells_are_disjoint_and_make_up_each_box(made: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = made
     count, covered = np.zeros(shape, dtype=int), np.zeros(shape, dtype=bool)

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from tiers import times
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.mapping.stages import (
@@ -43,7 +44,7 @@ def every_division(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
     return [c for c in found if sum(c) == num_layers and all(n >= 1 for n in c[1:-1])]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150, 50), deadline=None)
 @given(st.data())
 def test_no_division_is_better(data: st.DataObject) -> None:
     cost = st.integers(0, 12)
@@ -70,7 +71,7 @@ def test_no_division_is_better(data: st.DataObject) -> None:
     assert key(balanced_counts(scaled(0.1), num_stages))[0] == best[0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=times(100, 40), deadline=None)
 @given(st.sampled_from(sorted(PRESETS)), st.integers(1, 8), st.integers(1, 3))
 def test_every_model_is_covered_once_or_refused(name: str, pp: int, virtual: int) -> None:
     spec, ranks = PRESETS[name], looped_ranks(pp, virtual)

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from tiers import times
 from zigzag_ring import RingPlan, plan_ring
 
 from phalanx.core.errors import PlanError
@@ -27,7 +28,7 @@ def rings(draw: st.DrawFn) -> RingPlan:
     return plan_ring(make_layout(name, seq_len=seq_len, cp=cp), [documents() for _ in range(draw(st.integers(1, 2)))])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150, 50), deadline=None)
 @given(rings())
 def test_blocks_cover_each_pair_once_one_block_a_document(plan: RingPlan) -> None:
     plan.check()

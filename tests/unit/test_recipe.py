@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tiers import some
 
 from phalanx.cli.train import Request, read_recipe
 from phalanx.core.config import Recipe, RouterConfig, TrainConfig
@@ -247,7 +248,7 @@ def test_an_override_repairs_a_broken_file_value(tmp_path: Path) -> None:
     assert found.where == "a.toml: train.steps"
 
 
-@pytest.mark.parametrize("name", sorted(LIMITS))
+@pytest.mark.parametrize("name", some(sorted(LIMITS), 30))
 def test_every_limit_refuses_and_suggests_what_it_accepts(name: str) -> None:
     limit, setting = LIMITS[name], next(s for s in describe_settings() if s.name == name)
     low = limit.least if limit.least is not None else limit.above

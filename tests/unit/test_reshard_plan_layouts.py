@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from reshard_plan_help import random_layout
+from tiers import times
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.layout.check import coverage_problems, layout_problems, lost_boxes
@@ -60,7 +61,7 @@ def test_ragged_and_partial() -> None:
     assert layout.term_of(6) == 1 and layout.of_rank(8) == ()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=times(200, 66), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_every_element_is_somewhere(seed: int) -> None:
     """Each term of each random layout covers the tensor, and local tensors have exactly the elements of their boxes."""

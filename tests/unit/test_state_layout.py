@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from tiers import times
 
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import ConfigError
@@ -98,7 +99,7 @@ def test_ranks_may_begin_anywhere_and_experts_lie_where_a_placement_says() -> No
     st.integers(1, 4),
     st.integers(1, 4000),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150, 50), deadline=None)
 def test_waves_hold_every_row_once_and_keep_to_the_limit(
     given_shapes: list[list[int]], readers: int, limit_bytes: int
 ) -> None:

@@ -189,7 +189,7 @@ def test_members_leave_in_some_of_the_histories(monkeypatch: pytest.MonkeyPatch)
     assert sum(len(w.left) for w in worlds) > 3
 
 
-@pytest.mark.parametrize("block", range(times(10, 4)))
+@pytest.mark.parametrize("block", range(times(10, 2)))
 def test_random_histories(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(block * 12, block * 12 + 12):
         world = play(seed, monkeypatch)

@@ -15,7 +15,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,24 +30,19 @@ from phalanx.core.errors import RunError
 from phalanx.core.files import check_writable, write_json
 from phalanx.observe.event_log import log_path, read_events
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
+from phalanx_lab.bench.cluster import GONE_S, TrainingCluster, await_end, send, tiny_run, train_command
 
 MODES = ("all ranks", "one rank", "all ranks", "parent")
 """Who is killed, in turn."""
-SETTINGS = {
-    "model.preset": "tiny",
-    "model.vocab": "320",
-    "data.tokenizer": "byte",
-    "data.builtin_bytes": "1000000",
-    "train.seq_len": "32",
-    "train.global_batch": "16",
-    "train.micro_batch": "2",
-    "train.dtype": "float32",
+SETTINGS: dict[str, object] = {
+    "model.vocab": 320,
+    "data.builtin_bytes": 1_000_000,
+    "train.seq_len": 32,
+    "train.global_batch": 16,
+    "train.micro_batch": 2,
     "train.deterministic": "true",
-    "train.eval_interval": "0",
-    "train.eval_batches": "1",
-    "observe.console": "none",
-    "observe.tensorboard": "false",
 }
+LOOK_S = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,84 +141,52 @@ class _Run:
         self.ranks = ranks
         self.steps = steps
         self.interval = interval
-        settings = {
-            **SETTINGS,
-            "run.name": name,
-            "run.folder": str(folder),
-            "data.cache": str(folder / "cache"),
-            "launch.ranks": str(ranks),
-            "train.steps": str(steps),
-            "checkpoint.interval": str(interval),
-        }
-        words = [w for key, value in settings.items() for w in (f"--{key}", value)]
-        self.command = [sys.executable, "-m", "phalanx", "train", *words]
-
-    def start(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        own = {"launch.ranks": ranks, "train.steps": steps, "checkpoint.interval": interval}
+        self.command = train_command(tiny_run(folder, name, folder / "cache", {**SETTINGS, **own}))
+        self.printed = folder / f"{name}.txt"
+        self.cluster = TrainingCluster(self.path, ranks=ranks)
 
     def finish(self) -> None:
-        process = self.start()
-        output, _ = process.communicate()
-        if process.returncode:
-            raise RunError(f"{self.path.name}: the run ended with exit code {process.returncode}\n{output}")
+        with self.cluster as cluster:
+            cluster.start(self.path.name, self.command, out=self.printed)
+            cluster.wait_for_end(float("inf"))
+        code = cluster.codes[self.path.name]
+        if code:
+            raise RunError(f"{self.path.name}: the run ended with exit code {code}\n{cluster.last_words()}")
 
     def kill_at_random(self, chance: random.Random, *, mode: str, saving: bool) -> _Moment:
         """Start, wait for a random moment of training (or of a save), kill. A run that ends by itself before is an error."""
-        before, wanted = self._log_size(), chance.randint(0, self.interval + self.interval // 2)
-        process = self.start()
-        try:
-            self._await(process, lambda: self._log_size() > before and self._steps_since(before) >= wanted)
+        wanted = chance.randint(0, self.interval + self.interval // 2)
+        with self.cluster as cluster:
+            cluster.forget()
+            cluster.start(self.path.name, self.command, out=self.printed)
+            cluster.wait_for(lambda: self._begun() and self._steps() >= wanted, f"step {wanted}", look_s=LOOK_S)
             if saving:
-                self._await(process, self._is_saving)
+                cluster.wait_for(self._is_saving, "a checkpoint", look_s=LOOK_S)
             time.sleep(chance.random() * (0.01 if saving else 0.05))
             caught = self._is_saving()
-            self._kill(process, mode, chance)
-        finally:
-            process.kill()
-            process.communicate()
-        return _Moment(caught, "while saving" if caught else f"{self._steps_since(before)} steps after its start")
+            self._kill(mode, chance)
+            return _Moment(caught, "while saving" if caught else f"{self._steps()} steps after its start")
 
-    def _kill(self, process: subprocess.Popen[str], mode: str, chance: random.Random) -> None:
-        ranks = children(process.pid)
-        victims = {"all ranks": ranks, "one rank": chance.sample(ranks, min(1, len(ranks))), "parent": [process.pid]}[
-            mode
-        ]
+    def _kill(self, mode: str, chance: random.Random) -> None:
+        parent, ranks = self.cluster.pids[self.path.name], sorted(self.cluster.workers().values())
+        victims = {"all ranks": ranks, "one rank": chance.sample(ranks, min(1, len(ranks))), "parent": [parent]}[mode]
         for pid in victims:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait(timeout=30)
-        end_s = time.monotonic() + 30
-        while any(_runs(pid) for pid in ranks):  # a parent's death takes its ranks along, a little later
-            if time.monotonic() > end_s:
-                raise RunError(f"ranks {ranks} outlive their parent")
-            time.sleep(0.005)
-
-    def _await(self, process: subprocess.Popen[str], ready: Any) -> None:
-        end_s = time.monotonic() + 120
-        while not ready():
-            if process.poll() is not None:
-                output = process.stdout.read() if process.stdout else ""
-                raise RunError(f"{self.path.name}: ended by itself with exit code {process.returncode}\n{output}")
-            if time.monotonic() > end_s:
-                raise RunError(f"{self.path.name}: no step within 120 s")
-            time.sleep(0.002)
+            send(pid, signal.SIGKILL)
+        if self.cluster.wait_for_end(GONE_S):
+            raise RunError(f"{self.path.name}: still runs {GONE_S:g} s after {mode} was killed")
+        await_end(ranks)  # a parent's death takes its ranks along, a little later
 
     def _is_saving(self) -> bool:
         folder = self.path / "checkpoints"
         return folder.is_dir() and any(name.startswith(".writing") for name in os.listdir(folder))
 
-    def _log_size(self) -> int:
-        path = log_path(self.path, 0)
-        return path.stat().st_size if path.exists() else 0
+    def _begun(self) -> bool:
+        return any(r["slot"] == 0 for r in self.cluster.told())
 
-    def _steps_since(self, offset: int) -> int:
-        """Steps logged by rank 0 behind `offset` bytes."""
-        path = log_path(self.path, 0)
-        if not path.exists():
-            return 0
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read().count(b'"kind":"StepEnded"')
+    def _steps(self) -> int:
+        """Steps that rank 0 has logged since this start."""
+        return sum(r["slot"] == 0 and r["kind"] == "StepEnded" for r in self.cluster.told())
 
     # ---- what the logs say
 
@@ -311,21 +273,6 @@ def ledger_problems(
 def _some(items: Sequence[Any]) -> str:
     shown = ", ".join(map(str, items[:8]))
     return f"{shown} and {len(items) - 8} more" if len(items) > 8 else shown
-
-
-def children(pid: int) -> list[int]:
-    """Processes that `pid` forked."""
-    try:
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

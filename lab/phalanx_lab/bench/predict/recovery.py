@@ -7,33 +7,26 @@ before the first kill. Killed slots stay empty (`train/recovery/drained_slots.py
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
 import random
-import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.clock import now_s
 from phalanx.core.config import Recipe
-from phalanx.core.errors import RunError
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes, format_seconds
-from phalanx.observe.event_log import log_path
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.program.step import StepProgram
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
 from phalanx.plan.recovery.recipe import recovery_planner
 from phalanx.plan.recovery.state_descriptor import Fact
-from phalanx.runtime.processes.launch import die_with_parent
 from phalanx.simulate.failures.recovery_time import (
     PHASES,
     Constants,
@@ -44,18 +37,15 @@ from phalanx.simulate.failures.recovery_time import (
     step_after,
 )
 from phalanx.simulate.program.recipe import programs_of_recipe
-from phalanx.train.recovery.drained_slots import write_away
 from phalanx.train.recovery.run import train_elastic
-from phalanx.train.setup.rank import DTYPES, resolve_shape
+from phalanx.train.setup import DTYPES, resolve_shape
+from phalanx_lab.bench.cluster import TrainingCluster, overrides, tiny_run
 from phalanx_lab.bench.recovery.constants import measure_constants
-from phalanx_lab.bench.recovery.workload import Logs, children_of
 
 BAR = 0.25
 CALM_STEPS = 6
 """Committed steps before a kill, of which the last ones say how long a step takes."""
 COLD_STEPS = 2
-PATIENCE_S = 120.0
-LOOK_S = 0.01
 VOCAB = 320
 
 
@@ -93,32 +83,22 @@ RUNS: tuple[Victims, ...] = (
 
 def recipe_of(victims: Victims, folder: Path, name: str) -> Recipe:
     """Raises `ConfigError` with all that is wrong."""
-    values: dict[str, object] = {
-        "run.folder": folder / "runs",
-        "run.name": name,
-        "model.preset": "tiny",
+    own: dict[str, object] = {
         "model.vocab": VOCAB,
-        "data.tokenizer": "byte",
         "data.builtin_bytes": 1_000_000,
-        "data.cache": folder / "cache",
         "folding.ep": 1,
         "train.steps": 1_000_000,
         "train.seq_len": 64,
         "train.global_batch": 8,
         "train.micro_batch": 1,
-        "train.dtype": "float32",
-        "train.eval_interval": 0,
-        "train.eval_batches": 1,
         "resilience.mode": "fast",
         "resilience.heal": "true",
         "checkpoint.interval": 0,
-        "observe.console": "none",
-        "observe.tensorboard": "false",
         "launch.ranks": victims.ranks,
         "launch.threads": 1,
     }
-    values |= {key.replace("_", ".", 1): value for key, value in victims.words}
-    words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    own |= {key.replace("_", ".", 1): value for key, value in victims.words}
+    words = overrides(tiny_run(folder / "runs", name, folder / "cache", own))
     return load_recipe(None, words, check=lambda r: run_problems(r, world=victims.ranks))
 
 
@@ -192,101 +172,38 @@ def _recovery_planner(recipe: Recipe) -> RecoveryPlanner:
 # ---- measured ---------------------------------------------------------------------------------------------------------
 
 
-class _Running:
-    """An elastic run, forked with everything imported, and what its members tell."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.folder = recipe, Path(recipe.run.folder) / recipe.run.name
-        self.slots = recipe.launch.ranks
-        self.logs = Logs(self.folder, slots=self.slots)
-        self.told: list[dict[str, Any]] = []
-        self.there = set(range(self.slots))
-        self.process = multiprocessing.get_context("fork").Process(target=_train, args=(recipe, os.getpid()))
-        self.process.start()
-
-    def wait(self, enough: Callable[[Sequence[dict[str, Any]]], bool], what: str) -> None:
-        """Until what was told since the last `forget` is enough. Raises `RunError`."""
-        end_s = time.monotonic() + PATIENCE_S
-        while True:
-            self.told += self.logs.new()
-            if enough(self.told):
-                return
-            if not self.process.is_alive() or time.monotonic() > end_s:
-                raise RunError(f"a run of the benchmark did not come to {what}; it is in {self.folder}")
-            time.sleep(LOOK_S)
-
-    def forget(self) -> None:
-        self.logs.new()
-        self.told = []
-
-    def kill(self, slots: Sequence[int]) -> float:
-        """Kill -9, at once; when."""
-        found = {slot: pid for slot, pid in self._workers().items() if slot in slots}
-        if len(found) < len(slots):
-            raise RunError(f"slots {sorted(slots)} have no processes")
-        self.there -= set(slots)
-        write_away(self.folder, frozenset(range(self.slots)) - self.there)
-        at_s = now_s()
-        for pid in found.values():
-            os.kill(pid, signal.SIGKILL)
-        return at_s
-
-    def _workers(self) -> dict[int, int]:
-        """The processes that have the event logs of slots open."""
-        logs = {str(log_path(self.folder, slot).resolve()): slot for slot in range(self.slots)}
-        found: dict[int, int] = {}
-        for pid in children_of(self.process.pid or 0):
-            with contextlib.suppress(OSError):
-                opened = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
-                found |= {logs[path]: pid for path in opened & logs.keys()}
-        return found
-
-    def end(self) -> None:
-        for pid in [*children_of(self.process.pid or 0), self.process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid or 0, signal.SIGKILL)
-        self.process.join()
-
-
-def _train(recipe: Recipe, parent: int) -> None:
-    os.setsid()
-    die_with_parent(parent)
-    raise SystemExit(train_elastic(recipe, threads=1))
-
-
-@contextlib.contextmanager
-def _running(recipe: Recipe) -> Iterator[_Running]:
-    run = _Running(recipe)
-    try:
-        yield run
-    finally:
-        run.end()
-
-
 def play(
     victims: Victims, folder: Path, name: str, constants: Constants, draw: random.Random
 ) -> list[tuple[RecoveryTime, dict[str, Any]]]:
     """One start of a run with all its kills: (predicted, measured) of each."""
     recipe = recipe_of(victims, folder, name)
     course, out = Course(recipe, constants), []
-    with _running(recipe) as run:
-        run.wait(lambda told: _steps(told, slot=0) >= CALM_STEPS, "its first steps")
-        step_s = statistics.median(_step_s(run.told)[COLD_STEPS:])
+    there = frozenset(range(recipe.launch.ranks))
+    with TrainingCluster(Path(recipe.run.folder) / name, ranks=recipe.launch.ranks) as run:
+        run.start("local", partial(train_elastic, recipe, threads=1))  # what its members tell is in the event logs
+        run.wait_for(lambda: _count(run, "StepEnded", slot=0) >= CALM_STEPS, "its first steps")
+        step_s = statistics.median(_step_s(run.told())[COLD_STEPS:])
         for slots in victims.kills:
             predicted = course.after(slots, step_s=step_s)
-            run.wait(lambda told: sum(r["kind"] == "StepEnded" for r in told) >= CALM_STEPS, "steps between two kills")
+            run.wait_for(lambda: _count(run, "StepEnded") >= CALM_STEPS, "steps between two kills")
             time.sleep(draw.random() * step_s)
-            run.forget()
-            at_s = run.kill(slots)
-            left = len(run.there)
-            run.wait(lambda told, n=left: sum(r["kind"] == "TrainingResumed" for r in told) >= n, "its next step")  # type: ignore[misc]
-            out.append((predicted, measured(run.told, at_s)))
-            run.told = [r for r in run.told if r["kind"] == "StepEnded"]
+            there -= set(slots)
+            out.append((predicted, _kill(run, slots, there)))
     return out
 
 
-def _steps(told: Sequence[dict[str, Any]], *, slot: int) -> int:
-    return sum(r["kind"] == "StepEnded" and r["slot"] == slot for r in told)
+def _kill(run: TrainingCluster, slots: Sequence[int], there: frozenset[int]) -> dict[str, Any]:
+    """What their loss costs those that are left."""
+    run.forget()
+    at_s = run.lose(slots, there=there)
+    run.wait_for(lambda: _count(run, "TrainingResumed") >= len(there), "its next step")
+    found = measured(run.told(), at_s)
+    run.forget(but="StepEnded")
+    return found
+
+
+def _count(run: TrainingCluster, kind: str, *, slot: int | None = None) -> int:
+    return sum(r["kind"] == kind and slot in (None, r["slot"]) for r in run.told())
 
 
 def _step_s(told: Sequence[dict[str, Any]]) -> list[float]:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.core.errors import RunError
+from phalanx_lab.bench.cluster import Logs
 from phalanx_lab.bench.recovery.cores import SlotCores
 from phalanx_lab.bench.recovery.table import Score, score
 from phalanx_lab.bench.recovery.trace import Change, Trace
-from phalanx_lab.bench.recovery.workload import WAIT_S, Logs, System, running
+from phalanx_lab.bench.recovery.workload import WAIT_S, System, running
 from phalanx_lab.bench.stolen import StolenTime
 
 WARM_STEPS = 10

@@ -14,15 +14,15 @@ With gloo, torch 2.13 never restarts in place unless TORCH_DISABLE_SHARE_RDZV_TC
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 from phalanx.core.errors import RunError
-from phalanx_lab.bench.recovery.workload import ProcessTree, Workload, is_running
+from phalanx_lab.bench.cluster import TrainingCluster, is_running, send, train_command
+from phalanx_lab.bench.recovery.workload import Workload
 
+AGENT = "torchrun"
 STOP_S = 20.0
 """How long a run that is told to end may take; then it is killed."""
 
@@ -38,15 +38,11 @@ class Torchrun:
         self.step_of, self.launches, self.restarts = workload.ep, 0, 0
         self.there = frozenset(range(slots))
         self.active: tuple[int, ...] = ()
-        self.settings = {
-            **workload.settings(),
-            "run.folder": str(folder),
-            "run.name": "run",
-            "data.cache": str(folder.parent / "cache"),
-            "checkpoint.interval": str(interval),
+        self.settings = workload.settings(folder) | {
+            "checkpoint.interval": interval,
             "checkpoint.asynchronous": str(asynchronous).lower(),
         }
-        self.tree: ProcessTree | None = None
+        self.cluster = TrainingCluster(self.folder, ranks=slots)
 
     def start(self) -> None:
         self._launch(self._legal())
@@ -57,13 +53,10 @@ class Torchrun:
         return tuple(slots[: len(slots) // self.step_of * self.step_of])
 
     def _launch(self, active: tuple[int, ...]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.active = active
         if not active:
             return
         self.launches += 1
-        words = [w for key, value in self.settings.items() for w in (f"--{key}", value)]
-        clean = ["env", *(w for name in ("RANK", "WORLD_SIZE", "MASTER_PORT") for w in ("-u", name))]
         gloo = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "GLOO_SOCKET_IFNAME=lo", "OMP_NUM_THREADS=1"]
         agent = [
             "-m",
@@ -72,8 +65,8 @@ class Torchrun:
             f"--nproc-per-node={len(active)}",
             "--max-restarts=1000",
         ]
-        command = [*clean, *gloo, sys.executable, *agent, "--monitor-interval=0.1", "-m", "phalanx", "train"]
-        self.tree = ProcessTree([*command, *words], out=self.out)
+        command = train_command(self.settings, *agent, "--monitor-interval=0.1")
+        self.cluster.start(AGENT, ["env", *gloo, *command], out=self.out)
 
     def change(self, there: frozenset[int], lost: frozenset[int], back: frozenset[int]) -> None:
         hit = [slot for slot in self.active if slot in lost]
@@ -83,7 +76,7 @@ class Torchrun:
             self._kill_worker(self.active.index(hit[0]))
             self.active, self.restarts = wanted, self.restarts + 1
         elif hit:
-            self._end()
+            self.stop()
             self._launch(wanted)
         elif len(wanted) > len(self.active):
             self._ask_to_end()
@@ -93,16 +86,18 @@ class Torchrun:
         """Where a rank has no process yet, the restart under way serves as well."""
         pid = self.workers().get(self.active[rank])
         if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
 
     def workers(self) -> dict[int, int]:
         found: dict[int, int] = {}
-        for pid in self.tree.children() if self.tree is not None else ():
+        for pid in self._processes():
             rank = self._rank(pid)
             if rank is not None and rank < len(self.active):
                 found.setdefault(self.active[rank], pid)
         return found
+
+    def _processes(self) -> list[int]:
+        return self.cluster.processes(AGENT) if AGENT in self.cluster.pids else []
 
     def _rank(self, pid: int) -> int | None:
         """Of a worker, as torchrun told it."""
@@ -113,25 +108,17 @@ class Torchrun:
         return None
 
     def _ask_to_end(self) -> None:
-        if self.tree is None:
-            return
-        workers = [pid for pid in self.tree.children() if self._rank(pid) is not None]
+        workers = [pid for pid in self._processes() if self._rank(pid) is not None]
         for pid in workers:  # an agent that is told to end gives them no time to save
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+            send(pid, signal.SIGTERM)
         end_s = time.monotonic() + STOP_S
         while any(is_running(pid) for pid in workers) and time.monotonic() < end_s:
             time.sleep(0.005)
-        self._end()
-
-    def _end(self) -> None:
-        if self.tree is not None:
-            self.tree.kill()
-            self.tree = None
+        self.stop()
 
     def look(self) -> None:
-        if self.tree is not None and self.tree.ended():
-            raise RunError(f"torchrun has ended\n{self.tree.last_words()}")
+        if self.active and not self.cluster.running():
+            raise RunError(f"torchrun has ended\n{self.cluster.last_words()}")
 
     def stop(self) -> None:
-        self._end()
+        self.cluster.stop()

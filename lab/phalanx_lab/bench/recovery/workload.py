@@ -1,4 +1,4 @@
-"""What both systems of `phalanx bench recovery` train, and what they have in common: a folder, a process group that is ended as a whole, event logs.
+"""What both systems of `phalanx bench recovery` train, and what each of them is asked for.
 
 Must never change: both run the same `phalanx train` on the same model, text and global batch; only how they meet a lost slot differs.
 """
@@ -6,19 +6,13 @@ Must never change: both run the same `phalanx train` on the same model, text and
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import signal
-import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from phalanx.core.errors import RunError
-from phalanx.observe.event_log import log_path
+from phalanx_lab.bench.cluster import tiny_run
 
 WAIT_S = 600.0
 """Longest wait for a run to begin."""
@@ -47,34 +41,27 @@ class Workload:
     write_rate: float = 0.0
     """MB/s of checkpoints, 0 for no limit."""
 
-    def settings(self) -> dict[str, str]:
-        """Of `phalanx train`, for both systems."""
-        forced = {} if self.skew is None else {"router.force": "imbalanced", "router.force_skew": str(self.skew)}
-        return {
-            **forced,
-            "model.preset": "tiny",
-            "model.num_layers": str(self.layers),
-            "model.hidden": str(self.hidden),
-            "model.num_experts": str(self.num_experts),
-            "model.expert_ffn": str(self.expert_hidden),
-            "model.top_k": "1",
+    def settings(self, folder: Path) -> dict[str, object]:
+        """Of `phalanx train` in `folder`, for both systems."""
+        forced = {} if self.skew is None else {"router.force": "imbalanced", "router.force_skew": self.skew}
+        own = {
+            "model.num_layers": self.layers,
+            "model.hidden": self.hidden,
+            "model.num_experts": self.num_experts,
+            "model.expert_ffn": self.expert_hidden,
+            "model.top_k": 1,
             "router.renormalize": "false",
-            "folding.ep": str(self.ep),
-            "data.tokenizer": "byte",
-            "data.builtin_bytes": "1000000",
-            "train.steps": "1000000",
-            "train.seq_len": str(self.seq_len),
-            "train.global_batch": str(self.global_batch),
-            "train.micro_batch": str(self.micro_batch),
-            "train.dtype": "float32",
-            "train.eval_interval": "0",
-            "train.eval_batches": "1",
-            "checkpoint.keep_last": "2",
-            "checkpoint.write_rate": str(self.write_rate),
-            "observe.console": "none",
-            "observe.tensorboard": "false",
-            "launch.threads": "1",
+            "folding.ep": self.ep,
+            "data.builtin_bytes": 1_000_000,
+            "train.steps": 1_000_000,
+            "train.seq_len": self.seq_len,
+            "train.global_batch": self.global_batch,
+            "train.micro_batch": self.micro_batch,
+            "checkpoint.keep_last": 2,
+            "checkpoint.write_rate": self.write_rate,
+            "launch.threads": 1,
         }
+        return tiny_run(folder, "run", folder.parent / "cache", {**own, **forced})
 
 
 def workloads(slots: int) -> dict[str, Workload]:
@@ -114,79 +101,6 @@ class System(Protocol):
 
     def stop(self) -> None:
         """End everything at once."""
-
-
-class Logs:
-    """Event logs of a run as they grow: new records since the last look."""
-
-    def __init__(self, folder: Path, *, slots: int) -> None:
-        self.folder, self.slots = folder, slots
-        self._read = dict.fromkeys(range(slots), 0)
-
-    def new(self) -> list[dict[str, Any]]:
-        """Complete lines since the last call, of all slots, each with its `slot`."""
-        found = []
-        for slot in range(self.slots):
-            with contextlib.suppress(FileNotFoundError), log_path(self.folder, slot).open("rb") as file:
-                file.seek(self._read[slot])
-                data = file.read()
-                whole = data[: data.rfind(b"\n") + 1]
-                self._read[slot] += len(whole)
-                found += [{**json.loads(line), "slot": slot} for line in whole.splitlines()]
-        return found
-
-
-class ProcessTree:
-    """A command in a session of its own."""
-
-    def __init__(self, command: Sequence[str], *, out: Path) -> None:
-        with out.open("ab") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
-        self.out = out
-        self.pid = self.process.pid
-
-    def ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def children(self) -> list[int]:
-        """All processes under it."""
-        return children_of(self.pid)
-
-    def kill(self) -> None:
-        """End it and everything under it, and wait until they are gone."""
-        pids = [self.pid, *self.children()]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-        end_s = time.monotonic() + 30.0
-        while any(is_running(pid) for pid in pids):
-            if time.monotonic() > end_s:
-                raise RunError(f"processes {pids} did not exit")
-            time.sleep(0.005)
-
-    def last_words(self) -> str:
-        """The end of what it printed."""
-        return self.out.read_text(errors="replace")[-3000:]
-
-
-def children_of(pid: int) -> list[int]:
-    """All processes under one."""
-    found, todo = [], [pid]
-    while todo:
-        with contextlib.suppress(OSError):
-            for task in os.listdir(f"/proc/{(at := todo.pop())}/task"):
-                own = [int(p) for p in Path(f"/proc/{at}/task/{task}/children").read_text().split()]
-                found += own
-                todo += own
-    return found
-
-
-def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
-    with contextlib.suppress(OSError):
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    return False
 
 
 @contextlib.contextmanager

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import random
-import signal
 import statistics
 import time
 from collections import Counter
@@ -39,7 +37,7 @@ from phalanx.plan.mapping.folding import Folding, make_folding
 from phalanx_lab.bench.robust.rank import (
     RAISED,
     Body,
-    ForkedRank,
+    ForkedRanks,
     Raised,
     Sample,
     Shape,
@@ -221,22 +219,22 @@ def run_trial(
     body = body or partial(run_until_lost, folding=folding, shape=IN_TRIALS)
     victim = chance.randrange(folding.world)
     with forked(folding.world, body) as ranks:
-        for number, rank in enumerate(ranks):
-            said = rank.end.recv() if rank.end.poll(START_S) else "nothing"
+        for number, end in enumerate(ranks.ends):
+            said = end.recv() if end.poll(START_S) else "nothing"
             if said != "running":
                 raise RunError(f"rank {number} of {folding.label()} did not begin: it said {said}")
         time.sleep(chance.random() * MOST_PASSES_S)
         killed_s = time.monotonic()
-        os.kill(ranks[victim].process.pid or 0, signal.SIGKILL)
-        return _watch([(n, rank) for n, rank in enumerate(ranks) if n != victim], killed_s, limit_s)
+        ranks.cluster.kill_host(str(victim))
+        return _watch(ranks, [n for n in range(folding.world) if n != victim], killed_s, limit_s)
 
 
 def _watch(
-    survivors: Sequence[tuple[int, ForkedRank]], killed_s: float, limit_s: float
+    ranks: ForkedRanks, survivors: Sequence[int], killed_s: float, limit_s: float
 ) -> tuple[list[Survivor], float]:
     told: dict[int, Raised] = {}
     still_s, seen_s = 0.0, killed_s
-    open_ends: dict[Any, int] = {rank.end: number for number, rank in survivors}
+    open_ends: dict[Any, int] = {ranks.ends[number]: number for number in survivors}
     while open_ends and (left_s := killed_s + limit_s - time.monotonic()) > 0:
         ready = wait(list(open_ends), min(left_s, TICK_S))
         now_s = time.monotonic()
@@ -246,11 +244,9 @@ def _watch(
             with contextlib.suppress(EOFError):  # it has ended without a word
                 told[number] = _receive(end)
     hung = set(open_ends.values())
-    out = []
-    for number, rank in survivors:
-        rank.process.join(0 if number in hung else limit_s)
-        out.append(_judge(number, told.get(number), rank.process.exitcode, killed_s, limit_s))
-    return out, still_s
+    codes = ranks.cluster.codes
+    ranks.cluster.until(lambda: codes.keys() >= {str(n) for n in survivors if n not in hung}, limit_s)
+    return [_judge(n, told.get(n), codes.get(str(n)), killed_s, limit_s) for n in survivors], still_s
 
 
 def _receive(end: Any) -> Raised:
@@ -259,7 +255,7 @@ def _receive(end: Any) -> Raised:
 
 
 def _judge(rank: int, told: Raised | None, code: int | None, killed_s: float, limit_s: float) -> Survivor:
-    """`code` as multiprocessing has it: None while it runs, negative for a signal."""
+    """`code` as a cluster has it: None while it runs, negative for a signal."""
     if code is None:
         return Survivor(rank=rank, end="hung", seconds=limit_s, text="" if told is None else told.text)
     if told is None or code != RAISED:
@@ -309,17 +305,17 @@ def run_iterations(iterations: int) -> LongRun:
     )
     samples, wrong = [], []
     with forked(2, body) as ranks:
-        for number, rank in enumerate(ranks):
+        for number, end in enumerate(ranks.ends):
             try:
-                told = rank.end.recv()
+                told = end.recv()
             except EOFError as err:
                 raise RunError(f"rank {number} ended during the iterations without a word") from err
             if isinstance(told, Raised):
                 raise RunError(f"rank {number} failed during the iterations: {told.error}: {told.text}")
             samples.append(told[0])
             wrong += told[1]
-        for rank in ranks:
-            rank.end.send("end")
+        for end in ranks.ends:
+            end.send("end")
     return LongRun(samples=samples, wrong=wrong, compared=iterations // COMPARE_EVERY)
 
 

@@ -12,15 +12,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
 
 import torch
 
@@ -35,8 +33,9 @@ from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
 from phalanx.runtime.moe.routed import routed_experts
 from phalanx.runtime.processes.allocator import keep_freed_memory
-from phalanx.runtime.processes.launch import die_with_parent, listening_socket
+from phalanx.runtime.processes.launch import listening_socket
 from phalanx.runtime.processes.world import WorldInfo, init_world
+from phalanx_lab.bench.cluster import TrainingCluster
 
 METHODS = ("fine", "coarse:2", "serial")
 TIMEOUT_S = 120.0
@@ -248,17 +247,18 @@ Body = Callable[[Connection, WorldInfo], None]
 
 
 @dataclass(frozen=True)
-class ForkedRank:
-    process: BaseProcess
-    end: Connection
+class ForkedRanks:
+    """Each is a host of `cluster`, by its number, and told through its end of a pipe."""
+
+    cluster: TrainingCluster
+    ends: list[Connection]
 
 
 @contextlib.contextmanager
-def forked(world: int, body: Body) -> Iterator[list[ForkedRank]]:
+def forked(world: int, body: Body) -> Iterator[ForkedRanks]:
     """`world` ranks that run `body(end, info)`; whatever of them still runs at the end of the block is killed."""
-    context = multiprocessing.get_context("fork")
-    ranks: list[ForkedRank] = []
-    try:
+    ranks = ForkedRanks(TrainingCluster(), [])
+    with ranks.cluster, contextlib.ExitStack() as ends:
         with listening_socket() as listener:
             for rank in range(world):
                 info = WorldInfo(
@@ -269,19 +269,8 @@ def forked(world: int, body: Body) -> Iterator[list[ForkedRank]]:
                     master_port=listener.getsockname()[1],
                     listen_fd=listener.fileno() if rank == 0 else None,
                 )
-                mine, theirs = context.Pipe()
-                process = context.Process(target=partial(_begin, body, os.getpid(), theirs, info), daemon=True)
-                process.start()
+                mine, theirs = Pipe()
+                ranks.cluster.start(str(rank), partial(body, theirs, info))
                 theirs.close()
-                ranks.append(ForkedRank(process, mine))
+                ranks.ends.append(ends.enter_context(mine))
         yield ranks
-    finally:
-        for rank_ in ranks:
-            rank_.process.kill()
-            rank_.process.join()
-            rank_.end.close()
-
-
-def _begin(body: Body, parent: int, end: Connection, info: WorldInfo, **more: Any) -> None:
-    die_with_parent(parent)
-    body(end, info, **more)

@@ -11,13 +11,12 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
@@ -26,7 +25,7 @@ from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.service import StoreProcess, start_store
 from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
-from phalanx.runtime.processes.launch import die_with_parent
+from phalanx_lab.bench.cluster import TrainingCluster, send, state_of
 from phalanx_lab.bench.storm.board import Board
 
 KINDS = ("kill", "freeze", "notice", "service", "two", "host")
@@ -62,8 +61,8 @@ class EventFile:
         os.write(self._fd, json.dumps(event.to_record()).encode() + b"\n")
 
 
-class Arena:
-    """Use as a context manager from the main thread. Each host runs `main` in its workers, and `settings(host)` are those of its supervisor; a subclass
+class Arena(TrainingCluster):
+    """Each host runs `main` in its workers, and `settings(host)` are those of its supervisor; a subclass
     whose hosts run something else leaves both out and has its own `_host`."""
 
     def __init__(
@@ -77,11 +76,10 @@ class Arena:
         board: Board,
         service: Service | None = None,
     ) -> None:
+        super().__init__()
         self.main, self.settings, self.folder, self.board = main, settings, folder, board
         self.slots = slots
         self.names = [f"h{i}" for i in range(hosts)]
-        self.pids: dict[str, int] = {}
-        self.codes: dict[str, int] = {}
         self.store: StoreProcess | None = start_store() if service is None else None
         self.service: Service = service if self.store is None else self.store.address  # type: ignore[assignment]
         self.faults: list[Fault] = []
@@ -90,50 +88,30 @@ class Arena:
         self.begun: list[tuple[str, float]] = []
         """Every start of a host: which, and when."""
         self._starts = 0
-        self._due: list[tuple[float, Callable[[], None]]] = []
 
-    def __enter__(self) -> Arena:
+    def __enter__(self) -> Self:
         for name in self.names:
             self.start_host(name)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for pid in self.pids.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-        self.pids.clear()
+    def stop(self) -> None:
+        super().stop()
         if self.store is not None:
             self.store.stop()
 
     def start_host(self, name: str) -> None:
         """Fork its supervisor. A host that was here before comes back with workers without state."""
-        sys.stdout.flush()
-        sys.stderr.flush()
         self._starts += 1
         self.begun.append((name, now_s()))
-        start, parent = self._starts, os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.setsid()
-                die_with_parent(parent)
-                self._own_stderr(f"stderr-{name}-{start}")
-                code = self._host(name, start)
-            except BaseException as err:
-                (self.folder / f"error-{name}-{start}").write_text(f"{type(err).__name__}: {err}")
-            finally:
-                os._exit(code)
-        self.pids[name] = pid
-        self.codes.pop(name, None)
+        start = self._starts
+        self.start(name, lambda: self._try_host(name, start), out=self.folder / f"stderr-{name}-{start}")
 
-    def _own_stderr(self, name: str) -> None:
-        """torch says a page of frames for every connection that breaks."""
-        fd = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(fd, 2)
-        os.close(fd)
+    def _try_host(self, name: str, start: int) -> int:
+        try:
+            return self._host(name, start)
+        except BaseException as err:
+            (self.folder / f"error-{name}-{start}").write_text(f"{type(err).__name__}: {err}")
+            return 1
 
     def _host(self, name: str, start: int) -> int:
         index = self.names.index(name)
@@ -151,50 +129,18 @@ class Arena:
 
     # -- what goes on
 
-    def running(self) -> bool:
-        """Whether a host still runs; those that ended are collected, and what is due is done."""
-        now = time.monotonic()
-        for entry in [e for e in self._due if e[0] <= now]:
-            self._due.remove(entry)
-            entry[1]()
-        for name, pid in list(self.pids.items()):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                del self.pids[name]
-                self.codes[name] = os.waitstatus_to_exitcode(status)
-        return bool(self.pids)
-
-    def until(self, done: Callable[[], bool], limit_s: float) -> bool:
-        """Whether `done` came true within the time, while hosts run."""
-        end_s = time.monotonic() + limit_s
-        while time.monotonic() < end_s:
-            if not self.running():
-                return False
-            if done():
-                return True
-            time.sleep(0.005)
-        return False
-
-    def calm(self) -> bool:
-        """Whether everything that was to come back is back."""
-        return not self._due
-
-    def later(self, delay_s: float, act: Callable[[], None]) -> None:
-        """Do something in `delay_s`, when `running` is asked."""
-        self._due.append((time.monotonic() + delay_s, act))
-
     def places(self) -> list[int]:
         """Places of workers that are there and not stopped."""
         found = []
         for place in range(self.board.places):
-            pid = self.board.read(place)[0]
-            if pid and self.host_of(place) in self.pids and self.state_of(place) in "RSD":
+            pid = self.process_of(place)
+            if pid is not None and self.host_of(place) in self.pids and state_of(pid) in "RSD":
                 found.append(place)
         return found
 
-    def state_of(self, place: int) -> str:
-        """Of its worker's process, as the kernel says it: R, S, D, T, Z; X where it is gone."""
-        return _state(self.board.read(place)[0])
+    def process_of(self, place: int) -> int | None:
+        """The worker at a place, as this machine knows it; None where it is gone."""
+        return self.board.read(place)[0] or None
 
     def step(self) -> int:
         """The most steps that a worker has committed."""
@@ -205,9 +151,6 @@ class Arena:
         keys = self.service.connect()
         keys.put("stop", why)
         keys.close()
-
-    def collect(self) -> None:
-        """Everything has ended, and nothing is taken down yet."""
 
     def left(self) -> list[str]:
         """What is still there of it once it was taken down, but for processes of this machine."""
@@ -259,9 +202,10 @@ class Arena:
             case "kill":
                 self.signal_worker(place, signal.SIGKILL)
             case "freeze":
+                pid = self.process_of(place)  # the one that is there now goes on, whoever has the place then
                 self.signal_worker(place, signal.SIGSTOP)
-                thaw = self._thaw_of(place)
-                self.later(back_s, thaw)
+                if pid is not None:
+                    self.later(back_s, partial(send, pid, signal.SIGCONT))
             case "notice":
                 self.signal_host(name, signal.SIGTERM)
                 self.later(back_s, lambda: self._come_back(name))
@@ -299,16 +243,13 @@ class Arena:
 
     def signal_worker(self, place: int, number: signal.Signals) -> None:
         """To the worker's process, if it is still there."""
-        _send(self.board.read(place)[0], number)
-
-    def _thaw_of(self, place: int) -> Callable[[], None]:
-        """What lets the process that is there now go on, whoever has the place then."""
-        pid = self.board.read(place)[0]
-        return lambda: _send(pid, signal.SIGCONT)
+        pid = self.process_of(place)
+        if pid is not None:
+            send(pid, number)
 
     def signal_host(self, name: str, number: signal.Signals) -> None:
         """To the host's supervisor."""
-        _send(self.pids[name], number)
+        send(self.pids[name], number)
 
     def name_of(self, place: int) -> str:
         return f"{self.names[place // self.slots]}.{place % self.slots}"
@@ -323,9 +264,7 @@ class Arena:
         return self.board.caught(place)
 
     def _kill_host(self, name: str, back_s: float) -> list[str]:
-        pid = self.pids.pop(name)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        self.kill_host(name)
         for slot in range(self.slots):
             self.board.write(self.names.index(name) * self.slots + slot, 0, "waits", 0)
         self.later(back_s, lambda: self.start_host(name))
@@ -353,19 +292,6 @@ class Arena:
             self.store = start_store(store.address.host, store.address.port)
 
         self.later(back_s, restart)
-
-
-def _send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _state(pid: int) -> str:
-    """As the kernel says: R, S, D, T, Z; X where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return "X"
 
 
 def users_of(folder: Path) -> list[int]:

@@ -12,9 +12,9 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Self
 
 from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
@@ -53,9 +53,10 @@ class BedArena(Arena):
         self.setup = replace(setup, service=f"{where.host}:{PORT}")
         self.jobs: dict[str, Job] = {}
         self._outer: dict[tuple[str, int, int], int] = {}
-        self._looked_s = 0.0
+        self._look_s = dict.fromkeys(self.names, 0.0)
+        """Of each host: when its job is looked at next."""
 
-    def __enter__(self) -> BedArena:
+    def __enter__(self) -> Self:
         spec = ClusterSpec(hosts=self.setup.hosts + 1, ranks_per_host=1, link_bit_per_s=RATE)
         self.bed = Testbed(spec, folder=self.folder / "bed")
         try:
@@ -69,7 +70,7 @@ class BedArena(Arena):
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
         self.bed.close()
         self.pids.clear()
 
@@ -100,25 +101,13 @@ class BedArena(Arena):
 
     # -- what goes on
 
-    def running(self) -> bool:
-        now = time.monotonic()
-        for entry in [e for e in self._due if e[0] <= now]:
-            self._due.remove(entry)
-            entry[1]()
-        if now - self._looked_s >= LOOK_S:
-            self._looked_s = now
-            for name in list(self.pids):
-                job = self.jobs[name]
-                if not job.running():
-                    del self.pids[name]
-                    self.codes[name] = job.ranks[0].status or 0
-        return bool(self.pids)
+    def exit_code(self, host: str) -> int | None:
+        if time.monotonic() < self._look_s[host]:
+            return None
+        self._look_s[host] = time.monotonic() + LOOK_S
+        return None if self.jobs[host].running() else self.jobs[host].ranks[0].status or 0
 
-    def state_of(self, place: int) -> str:
-        outer = self._outer_pid(place)
-        return "X" if outer is None else _state_of(outer)
-
-    def _outer_pid(self, place: int) -> int | None:
+    def process_of(self, place: int) -> int | None:
         """The id by which this machine knows the worker at a place; None where it is gone."""
         inner, name = self.board.read(place)[0], self.host_of(place)
         index = self.names.index(name)
@@ -131,22 +120,6 @@ class BedArena(Arena):
         return self._outer[key]
 
     # -- what faults do here
-
-    def signal_worker(self, place: int, number: signal.Signals) -> None:
-        outer = self._outer_pid(place)
-        if outer is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(outer, number)
-
-    def _thaw_of(self, place: int) -> Callable[[], None]:
-        outer = self._outer_pid(place)
-
-        def thaw() -> None:
-            if outer is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(outer, signal.SIGCONT)
-
-        return thaw
 
     def signal_host(self, name: str, number: signal.Signals) -> None:
         if number == signal.SIGTERM:
@@ -226,10 +199,6 @@ def _status(pid: int) -> dict[str, str]:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
     return {}
-
-
-def _state_of(pid: int) -> str:
-    return _status(pid).get("State", "X")[0]
 
 
 def _namespace(pid: int) -> str:

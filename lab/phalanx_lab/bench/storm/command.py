@@ -23,9 +23,10 @@ import tyro
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
+from phalanx_lab.bench.cluster import write_text
 from phalanx_lab.bench.storm.arena import Arena
 from phalanx_lab.bench.storm.run import LINK_KINDS, LOCAL_KINDS, Plan, StormResult, report, storm
-from phalanx_lab.bench.storm.trainer import Setup, TrainerArena, recipe_of, write_text
+from phalanx_lab.bench.storm.trainer import Setup, TrainerArena, recipe_of
 
 
 @dataclass(frozen=True, kw_only=True)

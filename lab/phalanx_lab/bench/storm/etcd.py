@@ -8,6 +8,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from phalanx.core.errors import RunError
 from phalanx.runtime.membership.keys import ServiceLost
@@ -27,13 +28,13 @@ class EtcdArena(TrainerArena):
         super().__init__(replace(setup, service=address), folder, service=where)
         self._etcd: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> TrainerArena:
+    def __enter__(self) -> Self:
         self._start_etcd()
         self._await_etcd()
-        return super().__enter__()  # type: ignore[return-value]
+        return super().__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+    def stop(self) -> None:
+        super().stop()
         self._stop_etcd()
 
     def _start_etcd(self) -> None:

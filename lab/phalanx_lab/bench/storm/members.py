@@ -152,7 +152,7 @@ def storm(
         temporary = folder / "stop.new"
         temporary.write_text(str(steps))
         temporary.rename(stop)
-        result.hung = _wait_for_end(arena)
+        result.hung = arena.wait_for_end(30.0)
     result.seconds = time.monotonic() - begin_s
     _judge(result, arena, folder, steps)
     return result
@@ -175,23 +175,11 @@ def _rage(arena: Arena, options: StormArgs, result: StormResult, tell: Callable[
         if not arena.until(partial(_settled, arena, before + 3), 30.0):
             result.failures.append(f"fault {number} ({kind}): no step within 30 s after it")
             return
-        arena.until(partial(_is_past, time.monotonic() + options.between_s * rng.uniform(0.5, 1.5)), 5.0)
+        arena.rest(options.between_s * rng.uniform(0.5, 1.5))
 
 
 def _settled(arena: Arena, step: int) -> bool:
     return arena.calm() and arena.step() >= step
-
-
-def _is_past(at_s: float) -> bool:
-    return time.monotonic() > at_s
-
-
-def _wait_for_end(arena: Arena) -> int:
-    """How many hosts had to be ended."""
-    end_s = time.monotonic() + 30.0
-    while arena.running() and time.monotonic() < end_s:
-        time.sleep(0.01)
-    return len(arena.pids)
 
 
 def _judge(result: StormResult, arena: Arena, folder: Path, steps: int) -> None:

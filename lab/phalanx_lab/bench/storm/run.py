@@ -104,8 +104,7 @@ def storm(arena: Arena, setup: Setup, plan: Plan, folder: Path, *, tell: Tell = 
     with arena:
         _rage(arena, setup, plan, result, tell)
         _end_run(arena, result)
-        result.hung += _wait_for_end(arena)
-        arena.collect()
+        result.hung += arena.wait_for_end(HANG_S)
     result.seconds = time.monotonic() - begin_s
     _look_for_orphans(result, arena, folder)
     judge_storm(result, arena, setup, folder, tell=tell)
@@ -124,12 +123,7 @@ def _rage(arena: Arena, setup: Setup, plan: Plan, result: StormResult, tell: Tel
         kind, phase = plan.kinds[number % len(plan.kinds)], rng.choice(plan.phases)
         if not _one_fault(arena, setup, plan, rng, kind, phase, result, tell):
             return
-        _rest(arena, plan.between_s * rng.uniform(0.5, 1.5))
-
-
-def _rest(arena: Arena, seconds: float) -> None:
-    end_s = time.monotonic() + seconds
-    arena.until(lambda: time.monotonic() > end_s, seconds + 1.0)
+        arena.rest(plan.between_s * rng.uniform(0.5, 1.5))
 
 
 def _one_fault(
@@ -189,14 +183,6 @@ def _end_run(arena: Arena, result: StormResult) -> None:
             return
         time.sleep(0.1)
     result.failures.append("the run could not be told to end")
-
-
-def _wait_for_end(arena: Arena) -> int:
-    """How many hosts had to be ended."""
-    end_s = time.monotonic() + HANG_S
-    while arena.running() and time.monotonic() < end_s:
-        time.sleep(0.01)
-    return len(arena.pids)
 
 
 # ---- what must hold

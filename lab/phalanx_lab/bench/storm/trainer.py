@@ -6,7 +6,6 @@ Every host of the storm is a program like `phalanx train` on a machine: a superv
 from __future__ import annotations
 
 import hashlib
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from phalanx.train.placement.rebalancer import Rebalancer
 from phalanx.train.recovery.run import train_elastic
 from phalanx.train.recovery.watch import PHASES
 from phalanx.train.run import train
+from phalanx_lab.bench.cluster import overrides, tiny_run
 from phalanx_lab.bench.storm.arena import Arena
 from phalanx_lab.bench.storm.board import Board
 from phalanx_lab.bench.storm.watch import StormWatch
@@ -59,31 +59,16 @@ class Setup:
         return self.hosts * self.slots
 
 
-def write_text(folder: Path) -> None:
-    """A little of the standard library, to train on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:12]:
-        (folder / f"{path.stem}.txt").write_text(path.read_text(encoding="utf-8")[:20_000])
-
-
 def recipe_words(setup: Setup, folder: Path, *, host: str = "") -> list[str]:
     """Overrides of the recipe of one host."""
-    values: dict[str, object] = {
-        "run.folder": folder / "runs",
-        "run.name": STORM,
-        "model.preset": "tiny",
+    own: dict[str, object] = {
         "router.bias_rate": 0.01,
         "data.sources": f'["{folder / "text"}"]',
-        "data.cache": folder / "cache",
-        "data.tokenizer": "byte",
         "data.validation_fraction": 0.2,
         "train.steps": ENDLESS,
         "train.seq_len": 32,
         "train.global_batch": 14,
         "train.micro_batch": 2,
-        "train.dtype": "float32",
-        "train.eval_interval": 0,
-        "train.eval_batches": 1,
         "optim.lr": 3e-4 if setup.mode == "fast" else 3e-3,
         "optim.schedule": "constant",  # steps must not depend on how many the storm lets the run have
         "optim.warmup_steps": 10,
@@ -96,14 +81,12 @@ def recipe_words(setup: Setup, folder: Path, *, host: str = "") -> list[str]:
         "resilience.wanted": setup.ranks,
         "resilience.limit_s": setup.limit_s,
         "checkpoint.interval": setup.interval,
-        "observe.console": "none",
-        "observe.tensorboard": "false",
         "launch.ranks": setup.slots,
         "launch.threads": 1,
         "launch.timeout_s": TIMEOUT_S,
         "launch.host": host or "h0",
     }
-    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    return overrides(tiny_run(folder / "runs", STORM, folder / "cache", own))
 
 
 def recipe_of(setup: Setup, folder: Path, *, host: str = "") -> Recipe:
