@@ -86,7 +86,9 @@ def test_no_command_is_missing_here() -> None:
         for path in (root / folder).rglob("*.py")
         if "write_json(" in path.read_text()
     }
-    assert writers == {"phalanx.cli.sync" if module == "phalanx.train.sync" else module for module, _ in COMMANDS.values()}
+    assert writers == {
+        "phalanx.cli.sync" if module == "phalanx.train.sync" else module for module, _ in COMMANDS.values()
+    }
 
 
 def test_asking_changes_nothing(tmp_path: Path) -> None:
