@@ -19,7 +19,7 @@ from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.simulate.hardware import kernel_facts as facts
-from phalanx.train.build import LONGEST, expert_sizes, warm_kernels
+from phalanx.train.warm import LONGEST, expert_sizes, warm_kernels
 from ranks import run_ranks
 
 SPEC = ModelSpec(
