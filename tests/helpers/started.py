@@ -27,7 +27,7 @@ from phalanx.core import config
 from phalanx.core.errors import PhalanxError
 from phalanx.core.events import Event
 from phalanx.observe.sinks import Sinks, open_sinks
-from phalanx.runtime import comm
+from phalanx.runtime import processes
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.membership.member import resolve_now, run_steps
 from phalanx.runtime.membership.membership import Generation, Member
@@ -105,7 +105,7 @@ def _processes_left_out(rank: int, cache: GroupCache, seen: Seen, events: list[E
         return close(self, **words)
 
     patches: dict[Any, dict[str, Any]] = {
-        comm: {"run_local": run_local},
+        processes: {"run_local": run_local},
         setup: {"init_world": init_world, "own_group": own_group},
         run: {"own_group": own_group, "close_world": lambda: None},
         recovery_run: {

@@ -21,7 +21,7 @@ from phalanx.simulate.memory import activations as act, kernel_facts as facts
 from phalanx.simulate.memory.balance import Balance, expected_balance, most_uneven
 from phalanx.simulate.memory.generated import generated_code, num_expert_sizes
 from phalanx.simulate.memory.memory import TERMS, estimate_memory
-from phalanx.train import build, loop
+from phalanx.train import loop, warm
 from phalanx.train.setup import machine
 from phalanx.train.step.transaction import train_step
 from ranks import run_ranks
@@ -43,7 +43,7 @@ def test_mirrored_constants_are_those_of_the_kernels() -> None:
     assert (facts.SAMPLE_TOKENS, facts.PROMPT_TOKENS) == (loop.SAMPLE_TOKENS, loop.PROMPT_TOKENS)
     assert facts.RATE_SIZES == machine.RATE_SIZES
     assert facts.LARGEST_HEAP_BLOCK == allocator.LARGEST_HEAP_BLOCK
-    assert facts.LONGEST_WARM == build.LONGEST
+    assert facts.LONGEST_WARM == warm.LONGEST
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -59,7 +59,7 @@ def test_rows_are_padded_as_the_experts_pad_them(dtype: torch.dtype) -> None:
 def test_generated_sizes_are_those_that_are_asked_for(dispatch: dict[str, Any]) -> None:
     recipe, spec = small_recipe(dispatch=dispatch), small_spec()
     ctx = _context(recipe, spec)
-    asked = build.expert_sizes(ctx, num_tokens=recipe.train.micro_batch * recipe.train.seq_len)
+    asked = warm.expert_sizes(ctx, num_tokens=recipe.train.micro_batch * recipe.train.seq_len)
     assert num_expert_sizes(local_of(recipe, spec)) == len(asked)
 
 

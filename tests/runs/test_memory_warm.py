@@ -19,8 +19,8 @@ from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
-from phalanx.train.build import LONGEST, expert_sizes, warm_kernels
 from phalanx.simulate.memory import kernel_facts as facts
+from phalanx.train.warm import LONGEST, expert_sizes, warm_kernels
 from ranks import run_ranks
 
 SPEC = ModelSpec(

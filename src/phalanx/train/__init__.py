@@ -13,12 +13,7 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.train.assembly import assemble as assemble, state_dtype as state_dtype
-    from phalanx.train.build import (
-        make_loader as make_loader,
-        make_parts as make_parts,
-        token_batch as token_batch,
-        warm_kernels as warm_kernels,
-    )
+    from phalanx.train.build import make_loader as make_loader, make_parts as make_parts, token_batch as token_batch
     from phalanx.train.generation import Sampling as Sampling, generate as generate, load_model as load_model
     from phalanx.train.loop import Elastic as Elastic, Trainer as Trainer
     from phalanx.train.recording import MoveRecorder as MoveRecorder, Recorder as Recorder
@@ -26,5 +21,6 @@ if TYPE_CHECKING:
     from phalanx.train.run import train as train
     from phalanx.train.saving import load_state as load_state, read_run_state as read_run_state
     from phalanx.train.step_hook import NOWHERE as NOWHERE, NewPlacement as NewPlacement, Where as Where
+    from phalanx.train.warm import warm_kernels as warm_kernels
 else:
     __getattr__ = lazy(__name__)

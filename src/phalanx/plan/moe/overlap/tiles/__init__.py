@@ -1,7 +1,7 @@
 """A MoE layer cut into tiles: which rows a tile has, in which order tiles are sent, computed and returned, and which messages carry them, between hosts too.
 
 The room decides one layer's plan on one rank (`plan_overlap` gives a `RankPlan` of `TileOp`s, by a `TileSchedule`); `backward_of` is its way back. Its face is long because two others work
-tile by tile: the executor in `runtime/moe` and the cost model in `prediction/`, which counts the parts and rows of many schedules without making their plans.
+tile by tile: the executor in `runtime/moe` and the cost model in `prediction/`, which compares many schedules by a `TileOutline`, without their plans.
 """
 
 from __future__ import annotations

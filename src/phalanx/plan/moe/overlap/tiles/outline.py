@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from phalanx.plan.moe import DispatchPlan
 from phalanx.plan.moe.overlap.tiles.hosts import members, message_parts, relay_parts
@@ -39,8 +39,7 @@ class TileRows:
     joint_slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TileParts:
+class TileParts(NamedTuple):
     """The same in the parts of one schedule."""
 
     ends: list[tuple[int, ...]]
