@@ -146,10 +146,10 @@ def test_the_service_is_asked_and_not_what_was_heard(what: str) -> None:
         team.check()
         return
     if what == "death":
-        membership.propose_death(["a.0.x"], "said nothing for 3 s")
+        membership.propose_death(["a.0.x"], "was silent for 3 s")
     else:
         service.lose()
-    with pytest.raises(PeerError, match=r"generation 1 is over: .*(said nothing for 3 s|lost its values)"):
+    with pytest.raises(PeerError, match=r"generation 1 is over: .*(was silent for 3 s|lost its values)"):
         team.check()
 
 

@@ -162,7 +162,7 @@ def refused(rank, cache, what):
             "no layout",
             "tensor.src_layout: only a DTensor brings a layout of its own; give a TensorLayout, or a DeviceMesh",
         ),
-        ("dtype", "tensor.dtype: rank 1 has no tensor that would tell the type of the elements; give dtype="),
+        ("dtype", "tensor.dtype: rank 1 has no tensor that shows the type of the elements; give dtype="),
         ("names", "src_layout['b']: is missing; give each name a layout on both sides"),
         ("lost", "must be"),
     ],

@@ -237,7 +237,7 @@ def test_disk_full_and_then_the_last_copy_of_an_expert_lost(base: Path) -> None:
     """The checkpoint of step 8 cannot be written: training goes on, that of step 4 stays, and is what is left later."""
     assert train(base, "full", HOLDERS, body=partial(_hooked, "disk full")) == set(HOLDERS)
     said = notes(base, "full")
-    assert "saving a checkpoint" in said and "training goes on; the next checkpoint tries again" in said
+    assert "saving a checkpoint" in said and "training continues; the next checkpoint tries again" in said
     assert "nothing saved before was touched (there are checkpoints of steps 4)" in said
     assert "nobody holds all of layers.0.moe.experts" in said and "goes back to the checkpoint of step 4" in said
     found = went_back(base, "full")

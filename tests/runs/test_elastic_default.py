@@ -23,7 +23,7 @@ FOUR = Recipe(launch=LaunchConfig(ranks=4), folding=FoldingConfig(ep=2))
 def test_it_is_elastic_where_nothing_speaks_against_it() -> None:
     found = choose_recovery(FOUR)
     assert found.is_elastic and found.recipe.resilience == ResilienceConfig(heal=True, mode="fast")
-    assert found.explain() == "ranks that die are replaced, and the others go on meanwhile (mode fast)"
+    assert found.explain() == "ranks that die are replaced, and the others continue meanwhile (mode fast)"
     exact = replace(FOUR, resilience=ResilienceConfig(mode="exact"), launch=LaunchConfig(ranks=4, threads=1))
     assert choose_recovery(exact).recipe.resilience == ResilienceConfig(heal=True, mode="exact")
 

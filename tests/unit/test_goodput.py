@@ -111,7 +111,7 @@ def left_of(p: Prediction, name: str, **resilience: float) -> HostsLeft:
         (4, 1.2, (3,), ""),
         (4, 1.6, (), ""),
         (4, 1.05, (3, 1), ""),
-        (8, 1.2, (), "120 ranks make no mapping of the same degrees without idle ones"),
+        (8, 1.2, (), "120 ranks have no mapping of the same degrees without idle ones"),
         (8, 1.6, (), ""),
     ],
 )
@@ -219,7 +219,7 @@ def test_the_command_asks_the_runs_own_rule(tmp_path: Path, capsys: pytest.Captu
         found[cluster] = json.loads(file.read_text())
     assert found["h100x32"]["slow"]["names"] == [1] and found["h100x32"]["repair"]["share"] == 0
     kept = found["a100x32"]
-    assert "24 ranks make no mapping" in kept["slow"]["kept"] and kept["repair"]["share"] == 0
+    assert "24 ranks have no mapping" in kept["slow"]["kept"] and kept["repair"]["share"] == 0
     assert kept["replicas"]["useful"] == pytest.approx(kept["slow"]["pace"], rel=0.05)
     memory = kept["memory"]
     assert memory["fits"] and memory["too_few_hosts"] == [2, 3], (

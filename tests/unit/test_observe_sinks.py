@@ -63,7 +63,7 @@ def test_a_broken_sink_warns_once_and_the_others_hear_everything(capsys: pytest.
     events = list(a_run(5))
     for event in events:
         sinks(event)
-    text = "W&B does not work (OSError: no route to host); training goes on without it"
+    text = "W&B does not work (OSError: no route to host); training continues without it"
     for sink in (good, late):
         assert [e for e in sink.events if not isinstance(e, Note)] == events
         assert [e for e in sink.events if isinstance(e, Note)] == [Note(level="warning", text=text)]

@@ -71,7 +71,7 @@ def test_a_mapping_that_tiles_but_does_not_fit_the_model_shows_its_groups(tmp_pa
         ("folding --world 8 --cp 8 --cp-method ulysses --preset tiny", "must divide 4, the query heads of a tp rank"),
         ("folding --world 8 --preset tinny", "did you mean 'tiny'?"),
         ("folding", "--world: must say how many ranks"),
-        ("folding --stages tp1 tp3 --tp 2", "--tp = 2: has no effect beside --stages"),
+        ("folding --stages tp1 tp3 --tp 2", "--tp = 2: has no effect with --stages"),
         ("folding --stages tp1 xp3", "--stages[1] = 'xp3': is made of degrees"),
         ("folding --stages tp1 tp3 --preset tiny --seq 64", "must divide num_heads"),
         ("folding --stages tp1 tp2 --world 4 --preset tiny --seq 64", "has 3 ranks in all (1 + 2), and the run has 4"),

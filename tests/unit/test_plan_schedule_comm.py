@@ -213,7 +213,7 @@ def test_skip_connections_travel_both_ways_and_have_their_own_names() -> None:
     assert [str(t) for t in runs["F3.1"].takes] == ["forward 2.1 2->3", "forward 0+3.1 0->3"]
     assert [str(t) for t in runs["B3.1"].gives] == ["backward 3.1 3->2", "backward 3+3.1 3->0"]
     assert [str(t) for t in runs["B0.1"].takes] == ["backward 1.1 1->0", "backward 3+3.1 3->0"]
-    assert "beside the chain, stages send: 0 to 3" in plan.explain()
+    assert "in addition to the chain, stages send: 0 to 3" in plan.explain()
     assert plan.hash != plan_pipeline(made).hash
     plan.check()
 

@@ -107,10 +107,10 @@ def test_a_slow_host_with_many_ranks_does_not_hide_among_them() -> None:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (replace(RULE, factor=0.0), "resilience.straggler = 0 puts nobody out"),
+        (replace(RULE, factor=0.0), "resilience.straggler = 0 excludes no rank"),
         (replace(RULE, least_ranks=4), "3 ranks would be left and the run needs 4"),
         (replace(RULE, least_hosts=4), "3 holders would be left, and resilience.f asks for 4"),
-        (replace(RULE, fits=lambda ranks: ranks % 2 == 0), "3 ranks make no mapping of the same degrees"),
+        (replace(RULE, fits=lambda ranks: ranks % 2 == 0), "3 ranks have no mapping of the same degrees"),
     ],
 )
 def test_it_stays_where_the_run_needs_it_and_that_is_said(rule: StragglerRule, said: str) -> None:

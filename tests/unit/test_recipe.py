@@ -160,7 +160,7 @@ def test_words_that_are_no_overrides() -> None:
     assert only("--train.deterministic") == Problem(
         where="--train.deterministic",
         value="",
-        rule="wants a value, which must be true or false",
+        rule="needs a value, which must be true or false",
         hint="write --train.deterministic true",
     )
     missing = only("--train.dtype", "--train.steps", "3")
@@ -174,7 +174,7 @@ def test_words_that_are_no_overrides() -> None:
     [
         ("[train]\nstepz = 3", "train.stepz", 3, "is not a setting", "did you mean 'train.steps'?"),
         ("steps = 4", "steps", 4, "is not a setting", "did you mean 'train.steps'?"),
-        ("magic = 4", "magic", 4, "is not a setting", "keys stand below a [section]"),
+        ("magic = 4", "magic", 4, "is not a setting", "keys belong below a [section]"),
         ("[optm]\nlr = 1", "optm", "[optm]", "is not a section", "did you mean 'optim'?"),
         ("train = 4", "train", 4, "is a section, not a value", "write [train] and below it KEY = VALUE"),
         ("[train]\nsteps = 8.0", "train.steps", 8.0, "must be a whole number", "write 8"),

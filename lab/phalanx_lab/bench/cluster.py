@@ -45,7 +45,7 @@ TINY: dict[str, object] = {
 
 Record = dict[str, Any]
 Program = Callable[[], int | None] | Sequence[str]
-"""Of a host: a function in a fork, which gives its exit code, or a command."""
+"""Program of a host: a function in a fork, which gives its exit code, or a command."""
 
 
 def tiny_run(runs: Path, name: str, cache: Path, changes: Mapping[str, object]) -> dict[str, object]:
@@ -149,7 +149,7 @@ class TrainingCluster:
         return bool(self.pids)
 
     def exit_code(self, host: str) -> int | None:
-        """Of a host that has ended and was not collected yet; None while it runs."""
+        """Exit code of a host that has ended and was not collected yet; None while it runs."""
         found, status = os.waitpid(self.pids[host], os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if found else None
 
@@ -199,7 +199,7 @@ class TrainingCluster:
         return True
 
     def wait_for(self, done: Callable[[], bool], what: str, *, limit_s: float = WAIT_S, look_s: float = LOOK_S) -> None:
-        """Until `done` comes true. Raises `RunError` with what was printed where all hosts end before, or nothing happens for `limit_s`."""
+        """Waits until `done` comes true. Raises `RunError` with what was printed where all hosts end before, or nothing happens for `limit_s`."""
         if not self.until(done, limit_s, look_s=look_s):
             how = f"nothing happened for {limit_s:g} s" if self.pids else f"it ended with exit code {self.codes}"
             raise RunError(f"the run in {self.run} did not come to {what}: {how}\n{self.last_words()}")
@@ -251,7 +251,7 @@ class TrainingCluster:
 
 
 def _become(program: Program, out: Path | None) -> int:
-    """In the child: no launcher's environment, no input, output in a file; then the program."""
+    """Turns the child into the program: no launcher's environment, no input, output in a file; then the program."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -275,7 +275,7 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def state_of(pid: int) -> str:
-    """Of a process, as the kernel says it: R, S, D, T, Z; X where there is none."""
+    """State of a process, as the kernel says it: R, S, D, T, Z; X where there is none."""
     return (_stat(pid) or ["X"])[0]
 
 
@@ -292,7 +292,7 @@ def is_running(pid: int) -> bool:
 
 
 def await_end(pids: Collection[int]) -> None:
-    """Until none of them runs. Raises `RunError` after `GONE_S`."""
+    """Waits until none of them runs. Raises `RunError` after `GONE_S`."""
     end_s = time.monotonic() + GONE_S
     while any(is_running(pid) for pid in pids):
         if time.monotonic() > end_s:

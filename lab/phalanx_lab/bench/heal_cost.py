@@ -162,7 +162,7 @@ def ratio_of_medians(above: Sequence[float], below: Sequence[float]) -> tuple[fl
 
 
 def describe(report: dict[str, Any]) -> str:
-    """For a person."""
+    """Describes the figures for a person."""
     case = report["case"]
     shape = f"{case['preset']}, {case['ranks']} ranks, ep {case['ep']}, {case['samples']} x {case['micro_batch']} sequences of {case['seq_len']}"
     lines = [f"a step while nobody dies, over that of the plain run ({shape}, {case['rounds']} rounds in turn)"]

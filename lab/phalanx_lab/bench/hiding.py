@@ -59,7 +59,7 @@ class HidingArgs:
     steps: int = 4
     """Steps of a turn."""
     bucket_mb: float = 1.0
-    """Of the gradients."""
+    """Megabytes of a bucket of gradients."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File for the result."""
 
@@ -83,7 +83,7 @@ class HidingResult:
     waiting_step_s: float
     speedup: float
     communication_share: float
-    """Of a step that hides nothing: bytes over the rate of the link."""
+    """Share of a step that hides nothing which communication takes: bytes over the rate of the link."""
     sent_bytes: int
     rounds: list[float] = field(default_factory=list)
 

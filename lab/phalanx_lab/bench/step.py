@@ -48,7 +48,7 @@ SERIAL, PAIRED = "serial", "pairs"
 LONGEST_S = 900.0
 PATIENCE_S = 300.0
 LOSS_TOLERANCE = 1e-3
-"""Of the last loss, against the serial layer's: fp32 rounding that training has carried on."""
+"""Tolerance of the last loss, against the serial layer's: fp32 rounding that training has carried on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +56,18 @@ class StepArgs:
     """Steps with and without overlap inside their layers, on two emulated hosts."""
 
     overlap: str = "auto"
-    """As `dispatch.overlap` of a recipe."""
+    """Overlap as `dispatch.overlap` of a recipe."""
     same: str = "tiles"
     """Setting whose losses must be the same bits."""
     share: float = 0.47
     """Communication in a serial step."""
     steps: int = 16
-    """Of each setting."""
+    """Steps of each setting."""
     layers: int = SHAPE.layers
     batch: int = SHAPE.batch
     """Sequences of 256 tokens of each rank."""
     micro_batches: int = 1
-    """Of a step, each of `batch / micro_batches` sequences."""
+    """Micro-batches of a step, each of `batch / micro_batches` sequences."""
     pairs: bool = False
     """Also with passes beside one another."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None

@@ -15,7 +15,7 @@ class StolenTime:
         self._before = _ticks(stat)
 
     def share(self) -> float:
-        """Of the time of all cores since then, idle time included."""
+        """Share of the time of all cores since then, idle time included."""
         every, stolen = (now - before for now, before in zip(_ticks(self._stat), self._before, strict=True))
         return stolen / every if every > 0 else 0.0
 

@@ -32,7 +32,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Tokens of one step."""
         return self.batch * self.seq_len
 
     def spec(self) -> ModelSpec:

@@ -116,7 +116,7 @@ class CopyWithoutGradient(Collectives):
 
 
 class WrongCombineSplits(Collectives):
-    """On the way back rows are cut at the sizes of the next rank."""
+    """Cuts rows on the way back at the sizes of the next rank."""
 
     def all_to_all_rows(
         self,

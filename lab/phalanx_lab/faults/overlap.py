@@ -116,7 +116,7 @@ class PartOverwritten(_Altered):
 
 
 class RouterOfPartLost(_Altered):
-    """Of the gradients of routing weights that a rank sends, the first half gets lost."""
+    """Loses the first half of the gradients of routing weights that a rank sends."""
 
     def start_receive(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
         exchange, dots = super().start_receive(message, axis, op_id=op_id), message.tensor.data
@@ -178,7 +178,7 @@ class _OwnRowsTwice:
 
 
 def own_rows_twice(parts: StepParts) -> StepParts:
-    """Of every MoE layer."""
+    """Counts own rows twice in every MoE layer."""
     for module in parts.model.modules():
         if isinstance(module, MoE):
             wrong: Any = _OwnRowsTwice(module.routed)

@@ -219,11 +219,11 @@ def router_losses_over_cp(parts: StepParts) -> StepParts:
 
 
 ONE_VERSION = OPTIM.lr * OPTIM.weight_decay
-"""By what part of itself weight decay alone moves a matrix from one step to the next."""
+"""Part of itself by which weight decay alone moves a matrix from one step to the next."""
 
 
 class OtherVersion(Around):
-    """On the last rank of the pipeline, the last micro-batch meets the weights of another step."""
+    """Lets the last micro-batch meet the weights of another step, on the last rank of the pipeline."""
 
     def __init__(self, parts: StepParts) -> None:
         super().__init__(parts.model)

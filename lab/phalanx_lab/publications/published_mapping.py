@@ -118,7 +118,7 @@ def _virtual(row: Row, folding: Folding) -> int:
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Of stages, as Megatron-LM divides them: as even as can be by count; where that does not divide, fewer at the ends, which have embedding and head."""
+    """Layers of stages, as Megatron-LM divides them: as even as can be by count; where that does not divide, fewer at the ends, which have embedding and head."""
     size, more = divmod(layers, stages)
     counts = [size] * stages
     middle = [*range(1, stages - 1), 0, stages - 1] if stages > 2 else list(range(stages))

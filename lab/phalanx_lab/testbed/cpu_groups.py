@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 PERIOD_US = 10_000
-"""Of quotas: short, so that a rank that has used its part up does not stand still for long."""
+"""Period of quotas: short, so that a rank that has used its part up does not stand still for long."""
 EMPTY_S = 5.0
 MOUNT = Path("/sys/fs/cgroup")
 SHARES = 1024
-"""Of each group (version 1); that of one process outside of them."""
+"""Shares of each group (version 1); that of one process outside of them."""
 WEIGHT = 100
 """The same in version 2."""
 

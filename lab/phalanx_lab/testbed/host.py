@@ -167,7 +167,7 @@ class Host:
                 raise
 
     def signal_all(self, number: signal.Signals) -> None:
-        """To every process of the host."""
+        """Sends a signal to every process of the host."""
         self.agent.ask("signal", id=None, signal=int(number))
         if number in (signal.SIGSTOP, signal.SIGCONT):
             self.frozen = number == signal.SIGSTOP
@@ -177,7 +177,7 @@ class Host:
         self.agent.ask("spawn", id=name, argv=list(argv), env=env, cwd=str(cwd), log=os.path.abspath(log))
 
     def signal(self, name: str, number: signal.Signals) -> bool:
-        """To a program and what it forked in its session; False if all of it has ended."""
+        """Sends a signal to a program and what it forked in its session; False if all of it has ended."""
         return bool(self.agent.ask("signal", id=name, signal=int(number))["sent"])
 
     def exited(self) -> dict[str, tuple[int, float]]:

@@ -20,7 +20,8 @@ _GRACE_S = 2.0
 _STOP_S = 10.0
 _TICK_S = 0.01
 _POLL_S = 0.05
-"""Between two looks at the ranks. Agents note the time of an end themselves, and more looks would take processor time from the ranks."""
+"""Seconds between two looks at the ranks. Agents note the time of an end themselves, and more looks would take processor time from
+the ranks."""
 _LOG_LINES = 6
 
 
@@ -49,7 +50,7 @@ class RankEnd:
     status: int | None
     """None: it never began."""
     seconds: float
-    """From the start of the job to the end of the rank."""
+    """Seconds from the start of the job to the end of the rank."""
     cause: str
     """Empty if it ended by itself."""
 

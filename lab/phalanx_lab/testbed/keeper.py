@@ -193,7 +193,7 @@ class Switch(Agent):
 
 
 def _start_host(control: socket.socket, message: Message, *, report: int, also_close: socket.socket) -> None:
-    """In a fork of the switch: new namespaces, fork their first process, tell its id, end. Never returns."""
+    """Starts a host in a fork of the switch: new namespaces, fork their first process, tell its id, end. Never returns."""
     try:
         also_close.close()
         kernel.unshare(kernel.HOST_NAMESPACES)

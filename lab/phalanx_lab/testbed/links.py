@@ -40,7 +40,7 @@ class Grain:
     """How fine a link's time is."""
 
     segment_s: float
-    """Of one piece that the kernel hands to the link, at the link's rate."""
+    """Seconds of one piece that the kernel hands to the link, at the link's rate."""
     burst_s: float
     """What an idle link lets pass at once."""
 
@@ -48,7 +48,7 @@ class Grain:
 FINE = Grain(130e-6, 400e-6)
 """Messages of 64 kB take the time they should."""
 COARSE = Grain(1e-3, 2e-3)
-"""For messages of a megabyte and more, where processors are scarce."""
+"""Setting for messages of a megabyte and more, where processors are scarce."""
 
 
 def address(host: int) -> str:

@@ -65,7 +65,7 @@ class Action:
     host: int | None = None
     silent: bool = False
     bit_per_s: float | None = None
-    """Of `rate`; None goes back to the rate of the cluster."""
+    """Bits per second of `rate`; None goes back to the rate of the cluster."""
     for_s: float | None = None
 
     @property

@@ -64,7 +64,7 @@ def _write(found: JobMeasured, args: argparse.Namespace, *, seconds: float) -> N
         write_json(args.json, to_dict(made, seconds=seconds) | about)
     print(describe(made, seconds=seconds))
     for line in found.apart:
-        print(f"hosts differ, and the file has what lies between them: {line}")
+        print(f"hosts differ, and the file has the value between them: {line}")
     print(f"written: {args.out}; use it as --cluster {args.out}")
 
 

@@ -60,7 +60,7 @@ HEADS = (4, 8)
 HEAD_DIM = 64
 STREAM_ELEMENTS = (1 << 14, 1 << 17, 1 << 20, 1 << 22)
 IDLE_S = 4e-3
-"""Between two repeats of a collective: what a rank computes between two of a step."""
+"""Pause between two repeats of a collective: what a rank computes between two collectives of a step."""
 LINK_BYTES = tuple(1 << i for i in range(8, 24, 3))
 
 
@@ -266,7 +266,7 @@ def _spans(world: int, per_host: int) -> list[tuple[int, int]]:
 
 
 def _groups(world: int, per_host: int, inside: int, hosts: int) -> list[tuple[int, ...]]:
-    """As many groups of the kind as there are side by side: `inside` consecutive ranks of each of `hosts` consecutive hosts."""
+    """Groups of one kind, as many as there are side by side: `inside` consecutive ranks of each of `hosts` consecutive hosts."""
     found = []
     for host in range(0, world // per_host - hosts + 1, hosts):
         for place in range(0, per_host - inside + 1, inside):
@@ -307,7 +307,8 @@ def _link_s(
 
 
 def _calls(comms: Collectives, axis: Axis | None, n: int, size: int) -> dict[str, Callable[[], object] | None]:
-    """By collective: what this rank does (None: it is in no group). `size` are bytes of the whole tensor, or those that a rank sends."""
+    """What this rank does in each collective (None: it is in no group). `size` are bytes of the whole tensor, or those that a rank
+    sends."""
     names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *(("send",) if n == 2 else ()))
     if axis is None:
         return dict.fromkeys(names)
@@ -325,7 +326,7 @@ def _calls(comms: Collectives, axis: Axis | None, n: int, size: int) -> dict[str
 
 
 def _send(comms: Collectives, axis: Axis, tensor: torch.Tensor) -> None:
-    """From the first to the second of two."""
+    """Sends from the first of two ranks to the second."""
     message = [Message(tensor, 1 - axis.index)]
     sends, receives = (message, []) if axis.index == 0 else ([], message)
     comms.start_exchange(sends, receives, axis).wait()

@@ -37,7 +37,7 @@ COMMANDS = (
     Command("export-hf", "write the model of a run as a Hugging Face checkpoint"),
     Command("sync", "deliver the weights of a run to an inference mesh of another layout"),
     Command("verify", "prove a mapping against one rank: loss, every gradient, norm and step"),
-    Command("bench", "measure speed beside a baseline in the same run", in_lab=True),
+    Command("bench", "measure speed against a baseline in the same run", in_lab=True),
     Command("plan", "check and draw a mapping or a pipeline schedule, count a model: no process, no torch"),
     Command("simulate", "predict a step, its memory and failures on a cluster that is not here"),
     Command("search", "find the best mapping of a model on a cluster"),
@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_rank(status: int) -> NoReturn:
-    """As forked ranks end. An interpreter that shuts down stops its threads where they are, and one inside gloo then aborts the process."""
+    """Ends a forked rank the way forked ranks end. An interpreter that shuts down stops its threads where they are, and one inside
+    gloo then aborts the process."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -34,7 +34,7 @@ from phalanx.observe.recorded import Course, read_run, recovery_figures
 
 MAX_ROWS = 20
 EXCHANGE = ("exposed_forward_s", "exposed_backward_s", "hidden_forward_s", "hidden_backward_s")
-"""Of `StepEnded`, per MoE layer; logs of older programs lack them."""
+"""Fields of `StepEnded` that stand for each MoE layer; logs of older programs lack them."""
 SETTLED = 0.1
 """Speeds leave out this share of the steps, at the beginning, where caches are cold."""
 
@@ -100,7 +100,7 @@ def run_figures(history: History, *, folder: Path) -> dict[str, Any]:
 
 
 def _median_of_layers(steps: Sequence[Record], name: str) -> list[float]:
-    """Of each MoE layer over the steps; empty where some do not know it."""
+    """Median of each MoE layer over the steps; empty where some do not know it."""
     told = [step.get(name) or () for step in steps]
     return [statistics.median(values) for values in zip(*told, strict=False)]
 
@@ -127,7 +127,7 @@ def show(course: Course, figures: dict[str, Any], console: Console) -> None:
 
 
 def _spread(steps: Sequence[int], count: int, *, keep: Sequence[int]) -> list[int]:
-    """At most `count` steps: first and last, up to half of them from `keep`, the others evenly spread."""
+    """Chooses at most `count` steps: first and last, up to half of them from `keep`, the others evenly spread."""
 
     def even(of: Sequence[int], number: int) -> set[int]:
         number = min(number, len(of))

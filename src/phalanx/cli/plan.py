@@ -49,7 +49,7 @@ class FoldingArgs:
     world: int | None = None
     """Number of ranks (with --stages: what the stages have)."""
     stages: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TP1 TP2.DP2 ...")] = ()
-    """In place of all degrees: those of each pipeline stage, for example tp1 tp2.dp2.ep4."""
+    """Degrees of each pipeline stage in place of those of the whole mapping, for example tp1 tp2.dp2.ep4."""
     tp: int = 1
     """Tensor parallel degree of attention, embedding, dense and shared layers."""
     cp: int = 1
@@ -128,7 +128,7 @@ def _idle(args: FoldingArgs) -> list[Problem]:
     if args.stages:
         beside = {f"--{a}": getattr(args, a) for a in ("tp", "cp", "pp", "ep", "etp") if getattr(args, a) != 1}
         beside |= {"--svg": args.svg} if args.svg else {}
-        rule, hint = "has no effect beside --stages", "leave it out"
+        rule, hint = "has no effect with --stages", "leave it out"
         problems += [Problem(where=where, value=value, rule=rule, hint=hint) for where, value in beside.items()]
     elif args.world is None:
         problems.append(Problem(where="--world", value=None, rule="must say how many ranks", hint="--world 8"))

@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--schedules", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=f"of {', '.join(SCHEDULES)}")
     add("--ep-overlap", nargs="+", choices=get_args(EpOverlap), metavar="HOW",
-        help="dispatch beside computation: none, chunks, pair, tiles, fused (default: what runs there in this precision, but fused; pair needs processors to run, fused devices)")  # fmt: skip
+        help="how dispatch overlaps with computation: none, chunks, pair, tiles, fused (default: what runs there in this precision, but fused; pair needs processors to run, fused devices)")  # fmt: skip
     add(
         "--straggler",
         action="append",

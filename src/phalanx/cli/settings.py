@@ -51,7 +51,7 @@ def choose(names: Sequence[str]) -> list[Setting]:
 
 
 def settings_text(settings: Sequence[Setting], *, width: int) -> str:
-    """For a terminal: a line with name, type and default, and the meaning below it."""
+    """Text for a terminal: a line with name, type and default, and the meaning below it."""
     docs, lines, section = section_docs(), [], None
     for s in settings:
         if s.section != section:

@@ -126,7 +126,7 @@ def describe(p: Prediction) -> str:
         f"  {format_rate(p.flops_per_s('causal'), 'FLOP')} a rank, MFU {p.mfu('causal'):.1%} (causal half of the scores counted), "
         f"{p.mfu('full'):.1%} (all scores)",
         "  " + ", ".join(f"{kind} {seconds / total:.1%}" for kind, seconds in parts if seconds / total >= 0.0005),
-        f"  beside computation: {format_seconds(s.hidden_s)} of communication",
+        f"  overlapped with computation: {format_seconds(s.hidden_s)} of communication",
         *([] if p.mapping.slots is None else [f"  replicas: {p.mapping.slots.explain()}"]),
         *_slow_lines(p),
         f"{'stage':>7}{'weights':>12}{'gradients':>12}{'optimizer':>12}{'activations':>13}{'other':>12}{'total':>12}",

@@ -106,7 +106,7 @@ def figures(recording: Recording) -> dict[str, Any]:
 
 
 def move_figures(ranks: Sequence[RankMove]) -> dict[str, Any]:
-    """Of a move of state: seconds from when the last rank had begun to the last end, messages and bytes of all ranks."""
+    """Figures of a move of state: seconds from when the last rank had begun to the last end, messages and bytes of all ranks."""
     first = ranks[0]
     return {
         "op_id": first.op_id, "step": first.step, "generation": first.generation, "ranks": first.world,

@@ -89,10 +89,10 @@ def _problems(args: VerifyArgs, overrides: Sequence[str]) -> list[Problem]:
     if args.ranks is not None and args.ranks < 1:
         out.append(Problem(where="--ranks", value=args.ranks, rule="must be at least 1", hint="try 4"))
     if args.plant is not None and (args.recipe is not None or overrides):
-        rule = "faults are planted in the built-in cases, so it has no effect beside a recipe"
+        rule = "faults are planted in the built-in cases, so it has no effect with a recipe"
         out.append(Problem(where="--plant", value=args.plant, rule=rule, hint="leave the recipe out"))
     if args.plant is not None and args.dtype != "float64":
-        rule = "faults are told from rounding in float64"
+        rule = "faults can be told from rounding only in float64"
         out.append(Problem(where="--dtype", value=args.dtype, rule=rule, hint="leave it out"))
     return out + _overlap_problems(args, has_recipe=args.recipe is not None or bool(overrides))
 
@@ -127,7 +127,7 @@ def _step_problems(args: VerifyArgs, *, has_recipe: bool) -> list[Problem]:
         rule = "compares the losses of many steps, and faults are planted in one step"
         out.append(Problem(where="--plant", value=args.plant, rule=rule, hint="leave --steps out"))
     if args.dtype != "float64":
-        rule = "has no effect beside --steps: rounding would part the curves, so they are compared in float64"
+        rule = "has no effect with --steps: rounding would make the curves diverge, so they are compared in float64"
         out.append(Problem(where="--dtype", value=args.dtype, rule=rule, hint="leave it out"))
     return out
 

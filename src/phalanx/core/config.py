@@ -164,7 +164,8 @@ class FoldingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """In which order the stages of a pipeline work, and which layers they hold (`folding.pp` above 1, or `folding.stages`; `pair_passes` always)."""
+    """Order in which the stages of a pipeline work, and the layers they hold (`folding.pp` above 1, or `folding.stages`;
+    `pair_passes` always)."""
 
     schedule: (
         Literal[
@@ -298,13 +299,13 @@ class ResilienceConfig:
     mode: Literal["off", "fast", "exact"] = "off"
     """fast: the step is a fixed set of micro-batches that any number of ranks shares, equal within rounding. exact: bitwise equal, for any number of ranks and any dp and ep, as long as tp, cp, etp and pp stay."""
     heal: bool | None = None
-    """Ranks that die are replaced and the others go on meanwhile, inside their processes; wants mode fast or exact. Default: a run on two or more ranks of this machine does, in mode fast where mode is off, unless something else in its recipe speaks against it; the dry run says what."""
+    """Ranks that die are replaced and the others continue meanwhile, inside their processes; wants mode fast or exact. Default: a run on two or more ranks of this machine does, in mode fast where mode is off, unless something else in its recipe speaks against it; the dry run says what."""
     service: str | None = None
     """Membership service of an elastic run on several hosts: host:port of `phalanx service`, several with commas between them where a lighthouse says which one keeps the values, or etcd://host:port/NAME with a name that no other start of a run has. Default: one for the ranks of this machine alone."""
     wanted: int | None = None
     """Ranks of all hosts together when the run begins; it may shrink and grow from there. Default: launch.ranks, which is all there are without a service."""
     minimum: int = 1
-    """With fewer ranks the run waits."""
+    """The run waits while it has fewer ranks."""
     wait_s: float = 600.0
     """How long it waits for them, then it ends."""
     limit_s: float = 3.0

@@ -29,7 +29,7 @@ class Problem:
 
 
 def _shown(value: object) -> str:
-    """As a person writes it in a recipe, where that differs from Python."""
+    """The value as a person writes it in a recipe, where that differs from Python."""
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 

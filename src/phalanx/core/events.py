@@ -60,25 +60,27 @@ class StepEnded(Event):
     tokens_per_s: float
     mfu: float
     load_max_over_mean: tuple[float, ...]
-    """Per MoE layer: tokens of the fullest expert over the mean."""
+    """Tokens of the fullest expert over the mean, per MoE layer."""
     dead_experts: int
     """Experts without a token in this step, over all layers."""
     dropped_tokens: int
     router_entropy: float
     peak_memory_bytes: int
     mtp_loss: float = 0.0
-    """Of the tokens after the next one, where they are predicted; mean over the blocks, without its weight."""
+    """Loss of the tokens after the next one, where they are predicted; mean over the blocks, without its weight."""
     exposed_forward_s: tuple[float, ...] = ()
-    """Per MoE layer: time that a rank stood waiting for dispatch or combine in the forward passes of the step; mean over the ranks that have
-    the layer. Empty, as the next three, where it is not known: on a device, whose host waits for nothing."""
+    """Time that a rank stood waiting for dispatch or combine in the forward passes of the step, per MoE layer; mean over the ranks
+    that have the layer. Empty, as the next three, where it is not known: on a device, whose host waits for nothing."""
     exposed_backward_s: tuple[float, ...] = ()
     """The same of the backward passes, a layer that is run again in them included."""
     hidden_forward_s: tuple[float, ...] = ()
-    """Per MoE layer: time for which dispatch or combine was under way while the rank did something else. At most: a message counts from
+    """Time for which dispatch or combine was under way while the rank did something else, per MoE layer. At most: a message counts
+    from
     its posting to the end of the wait for it, though it may have been there before anyone asked."""
     hidden_backward_s: tuple[float, ...] = ()
     slowness: float | None = None
-    """Of an elastic run: how many times as long for its work the slowest host (on one machine: rank) took as the others (`plan/recovery/stragglers.py`)."""
+    """Slowness in an elastic run: how many times as long for its work the slowest host (on one machine: rank) took as the others
+    (`plan/recovery/stragglers.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +91,13 @@ class SamplesTaken(Event):
     """
 
     step: int
-    """As in `StepEnded`."""
+    """Number of the step, as in `StepEnded`."""
     microbatches: tuple[int, ...]
     """Numbers of its micro-batches in the step, over all ranks."""
     windows: tuple[int, ...]
     """Ids of their sequences, in order."""
     history: int = 0
-    """In which history of the run; a later one begins at the step of a `WentBack` and voids the steps after it."""
+    """History of the run that the step belongs to; a later one begins at the step of a `WentBack` and voids the steps after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,8 @@ class Collective(Event):
     ranks: tuple[int, ...] = ()
     """The group."""
     sends_to: tuple[int, ...] = ()
-    """Of messages between single ranks: whom this rank sent to; both empty where all of the group take part alike."""
+    """Ranks that this rank sent messages to, where messages go between single ranks; both fields are empty where all of the group
+    take part alike."""
     receives_from: tuple[int, ...] = ()
 
 
@@ -163,17 +166,17 @@ class StepRecorded(Event):
     """All `Collective` and `Operation` events since the last one are of this step of this rank."""
 
     step: int
-    """As in `StepEnded`."""
+    """Number of the step, as in `StepEnded`."""
     begin_s: float
     end_s: float
     rank: int | None = None
-    """Of an elastic run, whose logs have the numbers of slots: the rank in its generation."""
+    """Rank in its generation, in an elastic run, whose logs have the numbers of slots."""
     generation: int = 0
-    """Of an elastic run."""
+    """Generation in an elastic run."""
     committed: bool = True
     """Whether all members did; else the step was given up, and done again in a later generation."""
     voted_s: float = 0.0
-    """Of an elastic run: when this member was ready to vote (seconds since the epoch); 0: it did not come so far."""
+    """When this member of an elastic run was ready to vote (seconds since the epoch); 0: it did not come so far."""
     decided_s: float = 0.0
     """When it knew the decision."""
 
@@ -202,7 +205,7 @@ class MoveRecorded(Event):
     begin_s: float
     end_s: float
     rank: int | None
-    """As in `StepRecorded`; of a recovery in the order of all members, idle ones too."""
+    """Rank, as in `StepRecorded`; in a recovery its place in the order of all members, idle ones too."""
     generation: int
     """0 in a run that is not elastic."""
     world: int
@@ -212,7 +215,7 @@ class MoveRecorded(Event):
     plan: str
     """Hash of the reshard plan; empty where it was not done."""
     hosts: tuple[int, ...]
-    """Of each rank, as the plan took them; likewise."""
+    """Host of each rank, as the plan took them; likewise."""
     order: Mapping[str, Any]
     """What it was planned from (`plan/recovery/move_order.py`); empty: what this rank's move before was planned from."""
 
@@ -226,7 +229,7 @@ class ClockCompared(Event):
     """Machine whose clock it is; ranks with the same one are compared exactly."""
     offset_s: float
     error_s: float
-    """At most so much is wrong with it; 0 on the machine of rank 0."""
+    """Largest error of the comparison; 0 on the machine of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,14 +240,14 @@ class WarmupChosen(Event):
     """Steps committed so far."""
     extra_warmup: tuple[int, ...]
     transfer_s: float
-    """Of one tensor between neighbouring stages."""
+    """Seconds to transfer one tensor between neighbouring stages."""
     forward_s: tuple[float, ...]
-    """Of one pass, by rank of the pipeline."""
+    """Seconds of one pass, by rank of the pipeline."""
     backward_s: tuple[float, ...]
     live_bytes: tuple[int, ...]
     """What one micro-batch holds, by rank of the pipeline."""
     reason: str
-    """In words."""
+    """Reason in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,9 +279,10 @@ class TeamFormed(Event):
     why: str
     """What ended the last generation, in words."""
     noticed_s: float
-    """From when this member saw the last generation broken until the new one was decided and connected; 0: it saw none broken."""
+    """Seconds from when this member saw the last generation broken until the new one was decided and connected; 0: it saw none
+    broken."""
     formed_s: float
-    """Of that, barrier and groups."""
+    """Seconds of that for the barrier and groups."""
     built_s: float
     """Modules and buffers for the new mapping."""
     moved_s: float
@@ -290,11 +294,12 @@ class TeamFormed(Event):
     lost_s: float = 0.0
     """When the supervisor knew that somebody is lost (seconds since the epoch); 0: nobody is, or whoever told it did not say."""
     told_s: float = 0.0
-    """From then until this member was told."""
+    """Seconds from then until this member was told."""
     plan: str = ""
     """Hash of what was decided for the team (`plan/recovery/generation.py: GenerationPlan.decision`)."""
     life: str = ""
-    """Of the service that counts the generations (`runtime/membership/membership.py: Generation.epoch`): another one counts anew, above those of a run that goes on."""
+    """Life of the service that counts the generations (`runtime/membership/membership.py: Generation.epoch`): another one counts
+    anew, above those of a run that goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,9 +312,9 @@ class Straggling(Event):
     members: tuple[str, ...]
     """Its ranks."""
     slowness: float
-    """As in `StepEnded`."""
+    """Slowness, as in `StepEnded`."""
     steps: int
-    """For so many in a row."""
+    """Number of steps in a row for which it was so slow."""
     put_out: bool
     why: str
 
@@ -339,9 +344,9 @@ class TrainingResumed(Event):
     step: int
     """Steps committed, this one included."""
     seconds: float
-    """Since this member saw the last generation broken; of one that has just come, since it was connected."""
+    """Seconds since this member saw the last generation broken; for one that has just come, since it was connected."""
     since_lost_s: float = 0.0
-    """Since the supervisor knew that somebody is lost; 0 where nobody is."""
+    """Seconds since the supervisor knew that somebody is lost; 0 where nobody is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +364,7 @@ class ExpertsMoved(Event):
     built_s: float
     """Modules and buffers for the new placement."""
     moved_s: float
-    """For which training stood still for state, checksums included."""
+    """Seconds for which training stood still for state, checksums included."""
     checked: int
     """Pieces of expert state whose checksums all holders agree on."""
     before: float
@@ -371,9 +376,9 @@ class ExpertsMoved(Event):
     cost_s: float
     """Predicted, of the move."""
     beside_bytes: int = 0
-    """Of `moved_bytes`: came while the step before was computed. 0: training stood still for all."""
+    """Part of `moved_bytes` that came while the step before was computed. 0: training stood still for all."""
     beside_s: float = 0.0
-    """For which that was under way beside the step; what was left of it then is in `moved_s`."""
+    """Seconds for which that was under way beside the step; what was left of it then is in `moved_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,8 @@ class OpPlace(NamedTuple):
 
     @property
     def direction(self) -> Direction | None:
-        """Of the pass: a layer that is run again belongs to the backward pass, a pass that only counts goes forward; None in validation."""
+        """Direction of the pass: a layer that is run again belongs to the backward pass, a pass that only counts goes forward;
+        None in validation."""
         return _DIRECTIONS.get(self.phase or "")
 
 

@@ -171,7 +171,7 @@ def _unknown_section(reading: _Reading, where: str, section: str, content: objec
     if isinstance(content, dict):
         reading.add(where, f"[{section}]", "is not a section", nearest(section, sections()))
     else:
-        hint = _same_key(reading, section) or "keys stand below a [section]"
+        hint = _same_key(reading, section) or "keys belong below a [section]"
         reading.add(where, content, "is not a setting", hint)
     for close in difflib.get_close_matches(section, sections(), n=1, cutoff=0.5):
         _doubt(reading, close)
@@ -228,7 +228,7 @@ def _read_overrides(reading: _Reading, overrides: Sequence[str]) -> None:
             setting = reading.settings[name]
             example = "true" if setting.base is bool else (setting.choices or ("VALUE",))[0]
             reading.broken.add(name)
-            reading.add(where, "", f"wants a value, which {setting.rule}", f"write {where} {example}")
+            reading.add(where, "", f"needs a value, which {setting.rule}", f"write {where} {example}")
         else:
             reading.take(name, where, raw=text, text=True)
 

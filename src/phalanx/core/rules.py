@@ -290,7 +290,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         settings=("resilience.straggler_rest_s",),
         inert=lambda r: r.resilience.straggler == 0,
-        reason="resilience.straggler = 0 puts nobody out",
+        reason="resilience.straggler = 0 excludes no rank",
         way_out="resilience.straggler = 2.5",
         reads=("resilience.straggler",),
     ),
@@ -311,7 +311,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         settings=("resilience.move_beside",),
         inert=lambda r: not r.resilience.steps_between_placements() or r.launch.device != "cpu",
-        reason="no expert moves while training runs, or only while all stand still (launch.device is not cpu)",
+        reason="experts never move while training runs, or only while all ranks wait (launch.device is not cpu)",
         way_out="resilience.slots_per_rank = 4 and resilience.replace_interval = 200",
         reads=("resilience.slots_per_rank", "resilience.replace_interval", "resilience.mode", "launch.device"),
     ),
@@ -593,7 +593,7 @@ def _recovery_clashes(recipe: Recipe) -> list[_Clash]:
         rule = f"is not there {beside}: a part of an expert's state would be lost with the only rank that has it"
         found.append(_clash("resilience.expert_state", "sharded", rule, 'use "whole"', "resilience.heal"))
     if recipe.launch.ranks == 1 and recipe.resilience.service is None:
-        rule = f"leaves nobody to go on {beside}"
+        rule = f"leaves no rank to continue {beside}"
         found.append(_clash("launch.ranks", 1, rule, "use 2 or more", "resilience.heal"))
     found += _several_hosts_clashes(recipe)
     return found
@@ -611,7 +611,7 @@ def _several_hosts_clashes(recipe: Recipe) -> list[_Clash]:
             found.append(_clash("launch.keep_service", True, rule, "leave it out", "resilience.service"))
         elif address.standbys and launch.keep_service:
             rule = "cannot be one of several: a lighthouse says which of them keeps the values"
-            hint = "leave it out, and start `phalanx service --lighthouse URL` beside this host"
+            hint = "leave it out, and start `phalanx service --lighthouse URL` next to this host"
             found.append(_clash("launch.keep_service", True, rule, hint, "resilience.service"))
         if r.wanted is None:
             rule = "must say with how many ranks the run begins: launch.ranks are those of this host alone"
@@ -639,7 +639,9 @@ def _replacement_clashes(recipe: Recipe) -> list[_Clash]:
     if not r.replace_interval:
         return found
     if r.expert_state == "sharded":
-        rule = 'moves whole experts, and with resilience.expert_state = "sharded" their state lies in parts at their holders'
+        rule = (
+            'moves whole experts, and with resilience.expert_state = "sharded" their state is split among their holders'
+        )
         found.append(
             _clash("resilience.replace_interval", r.replace_interval, rule, "use 0", "resilience.expert_state")
         )

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 HOST_NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Of a host of a run: it is a part of the names of its members, between dots."""
+"""Pattern of a host's name: it is a part of the names of its members, between dots."""
 RACK_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _TCP = re.compile(r"(?P<host>[^\s:/]+):(?P<port>\d+)")
 _ETCD = re.compile(r"etcd://(?P<host>[^\s:/]+):(?P<port>\d+)/(?P<run>[A-Za-z0-9_.-]+)")

@@ -62,7 +62,8 @@ class TraceFile:
         return TraceSpan(pid, tid, begin_s, end_s)
 
     def arrow(self, name: str, source: TraceSpan, target: TraceSpan, *, from_s: float, to_s: float) -> bool:
-        """From a moment within `source` to one within `target`; False, and nothing drawn, where that would point back in time."""
+        """Draws an arrow from a moment within `source` to one within `target`; False, and nothing drawn, where that would point
+        back in time."""
         begin, end = self._us(from_s), self._us(to_s)
         if end < begin:
             return False

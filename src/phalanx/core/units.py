@@ -50,7 +50,7 @@ def format_rate(per_s: float, unit: str) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """From nanoseconds to days, two neighbouring units at most: `format_seconds(3725) == '1 h 02 min'`."""
+    """Formats nanoseconds to days, in two neighbouring units at most: `format_seconds(3725) == '1 h 02 min'`."""
     if not math.isfinite(seconds):
         return "unknown"
     sign, s = ("-" if seconds < 0 else ""), abs(seconds)

@@ -86,7 +86,7 @@ def _try_lock(descriptor: int, path: Path) -> bool:
         problem = Problem(
             where="data.cache",
             value=str(path.parent),
-            rule="lies on a file system without file locks",
+            rule="is on a file system without file locks",
             hint="name a folder on a local disk with --data.cache",
         )
         raise DataError([problem], subject="the cache folder") from error

@@ -99,7 +99,7 @@ def select(files: list[SourceFile], max_bytes: int, progress: CacheProgress) -> 
             identity.update(content_hash)
             taken += len(content)
     if not chosen:
-        rule = "found no Python sources beside the running interpreter"
+        rule = "found no Python sources next to the running interpreter"
         problem = Problem(where="data.sources", value="builtin:python", rule=rule, hint="name text files instead")
         raise DataError([problem], subject="the data")
     return tuple(chosen), identity.hexdigest()

@@ -69,7 +69,9 @@ def read_documents(path: Path, options: ReadOptions, log: ProblemLog) -> Iterato
 
 def _unreadable(path: Path, error: OSError) -> Problem:
     rule = f"cannot be read ({error.strerror or error})"
-    return Problem(where=str(path), value=path.name, rule=rule, hint="check that the file is there, whole and readable")
+    return Problem(
+        where=str(path), value=path.name, rule=rule, hint="check that the file exists, is complete and readable"
+    )
 
 
 # --- .txt
@@ -139,7 +141,7 @@ def _read_jsonl(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
             where = f"{path}:{number + 1}"
             log.add(
                 Problem(
-                    where=where, value=path.name, rule=f"cannot be decompressed ({error})", hint="copy the file anew"
+                    where=where, value=path.name, rule=f"cannot be decompressed ({error})", hint="copy the file again"
                 )
             )
 
@@ -222,7 +224,7 @@ def _read_parquet(path: Path, field: str, log: ProblemLog) -> Iterator[Document]
                 yield from _rows(file, path, field, log)
     except pa.ArrowException as error:
         rule = f"is not a readable parquet file ({str(error).splitlines()[0]})"
-        log.add(Problem(where=str(path), value=path.name, rule=rule, hint="copy the file anew"))
+        log.add(Problem(where=str(path), value=path.name, rule=rule, hint="copy the file again"))
 
 
 def _has_text_column(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog) -> bool:

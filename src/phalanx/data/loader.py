@@ -201,7 +201,7 @@ def _pack(dataset: Dataset, ids: Ints, *, index: int, seq_len: int) -> MicroBatc
 
 
 def _filled(found: list[MicroBatch], samples: int, owners: int, *, micro_batch: int, seq_len: int) -> list[MicroBatch]:
-    """As many micro-batches as the largest share has."""
+    """The rank's micro-batches filled up to as many as the largest share has."""
     missing = num_rounds(samples, owners=owners) - len(found)
     return found + [empty_microbatch(micro_batch, seq_len) for _ in range(missing)]
 

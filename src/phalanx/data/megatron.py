@@ -108,7 +108,7 @@ def _layout(
         at, documents = 26, 0
     else:
         rule = f"is {len(data)} bytes long, which does not fit its {n} sequences: truncated, or not an index"
-        log.add(Problem(where=str(index), value=len(data), rule=rule, hint="copy the file anew"))
+        log.add(Problem(where=str(index), value=len(data), rule=rule, hint="copy the file again"))
         return None
     lengths = _array(data, at, n, "<i4")
     pointers = _array(data, at + 4 * n, n, "<i8")
@@ -142,12 +142,14 @@ def _fits(
     }
     broken = [rule for rule, bad in rules.items() if bad]
     for rule in broken:
-        log.add(Problem(where=str(path.with_suffix(".idx")), value=n, rule=rule, hint="write the data set anew"))
+        log.add(Problem(where=str(path.with_suffix(".idx")), value=n, rule=rule, hint="write the data set again"))
     if broken or n == 0:
         return not broken
     needed = int(pointers[-1] + lengths[-1] * itemsize)
     if pointers[0] < 0 or needed > size:
         rule = f"holds {size} bytes, and its index names tokens up to byte {needed}"
-        log.add(Problem(where=str(path), value=size, rule=rule, hint="copy both files anew; they must belong together"))
+        log.add(
+            Problem(where=str(path), value=size, rule=rule, hint="copy both files again; they must belong together")
+        )
         return False
     return True

@@ -1,6 +1,7 @@
-"""From the data section of a recipe to data sets: found, checked, tokenised once, split, memory-mapped.
+"""Turns the data section of a recipe into data sets: found, checked, tokenised once, split, memory-mapped.
 
-Decides what is prepared anew and what is reused: the tokens of a source are keyed by its content, the tokenizer and the split, a trained
+Decides what is prepared anew and what is reused: the tokens of a source are keyed by its content, the tokenizer and the split, a
+trained
 tokenizer by the text it learns from. Several processes may call `prepare` at once (all ranks do): one works, the others wait. An
 interrupted preparation leaves nothing that a later one could mistake for finished.
 """
@@ -52,7 +53,7 @@ class PreparedData:
     unigram_loss: float
     """Validation loss (nats per token) of a model that only knows how frequent each token is in the train text."""
     fingerprint: str
-    """Of data, tokenizer and mixture together; ranks on different hosts must agree on it."""
+    """Fingerprint of data, tokenizer and mixture together; ranks on different hosts must agree on it."""
     text_bytes: int
     """Text that was tokenised, both sides; 0 for sources that came as tokens."""
     seconds: float

@@ -7,7 +7,7 @@ from phalanx.data.sources import resolve
 from phalanx.data.tokenizer import parse_choice
 
 BPE_BYTES_PER_TOKEN = 3.6
-"""Of Python text with 8,192 tokens; larger vocabularies make fewer tokens of it."""
+"""Bytes per token of Python text with 8,192 tokens; larger vocabularies make fewer tokens of it."""
 LARGEST_SHORT_VOCAB = 1 << 16
 
 

@@ -256,7 +256,7 @@ def _stat(path: Path) -> os.stat_result:
 def _unreadable(path: Path, error: OSError) -> DataError:
     rule = f"cannot be read ({error.strerror or error})"
     problem = Problem(
-        where=str(path), value=path.name, rule=rule, hint="check that it is there, its owner and permissions"
+        where=str(path), value=path.name, rule=rule, hint="check that it exists, its owner and permissions"
     )
     return DataError([problem], subject="the data")
 

@@ -79,7 +79,7 @@ class Attention(nn.Module):
         v_NO: torch.Tensor,
         info: ForwardInfo,
     ) -> torch.Tensor:
-        """Per-head norms, rotation and attention: no parameters but the norms', cheap to do again in the backward pass."""
+        """Applies per-head norms, rotation and attention: no parameters but the norms', cheap to do again in the backward pass."""
         num_sequences, length = table.cos_BSN.shape[:2]
         q, k, v = (x.view(num_sequences, length, -1, self.head_dim) for x in (q_NO, k_NO, v_NO))
         if self.norm_over == "head":

@@ -32,7 +32,7 @@ class ModelContext:
     groups: Groups
     comms: Collectives
     dtype: torch.dtype
-    """Of parameters and activations."""
+    """Type of parameters and activations."""
     device: torch.device
     kernels: Literal["fast", "reference"] = "fast"
     recompute: Literal["none", "selective", "full"] = "none"
@@ -49,7 +49,8 @@ class ModelContext:
     fused: FusedMemory = field(default_factory=FusedMemory)
     """Memory that the ranks write into for each other where `dispatch.overlap = "fused"`."""
     micro_tokens: int = 0
-    """Of this rank in a micro-batch, where ranks may have fewer micro-batches than others and take part in theirs without a token; 0: they have not."""
+    """Tokens of this rank in a micro-batch, where ranks may have fewer micro-batches than others and take part in theirs without a
+    token; 0: they have not."""
     host_of_rank: tuple[int, ...] = ()
     """Host of each rank of the run; (): not known, each may be one."""
     expert_state: ExpertState = "whole"
@@ -93,7 +94,7 @@ class TokenBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Of this cp part."""
+        """Number of tokens of this cp part."""
         return self.tokens_BS.numel()
 
     @property

@@ -41,7 +41,8 @@ class Mlp(nn.Module):
 
 
 class SharedExpert(Mlp):
-    """Beside the routed experts; with a gate its output is multiplied by sigmoid(x . gate) (Qwen2-MoE)."""
+    """Expert that every token passes beside the routed experts; with a gate its output is multiplied by sigmoid(x . gate)
+    (Qwen2-MoE)."""
 
     def __init__(self, ctx: ModelContext, layer: int) -> None:
         super().__init__(ctx, layer, name="moe.shared", op="shared")

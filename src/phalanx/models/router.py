@@ -104,7 +104,7 @@ class Router(nn.Module):
 
     @staticmethod
     def wide(x_TH: torch.Tensor) -> torch.dtype:
-        """Of logits and weights."""
+        """Wide type in which logits and weights are computed."""
         return torch.promote_types(x_TH.dtype, torch.float32)
 
     def no_counts(self, x_TH: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
@@ -265,7 +265,7 @@ def count_experts(experts_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def update_expert_bias(bias_E: torch.Tensor, counts_E: torch.Tensor, rate: float) -> None:
-    """In place `bias += rate * sign(mean - count)` (arXiv 2408.15664, algorithm 1).
+    """Updates in place `bias += rate * sign(mean - count)` (arXiv 2408.15664, algorithm 1).
 
     `counts_E` (integers) counts the whole step: all micro-batches, summed over tp_dp_cp. Compared in integers, so exact.
     """

@@ -308,5 +308,5 @@ def _moved_experts(event: ExpertsMoved) -> str:
     why = "for even loads" if event.why == "balance" else "some were on too few hosts"
     took = f"built in {format_seconds(event.built_s)}, {format_bytes(event.moved_bytes - event.beside_bytes)} moved here in {format_seconds(event.moved_s)}"
     if event.beside_bytes:
-        took += f" and {format_bytes(event.beside_bytes)} in {format_seconds(event.beside_s)} beside the step"
+        took += f" and {format_bytes(event.beside_bytes)} in {format_seconds(event.beside_s)} during the step"
     return f"{event.experts} experts move, {why}: {took}; busiest rank / mean {event.before:.2f} -> {event.after:.2f} predicted"

@@ -45,12 +45,12 @@ class Sample:
 
 
 def exposed_of(event: StepEnded) -> tuple[float, ...]:
-    """Per MoE layer: seconds a rank stood waiting for dispatch and combine, forward and backward; empty where not known."""
+    """Seconds a rank stood waiting for dispatch and combine, per MoE layer, forward and backward; empty where not known."""
     return tuple(map(add, event.exposed_forward_s, event.exposed_backward_s))
 
 
 def hidden_of(event: StepEnded) -> tuple[float, ...]:
-    """Per MoE layer: seconds for which they were under way while it did something else."""
+    """Seconds for which they were under way while it did something else, per MoE layer."""
     return tuple(map(add, event.hidden_forward_s, event.hidden_backward_s))
 
 

@@ -25,7 +25,7 @@ PHASES = {
 
 REFRESH_S = 0.1
 LINE_S = 30.0
-"""Without a terminal a long phase says this often how far it is."""
+"""Interval in which a long phase says how far it is, where there is no terminal."""
 WORTH_A_LINE_S = 1.0
 """Phases that were over sooner leave no trace."""
 

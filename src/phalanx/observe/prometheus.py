@@ -20,7 +20,7 @@ from phalanx.core.events import Event, RunStarted, StepEnded
 from phalanx.observe.metrics import METRICS, samples
 
 AGAIN_S = 1.0
-"""Between two tries to open a port that somebody else has; tried when a step ends."""
+"""Pause between two tries to open a port that somebody else has; tried when a step ends."""
 
 
 class PrometheusSink:

@@ -83,7 +83,7 @@ class Sinks:
             if sink.name not in self._warned:
                 self._warned.add(sink.name)
                 self._warn(
-                    sink, f"{sink.name} does not work ({type(error).__name__}: {error}); training goes on without it"
+                    sink, f"{sink.name} does not work ({type(error).__name__}: {error}); training continues without it"
                 )
 
     def _warn(self, broken: Sink, text: str) -> None:
@@ -96,7 +96,7 @@ class Sinks:
 
 
 def warn_without_screen(text: str) -> None:
-    """To a person, from a process whose sinks show nothing."""
+    """Warns a person, from a process whose sinks show nothing."""
     print(f"phalanx: warning: {text}", file=sys.stderr)
 
 
@@ -146,7 +146,7 @@ def open_sinks(
     raise_if(problems, ConfigError, subject="the recipe")
     sinks = Sinks(opened)
     for missing in filter(None, (getattr(sink, "missing", "") for sink in opened)):
-        text = f"metrics are not served at {missing}: the process that had the port before may still have it; tried again while training goes on"
+        text = f"metrics are not served at {missing}: the process that had the port before may still have it; it will be tried again while training continues"
         sinks(Note(level="warning", text=text))
     return sinks
 

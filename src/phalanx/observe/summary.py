@@ -25,7 +25,7 @@ class RunSummary:
     step: int
     total_steps: int
     seconds: float
-    """Of this process."""
+    """Seconds of this process."""
     tokens: int
     """Trained by this process."""
     loss: float | None = None

@@ -101,7 +101,7 @@ def _line(cells: Sequence[Text], width: int) -> Text:
 
 
 def loss_text(value: float | None) -> str:
-    """At most 7 characters, four decimals where a loss usually lies."""
+    """Text of at most 7 characters, four decimals where a loss usually lies."""
     if value is None:
         return ""
     if 0 <= value < 99.99995:

@@ -87,7 +87,7 @@ def _pair_problems(recipe: Recipe, mapping: AnyFolding) -> list[Problem]:
 
 
 def _overlap_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding | None) -> list[Problem]:
-    """Of `dispatch.overlap`: its words, and where it cannot apply (as far as the mapping stands)."""
+    """Problems of `dispatch.overlap`: its words, and where it cannot apply (as far as the mapping stands)."""
     d = recipe.dispatch
     if not spec.moe_layers:
         return []  # every setting of the section is without effect, and is told so

@@ -27,9 +27,11 @@ class RecoveryChoice:
         return bool(self.recipe.resilience.heal)
 
     def explain(self) -> str:
-        """In a line."""
+        """Says it in a line."""
         if self.is_elastic:
-            return f"ranks that die are replaced, and the others go on meanwhile (mode {self.recipe.resilience.mode})"
+            return (
+                f"ranks that die are replaced, and the others continue meanwhile (mode {self.recipe.resilience.mode})"
+            )
         return f"no: {self.why_not}"
 
 
@@ -45,7 +47,7 @@ def choose_recovery(recipe: Recipe, *, launched: bool = False) -> RecoveryChoice
     if launched:
         return _without(recipe, why_not="a launcher starts and ends the ranks")
     if recipe.launch.ranks == 1:
-        return _without(recipe, why_not="launch.ranks = 1 leaves nobody to go on")
+        return _without(recipe, why_not="launch.ranks = 1 leaves no rank to continue")
     if recipe.launch.device != "cpu":
         device = f"launch.device = {recipe.launch.device!r}"
         return _without(

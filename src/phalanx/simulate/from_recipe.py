@@ -212,7 +212,7 @@ def _overlap(recipe: Recipe) -> Overlap:
 
 
 def _drop(recipe: Recipe) -> DispatchSpec | None:
-    """Of [dispatch], what time depends on."""
+    """Fields of [dispatch] that time depends on."""
     d = recipe.dispatch
     if d.policy == "dropless":
         return None

@@ -111,7 +111,8 @@ def assemble(
 
 
 def _update_kernels(ctx: ModelContext) -> Impl:
-    """Of exact mode: torch's fused update gives the last elements of a shard other bits than the same elements inside a longer one."""
+    """Kernels of exact mode: torch's fused update gives the last elements of a shard other bits than the same elements inside a
+    longer one."""
     return "reference" if ctx.sums is not None and ctx.lanes.rows is None else ctx.kernels
 
 

@@ -93,7 +93,7 @@ class _Measured:
 
     times: PassTimes
     batches: Sequence[TokenBatch] = ()
-    """Of that step, once it was computed."""
+    """Batches of that step, once it was computed."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -292,7 +292,7 @@ class Trainer:
         self._move_experts()
 
     def _choose_warmup(self, measured: _Measured) -> None:
-        """From now on as many forwards ahead as the measured step's times ask for. Collective."""
+        """Makes the pipeline run, from now on, as many forwards ahead as the measured step's times ask for. Collective."""
         self._measured = None
         runner = replace(self.parts, times=measured.times).runner
         choice = choose_measured(runner, measured.batches, memory_gb=self.rank.recipe.pipeline.memory_gb)

@@ -27,7 +27,7 @@ class Recorder:
     def __init__(self, steps: tuple[int, ...] | None, *, comms: Collectives, peers: Peers, emit: Emit) -> None:
         self.steps = range(0) if steps is None else range(steps[0], steps[-1] + 1)
         self.rank: int | None = None
-        """In the generation, of an elastic run."""
+        """Rank in the generation, of an elastic run."""
         self.generation = 0
         self._comms, self._peers, self._emit = comms, peers, emit
         self._compared = False
@@ -38,7 +38,7 @@ class Recorder:
         self._step, self._begin_s, self._voted_s, self._decided_s = 0, 0.0, 0.0, 0.0
 
     def prepare(self, step: int) -> None:
-        """Before `step`: compare clocks, once. Collective, as all ranks have the same steps."""
+        """Compares clocks, once, before `step`. Collective, as all ranks have the same steps."""
         if step in self.steps and not self._compared:
             self._emit(compare_clocks(self._peers))
             self._compared = True
@@ -56,7 +56,7 @@ class Recorder:
         self.end()
 
     def begin(self, step: int) -> None:
-        """From here on, if `step` is to be recorded. What an earlier one left behind is dropped."""
+        """Begins to record here, if `step` is to be recorded. What an earlier one left behind is dropped."""
         self.end(committed=False)
         if step in self.steps:
             self._step, self._begin_s, self._voted_s, self._decided_s = step, now_s(), 0.0, 0.0
@@ -103,7 +103,8 @@ class Recorder:
                 self._emit(event)
 
     def moves(self, step: int, order: Callable[[], Mapping[str, Any]]) -> MoveRecorder | None:
-        """For moves of state after `step` steps, planned from `order`; None where the next step is not recorded, and then nobody asks for it."""
+        """Recorder of moves of state after `step` steps, planned from `order`; None where the next step is not recorded, and then
+        nobody asks for it."""
         if step + 1 not in self.steps:
             return None
         return MoveRecorder(step=step, rank=self.rank, generation=self.generation, order=order(), emit=self._emit)

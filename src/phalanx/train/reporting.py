@@ -32,7 +32,7 @@ class RunProgress:
     history: int = 0
     """Generation in which the run last went back to a checkpoint (`WentBack`), as far as what is held here belongs to that."""
     loss: float | None = None
-    """Of the last step; None where this process has made none."""
+    """Loss of the last step; None where this process has made none."""
     validation: tuple[int, float] | None = None
     """(step, loss) of the last one."""
 
@@ -47,7 +47,7 @@ class Outcome:
     tokens: int
     """Trained by this process."""
     loss: float | None
-    """Of the last step; None where this process did none."""
+    """Loss of the last step; None where this process did none."""
     validation_loss: float | None
     validation_step: int | None
     unigram_loss: float
@@ -66,7 +66,7 @@ class Reporter:
     newest_checkpoint: Callable[[], int | None]
     """The step of the newest one; raises `OSError` where the disk cannot be read."""
     peak_flops_per_s: float = 0.0
-    """Of all ranks together; 0: not known."""
+    """Peak FLOP/s of all ranks together; 0: not known."""
 
     def __post_init__(self) -> None:
         self.flops_per_token = flops_per_token(self.spec, self.rank.recipe.train.seq_len)
@@ -74,7 +74,7 @@ class Reporter:
 
     @property
     def _keeps_ledger(self) -> bool:
-        """Of the ranks that work on the same samples one tells which they were."""
+        """Whether this one, of the ranks that work on the same samples, tells which they were."""
         rank = self.rank.info.rank
         first = all(self.folding.coord(rank, axis) == 0 for axis in ("tp", "cp", "pp"))
         return first and self.folding.share_of(rank)[0] == 0
@@ -98,7 +98,7 @@ class Reporter:
             )
         )
         if start == self.total_steps:
-            text = f"all {self.total_steps} steps of this run are done; --train.steps with a larger number goes on"
+            text = f"all {self.total_steps} steps of this run are done; continue with a larger --train.steps"
             self.rank.sinks(Note(level="info", text=text))
         self.write_status("running")
 
@@ -153,7 +153,7 @@ class Reporter:
         self.rank.sinks(Validated(step=self.progress.step, loss=loss, tokens=tokens, seconds=seconds))
 
     def write_status(self, status: Literal["running", "finished", "interrupted"]) -> None:
-        """For people and scripts, by the first rank."""
+        """Writes the status for people and scripts, by the first rank."""
         if self.rank.info.rank != 0:
             return
         step, found = self.progress.step, self.progress.validation

@@ -80,7 +80,7 @@ class Saving:
         try:
             saved = self.manager.finish() if wait else self.manager.poll()
         except CheckpointError as err:
-            self.tell(Note(level="warning", text=f"{err}\ntraining goes on; the next checkpoint tries again"))
+            self.tell(Note(level="warning", text=f"{err}\ntraining continues; the next checkpoint tries again"))
             return
         if saved is not None:
             self._tell_saved(saved)
@@ -128,7 +128,7 @@ def despite_disk(work: Callable[[], T], otherwise: T, tell: Emit) -> T:
     try:
         return work()
     except CheckpointError as err:
-        tell(Note(level="warning", text=f"{err}\ntraining goes on; the next checkpoint tries again"))
+        tell(Note(level="warning", text=f"{err}\ntraining continues; the next checkpoint tries again"))
         return otherwise
 
 

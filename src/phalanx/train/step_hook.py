@@ -33,7 +33,7 @@ class NewPlacement:
 
     parts: StepParts
     placements: tuple[LayerPlacements, ...]
-    """Of each pipeline stage."""
+    """Placements of each pipeline stage."""
     event: ExpertsMoved
 
 

@@ -39,7 +39,7 @@ class RankReport:
     covered: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
     """(parameter, offsets, sizes) of the gradient boxes that this rank compared."""
     work: list[float] = field(default_factory=list)
-    """Of experts with replicas for skewed loads: the busiest rank's rows over the mean, with replicas and without."""
+    """Work of experts with replicas for skewed loads: the busiest rank's rows over the mean, with replicas and without."""
     saved: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
     """The same of the master weights that this rank would write into a checkpoint."""
 

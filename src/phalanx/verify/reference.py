@@ -56,7 +56,7 @@ class Reference:
     """What one rank computed; tensors are logical and whole."""
 
     patches: tuple[tuple[Patch, ...], ...]
-    """Per micro-batch of the step: tokens that were replaced, because rounding could have routed them."""
+    """Tokens of each micro-batch of the step that were replaced, because rounding could have routed them."""
     initial: dict[str, torch.Tensor]
     """Parameters as `Decoder` makes them."""
     gradients: dict[str, torch.Tensor]

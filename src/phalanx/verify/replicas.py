@@ -111,12 +111,13 @@ class Listener:
 
     @property
     def digest(self) -> str:
-        """Of all plans: the same on all ranks of a group, or rows get lost."""
+        """Digest of all plans: the same on all ranks of a group, or rows get lost."""
         return hashlib.sha256("".join(plan.hash for plan in self.plans).encode()).hexdigest()[:16]
 
     @property
     def max_over_mean(self) -> tuple[float, float]:
-        """Of the ranks' rows, with replicas and without, over all dispatches: ranks wait for the busiest one in each. Raises `RunError` where there was none."""
+        """Largest over mean of the ranks' rows, with replicas and without, over all dispatches: ranks wait for the busiest one in
+        each. Raises `RunError` where there was none."""
         if not self.work:
             raise RunError(
                 "verification data: this rank has seen no dispatch, so nothing says how even the ranks' work is"

@@ -41,7 +41,7 @@ TIMEOUT_S = 60.0
 IMPORTED_LATE = ("torch._dynamo", "torch.fx.experimental.symbolic_shapes")
 """What torch imports when a block is first recomputed: 2.5 s, here once in place of once on every rank."""
 MAX_CRASHES = 3
-"""After so many the machine, not the mapping, is the likelier cause."""
+"""Number of crashes after which the machine, not the mapping, is the likelier cause."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def run_job(job: VerifyJob, *, progress: Callable[[int], None] | None = None) ->
 
 
 def import_early() -> None:
-    """Before ranks are forked."""
+    """Imports what torch imports late, before ranks are forked."""
     for name in IMPORTED_LATE:
         importlib.import_module(name)
 
@@ -252,7 +252,7 @@ def _reference_key(job: VerifyJob, case: Case) -> _Key:
 
 
 def _reference_paths(job: VerifyJob, folder: Path) -> list[tuple[_Key, Path]]:
-    """For each case, what its reference is and where it lies."""
+    """Reference of each case, and where it lies."""
     keys = [_reference_key(job, task.case) for task in job.tasks]
     number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     return [(key, folder / f"{number[key]}.reference") for key in keys]

@@ -23,11 +23,12 @@ SEQ_LEN = 32
 AXES = ("tp", "cp", "ep", "etp")
 EXACT_AXES = (*AXES, "pp")
 ROUNDED_AXES = ("ep", "etp")
-"""In fp32 and bf16: these leave everything before the first router computed alike, so that rounding does not route its tokens otherwise."""
+"""Axes that, in fp32 and bf16, leave everything before the first router computed alike, so that rounding does not route its tokens
+otherwise."""
 PIPELINES = (2, 4)
 """Pipelines that are verified; each holds every schedule."""
 SEQUENCES = 2
-"""Of one micro-batch; so a sequence-wise loss differs from one over the micro-batch."""
+"""Number of sequences of one micro-batch; so a sequence-wise loss differs from one over the micro-batch."""
 
 OPTIM = OptimConfig(lr=0.02, weight_decay=0.3, beta1=0.9, beta2=0.95, eps=1e-4, clip_norm=0.2)
 """A clipped step in which everything shows: eps near the size of the second moment's root, so that a wrong factor on the gradient is not
@@ -44,7 +45,7 @@ class ReplicaSetup:
     seed: int = 0
     state: Literal["whole", "sharded"] = "whole"
     steps: int = 1
-    """After so many, all holders of an expert must have the same bits."""
+    """Number of steps after which all holders of an expert must have the same bits."""
 
 
 SMALL_BUCKET_MB = 0.03
@@ -298,7 +299,8 @@ PIPELINE_FACTORS: Mapping[str, Sequence[Any]] = {
 }
 """Options that can have something to do with the pipeline; the others are the business of a stage."""
 MICROBATCHES: Mapping[int, Sequence[int]] = {2: (2, 3), 4: (3, 5)}
-"""Of a step, by pipeline ranks: too few for every stage to be busy at once (or just enough), and one more than there are stages."""
+"""Micro-batches of a step, by pipeline ranks: too few for every stage to be busy at once (or just enough), and one more than there
+are stages."""
 
 
 def pipeline_cases(world: int, pp: int) -> list[Case]:
@@ -326,7 +328,8 @@ STAGED: Mapping[int, Sequence[str]] = {
     9: ("tp1/tp2/tp4/tp2", "tp1/tp2.etp2/tp2.cp2.ep4/dp2.ep2"),
     16: ("tp4.ep4/dp2.tp2.ep4/cp4.ep2.etp2/tp2.dp2.ep2", "dp2.tp2.ep2.etp2/tp4.dp2.ep8/dp4.ep4"),
 }
-"""By ranks: stages with foldings of their own. Degrees grow and shrink from stage to stage on every axis; dp that no other stage has shares sequences."""
+"""Stages with foldings of their own, by ranks. Degrees grow and shrink from stage to stage on every axis; dp that no other stage
+has shares sequences."""
 
 
 def staged_cases(world: int) -> list[Case]:

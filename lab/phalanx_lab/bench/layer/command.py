@@ -71,7 +71,7 @@ class LayerArgs:
     cells_s: float = 520.0
     """Time for the grid."""
     part: str = "1/1"
-    """Of the grid, `i/n`: those cells only, put beside the cells that the file of `--json` has."""
+    """Part `i/n` of the grid: those cells only, put beside the cells that the file of `--json` has."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File for the result."""
 

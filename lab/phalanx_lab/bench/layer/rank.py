@@ -49,7 +49,7 @@ class LayerShape:
     """One MoE layer and what each rank gives it."""
 
     tokens: int = 1024
-    """Per rank."""
+    """Tokens per rank."""
     hidden: int = 1024
     ffn: int = 2048
     experts: int = 8
@@ -88,7 +88,7 @@ class Place:
         request(self.job_file, bit_per_s, comms=self.comms, axis=self.axis)
 
     def slowest(self, times: Sequence[Times]) -> list[Times]:
-        """Of each pass, the slowest rank's seconds."""
+        """Seconds of the slowest rank in each pass."""
         told = self.comms.gather_objects([(t.forward, t.both) for t in times], self.axis)
         return [Times(*map(max, zip(*each, strict=True))) for each in zip(*told, strict=True)]
 
@@ -133,9 +133,9 @@ class Layer:
         self.inputs = (self.x_TH, self.weights_TK, self.held.w13_e2fH, self.held.w2_eHf)
         self.inside = Inside(place.comms)
         self.routed: dict[str, RoutedExperts] = {}
-        """By method: the layer as a run has it."""
+        """Layer as a run has it, by method."""
         self.tuner = Tuner()
-        """Of `auto`: calibrates on the link that there is when it is asked first, and keeps nothing for other runs."""
+        """Tuner of `auto`: calibrates on the link that there is when it is asked first, and keeps nothing for other runs."""
         self.messages = {name: self._messages(distinct=name == "distinct") for name in MESSAGES}
 
     def _made(self, method: str) -> RoutedExperts:
@@ -254,7 +254,7 @@ class Layer:
 
 
 def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """To the bit."""
+    """Whether they are equal to the bit."""
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
@@ -282,7 +282,7 @@ def take_turns(layer: Layer, methods: Sequence[str], *, iterations: int, warm_up
 
 
 def as_lists(clocked: Mapping[str, Sequence[Times]]) -> dict[str, dict[str, list[float]]]:
-    """For a result file."""
+    """Lists for a result file."""
     return {
         method: {"forward": [t.forward for t in times], "forward_backward": [t.both for t in times]}
         for method, times in clocked.items()

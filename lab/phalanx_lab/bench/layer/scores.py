@@ -31,7 +31,7 @@ class Regret:
 
 
 def regret(seconds: Mapping[str, Sequence[float]]) -> Regret:
-    """Of seconds by method, `auto` among them."""
+    """Regret of seconds by method, `auto` among them."""
     others = {method: each for method, each in seconds.items() if method != AUTO}
     decide, score = halves(others)
     best = min(decide, key=lambda m: decide[m])

@@ -43,9 +43,9 @@ class MemoryArgs:
     foldings: bool = False
     """Many mappings of a small model instead of a recipe; settings that follow apply to all."""
     part: str | None = None
-    """With --foldings: only part I/N of them, as in 1/3."""
+    """Only part I/N of the foldings, as in 1/3, with --foldings."""
     only: str | None = None
-    """With --foldings: only those whose names hold this."""
+    """Only foldings whose names hold this, with --foldings."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File for the result."""
 
@@ -54,13 +54,13 @@ class MemoryArgs:
 class MemoryResult:
     ranks: list[RankMemory]
     estimated_bytes: int
-    """Of the rank that needs most: what the dry run promises."""
+    """Bytes that the dry run promises for the rank that needs most."""
     measured_bytes: int
     """The largest peak of a rank."""
     error: float
-    """Of the promise, as a share of the measured peak."""
+    """Error of the promise, as a share of the measured peak."""
     terms: dict[str, int]
-    """Of that rank's estimate at its peak."""
+    """Terms of that rank's estimate at its peak."""
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
 

@@ -35,7 +35,7 @@ def measure_elastic(recipe: Recipe, *, folder: Path) -> list[tuple[int, int]]:
 
 
 def _train(recipe: Recipe, folder: Path) -> None:
-    """In a process of its own, so that nothing of it stays in the one that measures."""
+    """Trains in a process of its own, so that nothing of it stays in the one that measures."""
     threads = threads_per_rank(recipe.launch.ranks, recipe.launch.threads)
     raise SystemExit(train_elastic(recipe, threads=threads, watch=_HostWatch(folder)))
 

@@ -37,7 +37,8 @@ BASE: tuple[str, ...] = (
     "--router.force=balanced", "--train.global_batch=32", "--train.micro_batch=8", "--train.steps=3", "--train.eval_interval=2", "--train.eval_batches=1",
     "--optim.warmup_steps=1", "--checkpoint.interval=1", "--observe.console=none", "--observe.tensorboard=false", "--launch.ranks=4",
 )  # fmt: skip
-"""Of every case, before its own settings. Wide enough that tensors decide, and no fixed part. Routing is forced to be even but where a case says
+"""Settings of every case, before its own. Wide enough that tensors decide, and no fixed part. Routing is forced to be even but
+where a case says
 otherwise, so that rows of experts are known and not a guess."""
 
 
@@ -102,7 +103,7 @@ class StageMemory:
     measured_bytes: int
     estimated_bytes: int
     fixed_bytes: int
-    """Of the promise, what does not depend on the model."""
+    """Part of the promise that does not depend on the model."""
     moment: str
 
     @property
@@ -128,7 +129,7 @@ class CaseMemory:
         return max((abs(stage.error) for stage in self.stages), default=float("inf"))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, the errors with it."""
+        """Fields for JSON, the errors with them."""
         stages = [asdict(s) | {"error": s.error} for s in self.stages]
         ranks = [asdict(r) | {"error": r.error} for r in self.ranks]
         return asdict(self) | {"stages": stages, "ranks": ranks, "settings": list(self.settings)}
@@ -242,7 +243,7 @@ def stage_misses(case: CaseMemory, *, bar: float = BAR) -> int:
 
 
 def report(cases: Sequence[CaseMemory], *, bar: float = BAR) -> dict[str, Any]:
-    """For JSON: every case with its stages and ranks, and whether the bar is met."""
+    """Report for JSON: every case with its stages and ranks, and whether the bar is met."""
     errors = [abs(stage.error) for case in cases for stage in case.stages]
     return {
         "bar": bar,

@@ -35,7 +35,7 @@ class RankMemory:
 
     rank: int
     stage: int
-    """Of the pipeline."""
+    """Stage of the pipeline."""
     baseline_bytes: int
     measured_bytes: int
     estimated_bytes: int

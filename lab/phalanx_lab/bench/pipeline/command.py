@@ -314,7 +314,7 @@ def _told(turns: Turns) -> dict[str, Any]:
 
 
 def _together(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of all ranks: the slowest's seconds, every rank's gradients by configuration and turn, medians of passes."""
+    """Figures of all ranks: the slowest's seconds, every rank's gradients by configuration and turn, medians of passes."""
     count, rounds = len(CONFIGURATIONS), len(told[0]["seconds"][0])
     return {
         "seconds": [[max(t["seconds"][i][r] for t in told) for r in range(rounds)] for i in range(count)],

@@ -190,7 +190,7 @@ class PacedPasses:
 
 
 def gradient_digest(model: StageModel) -> str:
-    """Of every gradient, bit for bit; they are cleared."""
+    """Digest of every gradient, bit for bit; they are cleared."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name

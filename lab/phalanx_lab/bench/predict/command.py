@@ -44,7 +44,7 @@ PACED_BARS = {"median": 0.05, "worst": 0.12, "kendall_tau": 0.9}
 REAL_BARS = {"median": 0.12, "worst": 0.12, "kendall_tau": 0.9}
 JOB_S = 580.0
 ROUNDS = 2
-"""In which --real measures everything."""
+"""Number of rounds in which --real measures everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +52,19 @@ class PredictArgs:
     """Step times of plans on four ranks in paced mode, beside their predictions."""
 
     testbed: bool = False
-    """On emulated hosts."""
+    """Run on emulated hosts."""
     real: bool = False
     """Two ranks that really compute, in place of four that are paced."""
     recovery: bool = False
     """Not steps: from kill -9 of a rank to the next committed step, on local ranks."""
     kills: int = 3
-    """Of each case of --recovery; the median counts."""
+    """Number of kills of each case of --recovery; the median counts."""
     hosts: int = 4
-    """Of the testbed; ranks are shared among them evenly."""
+    """Number of hosts of the testbed; ranks are shared among them evenly."""
     rate: str = "50mbit"
-    """Of each emulated host's link, each way."""
+    """Rate of each emulated host's link, each way."""
     steps: int = 3
-    """Of each plan, behind one that is not counted; the median counts."""
+    """Steps of each plan, behind one that is not counted; the median counts."""
     part: str = "1/1"
     """Which part of the plans, of how many: 2/3."""
     only: tuple[str, ...] = ()
@@ -207,7 +207,7 @@ def _predicted(
 
 
 def real_timelines(plans: Sequence[Plan], told: Mapping[str, Any], hardware: Hardware) -> list[ProgramTimeline]:
-    """Of the plans of --real, at the usual pace of the processors."""
+    """Timelines of the plans of --real, at the usual pace of the processors."""
     oracle = ProgramOracle(hardware=hardware, precision="fp32", seq_len=predict_real.LARGE.seq_len)
     recorded = recorded_of(told)
     learned = learn(predict_real.LEARNED * len(told["learned"]), recorded, oracle)
@@ -345,9 +345,11 @@ def report_of(rows: Sequence[dict[str, Any]], bars: Mapping[str, float] = PACED_
 
 
 def tie_of(rounds: Sequence[Sequence[float]]) -> float:
-    """By how much logarithms of two plans may differ by chance: two standard deviations, from what two rounds of one plan differ by (median over plans; 0 where there is one round).
+    """Difference of two plans' logarithms that may be chance: two standard deviations, from what two rounds of one plan differ by
+    (median over plans; 0 where there is one round).
 
-    A difference of two rounds has twice the variance of a round; a plan's time is the mean of two, and two plans are compared: half of that.
+    A difference of two rounds has twice the variance of a round; a plan's time is the mean of two, and two plans are compared:
+    half of that.
     """
     apart = [abs(math.log(each[0] / each[1])) for each in rounds if len(each) == 2]
     return 2 * 1.4826 * statistics.median(apart) / math.sqrt(2) if apart else 0.0

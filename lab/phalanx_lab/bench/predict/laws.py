@@ -26,9 +26,10 @@ from phalanx_lab.bench.predict.plans import Plan, paced_s
 from phalanx_lab.bench.predict.spans import Told, recorded_step
 
 ROUNDS_OF_FIT = 20
-"""Until the weights of a fit are those of its own law."""
+"""Rounds until the weights of a fit are those of its own law."""
 BEGIN, END, POSTING = "begin", "end", "posting"
-"""Of a step: before its first operation and behind its last; of collectives whose own kind was not recorded, what is done before they are posted."""
+"""Parts of a step: before its first operation and behind its last; of collectives whose own kind was not recorded, what is done
+before they are posted."""
 GRADIENTS = "gradients"
 _PART = re.compile(r"\.chunk|\.home")
 Amounts = tuple[float, ...]
@@ -113,7 +114,7 @@ class Links:
     """(seconds by itself, seconds in a step over that), by the first."""
 
     def seconds(self, alone_s: float) -> float:
-        """Between the sizes that were recorded linear in the logarithm of `alone_s`, beyond them as the nearest."""
+        """Seconds, linear in the logarithm of `alone_s` between the sizes that were recorded, beyond them as the nearest."""
         x, y = zip(*self.knots, strict=True)
         return alone_s * float(np.interp(math.log(max(alone_s, 1e-9)), np.log(x), y))
 
@@ -142,7 +143,7 @@ class _Single:
 
 
 def learn(plans: Sequence[Plan], told: Sequence[Mapping[str, Any]], oracle: ProgramOracle) -> Learned:
-    """From all recorded steps of all ranks, at the usual pace. `oracle` says what collectives take by themselves."""
+    """Learns from all recorded steps of all ranks, at the usual pace. `oracle` says what collectives take by themselves."""
     usual_s, number = usual_pace(told), 0
     work, links = list[_Single](), list[_Single]()
     for plan, found in zip(plans, told, strict=True):
@@ -162,7 +163,7 @@ def learn(plans: Sequence[Plan], told: Sequence[Mapping[str, Any]], oracle: Prog
 
 
 def _means(singles: Iterable[_Single]) -> dict[str, list[tuple[Amounts, float]]]:
-    """By kind: (amounts, seconds), the mean over steps of the mean of a step."""
+    """(amounts, seconds) by kind, the mean over steps of the mean of a step."""
     steps: dict[tuple[str, Amounts], dict[int, list[float]]] = {}
     for one in singles:
         steps.setdefault((one.kind, one.amounts), {}).setdefault(one.step, []).append(one.seconds)
@@ -189,7 +190,7 @@ def _own(plan: Plan, programs: Sequence[StepProgram], step: Sequence[Told], fast
 
 
 def whole_amounts(program: StepProgram) -> Amounts:
-    """Of `begin` and `end`: the bytes that are committed."""
+    """Amounts of `begin` and `end`: the bytes that are committed."""
     commit = program.by_id.get("commit")
     return commit.moved_bytes if commit is not None else 0.0, 0.0, 1.0
 

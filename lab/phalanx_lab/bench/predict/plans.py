@@ -84,7 +84,7 @@ class Plan:
         return OptimConfig(zero=self.zero, bucket_mb=0.0)
 
     def programs(self) -> tuple[StepProgram, ...]:
-        """Of all ranks."""
+        """Programs of all ranks."""
         of = self.setup
         options = StepOptions(
             num_microbatches=self.microbatches,
@@ -168,9 +168,9 @@ class Glue:
     """Seconds that pass between an operation and what follows it, though neither is made to last so long."""
 
     post_s: float = 0.0
-    """From the end of an operation to the posting of a collective behind it."""
+    """Seconds from the end of an operation to the posting of a collective behind it."""
     between_s: float = 0.0
-    """From the end of a collective to the posting of another."""
+    """Seconds from the end of a collective to the posting of another."""
 
 
 def paced_s(op: Op) -> float:
@@ -215,7 +215,7 @@ class Prediction:
 
 
 def glued(program: StepProgram, glue: Glue) -> dict[str, float]:
-    """By collective: how much later it is posted than what stands before it has ended."""
+    """How much later each collective is posted than what stands before it has ended."""
     found: dict[str, float] = {}
     before: Op | None = None
     for op in program.ops:

@@ -35,7 +35,7 @@ CHAIN = 15
 """Operations and collectives, forward and backward, whose gaps say what passes between them."""
 TIMEOUT_S = 60.0
 PROBE_SIDE, PROBE_ELEMENTS, PROBE_REPEATS = 384, 1 << 21, 12
-"""Of the work that tells how fast processors are: tens of milliseconds, about half of it products."""
+"""Sizes of the work that tells how fast processors are: tens of milliseconds, about half of it products."""
 SIZES = tuple(1 << i for i in range(6, 21, 2))
 """Bytes at which links are timed."""
 

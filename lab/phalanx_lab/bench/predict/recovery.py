@@ -144,7 +144,7 @@ class Course:
         return found
 
     def _program(self, folding: Folding) -> StepProgram:
-        """Of the first rank. Exact mode has the collectives of fast mode."""
+        """Program of the first rank. Exact mode has the collectives of fast mode."""
         degrees = {axis: getattr(folding, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
         recipe = replace(
             self.recipe,
@@ -163,7 +163,7 @@ def _fact(slot: int, standing: Any) -> Fact:
 
 
 def _recovery_planner(recipe: Recipe) -> RecoveryPlanner:
-    """As `prepare_run` makes it, without the text: the vocabulary is written in the recipe."""
+    """Recovery planner as `prepare_run` makes it, without the text: the vocabulary is written in the recipe."""
     spec, folding = resolve_shape(recipe, world=recipe.launch.ranks, tokenizer_vocab=VOCAB)
     assert isinstance(folding, Folding)
     return recovery_planner(recipe, spec, folding)
@@ -207,7 +207,7 @@ def _count(run: TrainingCluster, kind: str, *, slot: int | None = None) -> int:
 
 
 def _step_s(told: Sequence[dict[str, Any]]) -> list[float]:
-    """From one commit to the next, on the first slot."""
+    """Seconds from one commit to the next, on the first slot."""
     times = [r["time_s"] for r in told if r["kind"] == "StepEnded" and r["slot"] == 0]
     return [b - a for a, b in pairwise(times)]
 

@@ -45,7 +45,7 @@ def told_step(events: Sequence[Event], begin_s: float, end_s: float) -> Told:
 
 
 def recorded_step(told: Sequence[Told]) -> RecordedStep:
-    """Of all ranks, by rank; begins count from when the last rank began. What an id did in several pieces is added up."""
+    """Step of all ranks, by rank; begins count from when the last rank began. What an id did in several pieces is added up."""
     ranks = {rank: _rank_step(rank, each) for rank, each in enumerate(told)}
     begin_s = max(step.begin_s for step in ranks.values())
     found: dict[tuple[int, str], MeasuredOp] = {}

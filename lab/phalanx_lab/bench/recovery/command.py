@@ -54,9 +54,10 @@ from phalanx_lab.bench.recovery.workload import System, Workload, workloads
 Model = Literal["small", "large"]
 What = Literal["failures", "spot", "poisson", "file"]
 CALIBRATION_STEPS = 3
-"""Between saves while step, save and restart are measured."""
+"""Steps between saves while step, save and restart are measured."""
 UNEQUAL = 0.05
-"""Of the shares of stolen processor time (`phalanx_lab/bench/stolen.py`) that two systems met: beyond it they are not compared."""
+"""Difference of the shares of stolen processor time (`phalanx_lab/bench/stolen.py`) that two systems met beyond which they are not
+compared."""
 OURS, PAPER, BEST = "heals", "torchrun, paper's interval", "torchrun, best interval"
 
 
@@ -71,7 +72,7 @@ class RecoveryArgs:
     slots: int = 8
     """Ranks at the beginning, even. 8 have the idle slots of the paper, 4 take a third of the time."""
     mode: Literal["fast", "exact"] = "fast"
-    """Of the elastic run."""
+    """Mode of the elastic run."""
     rounds: int = 1
     """How often each system replays each trace."""
     restart_share: float = PAPER_RESTART_S / PAPER_FAILURE_S
@@ -89,7 +90,7 @@ class RecoveryArgs:
     seq_len: int = 512
     """Tokens of a sequence (the paper: 1024); more of them make experts weigh more in a step."""
     replica_slots: int | None = 6
-    """Of the elastic run: expert replicas that a rank has room for (the paper: 6). None: none."""
+    """Expert replicas that a rank of the elastic run has room for (the paper: 6). None: none."""
     own_cores: bool = True
     """Each slot has its share of the cores (control groups), whoever else is there: idle slots and lost ones count."""
     paced_saves: bool = True
@@ -115,7 +116,7 @@ class Case:
     intervals: dict[str, int]
     """Steps between saves, by system."""
     proportions: dict[str, dict[str, float]]
-    """In failure intervals: here and in the paper."""
+    """Proportions in failure intervals: here and in the paper."""
     trace: Trace
     scores: dict[str, list[Score]] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
@@ -227,7 +228,8 @@ def calibrate(
 
 
 def paced(workload: Workload, figures: Figures, options: RecoveryArgs) -> tuple[Workload, Figures]:
-    """With checkpoints that take the paper's share of a failure interval, or what they take by themselves if that is more."""
+    """Workload with checkpoints that take the paper's share of a failure interval, or what they take by themselves if that is
+    more."""
     save_s = max(figures.save_s, paper_save_share(workload) * _failure_s(figures, options))
     rate = figures.save_bytes / 1e6 / max(1e-3, save_s - figures.save_s) if save_s > figures.save_s else 0.0
     return replace(workload, write_rate=rate), replace(figures, save_s=save_s)
@@ -238,7 +240,7 @@ def _failure_s(figures: Figures, options: RecoveryArgs) -> float:
 
 
 def describe_figures(figures: Figures) -> str:
-    """In a line."""
+    """Describes the figures in a line."""
     return (
         f"step {figures.step_s * 1000:.0f} ms, save {figures.save_s * 1000:.0f} ms, restart {figures.restart_s:.1f} s; "
         f"elastic recovery: step {figures.elastic_step_s * 1000:.0f} ms, recovery {figures.repair_s:.2f} s"
@@ -293,7 +295,7 @@ def _proportions(
 
 
 def make_trace(what: str, options: RecoveryArgs, failure_s: float) -> Trace:
-    """In seconds of the replay."""
+    """Makes a trace in seconds of the replay."""
     slots, factor = options.slots, failure_s / PAPER_FAILURE_S
     if what == "failures":
         return every(failure_s, slots=slots, leave=slots // 2, seed=options.seed)

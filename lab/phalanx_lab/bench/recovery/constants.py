@@ -63,7 +63,7 @@ T = TypeVar("T")
 MEMBERS = 3
 REPEATS = 5
 FIRST_NUMBER = 1000
-"""Of the generations that are met for the clock alone."""
+"""First number of the generations that are met for the clock alone."""
 KILLED_BYTES = (0, 256 << 20)
 MODELS: tuple[ModelSpec, ...] = (
     replace(PRESETS["tiny"], name="calibration-small", num_layers=3, hidden=48, expert_ffn=96),
@@ -151,7 +151,7 @@ class _Meeting:
         self.computing = min(MEMBERS, len(os.sched_getaffinity(0)))
 
     def median(self, mine: float) -> float:
-        """Of what those who computed found."""
+        """Median of what those who computed found."""
         return statistics.median(value for value in self.peers.gather(mine) if value >= 0)
 
     def alone(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -321,7 +321,7 @@ def _fresh_s_per_byte() -> float:
 
 
 def _put_together(spec: ModelSpec) -> StepParts:
-    """As a generation builds it (`train/trainer.py: make_parts`), of one rank."""
+    """Parts of one rank, put together as a generation builds them."""
     folding = make_folding(world=1)
     ctx = ModelContext(
         spec=spec,

@@ -23,7 +23,8 @@ from phalanx_lab.bench.recovery.workload import Workload
 PAPER_FAILURE_S = 300.0
 PAPER_INTERVAL_STEPS = 50
 PAPER_STATE_BYTES = 14
-"""Of a parameter: 63 MiB for the 2 x 768 x 3072 weights of an expert of GPT-S, 112 MiB for 2 x 1024 x 4096 of GPT-L."""
+"""Bytes of a parameter in the paper: 63 MiB for the 2 x 768 x 3072 weights of an expert of GPT-S, 112 MiB for 2 x 1024 x 4096 of
+GPT-L."""
 PAPER_NFS_BYTES_PER_S = 10e9 / 8
 PAPER_RESTART_S = 150.0
 """Nowhere printed. Reading the state back takes 33 s (GPT-S, 10 nodes) and 45 s (GPT-L, 8 nodes) at 10 Gbps, so 60 to 90 s with processes, libraries and groups is a lower
@@ -43,11 +44,11 @@ class Figures:
     save_bytes: int = 0
     """What it writes."""
     restart_s: float
-    """From a kill to the first step of the processes that torchrun started."""
+    """Seconds from a kill to the first step of the processes that torchrun started."""
     elastic_step_s: float
-    """Of the elastic run."""
+    """Seconds of a step of the elastic run."""
     repair_s: float
-    """From a kill to its next step."""
+    """Seconds from a kill to its next step."""
 
 
 def paper_save_s(workload: Workload) -> float:

@@ -18,7 +18,7 @@ WARM_STEPS = 10
 """Steps before the clock starts: both systems have begun, and nothing is compiled or allocated any more."""
 LOOK_S = 0.02
 PLACE_S = 0.1
-"""Between two looks for new processes."""
+"""Seconds between two looks for new processes."""
 Record = dict[str, Any]
 
 
@@ -83,7 +83,7 @@ class Placed:
 
 
 def describe(change: Change) -> str:
-    """In words."""
+    """Describes it in words."""
     parts = [f"slots {', '.join(map(str, s))} {w}" for s, w in ((change.lost, "lost"), (change.back, "back")) if s]
     return "; ".join(parts)
 

@@ -46,10 +46,10 @@ class Score:
     save_s: float
     """Mean time for which a checkpoint stopped training (of those before `begin_s` where there was none since)."""
     save_bytes: int
-    """Of the largest of them."""
+    """Bytes of the largest of them."""
     doubled_samples: int
     untold_samples: int
-    """Of committed steps whose rank died before it could tell what it had trained on."""
+    """Samples of committed steps whose rank died before it could tell what it had trained on."""
     outages: tuple[Outage, ...] = field(default=())
     stolen: float = 0.0
     """Share of the machine's processor time that its host gave to others meanwhile."""
@@ -110,7 +110,7 @@ def score(
     changes: Sequence[tuple[float, str]] = (),
     stolen: float = 0.0,
 ) -> Score:
-    """Of the time from `begin_s` to `end_s`; `changes` are (when, what) by the same clock, seconds since the epoch."""
+    """Score of the time from `begin_s` to `end_s`; `changes` are (when, what) by the same clock, seconds since the epoch."""
     ledger = Ledger([r for r in records if r["time_s"] <= end_s])
     first, last = ledger.at(begin_s), ledger.at(end_s)
     gaps = [b[0] - a[0] for a, b in zip(ledger.commits, ledger.commits[1:], strict=False) if a[0] >= begin_s]

@@ -100,7 +100,7 @@ class Torchrun:
         return self.cluster.processes(AGENT) if AGENT in self.cluster.pids else []
 
     def _rank(self, pid: int) -> int | None:
-        """Of a worker, as torchrun told it."""
+        """Rank of a worker, as torchrun told it."""
         with contextlib.suppress(OSError):
             for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 if word.startswith(b"RANK="):

@@ -25,7 +25,7 @@ NodeEvent = tuple[float, str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """At one moment: slots that are lost, and slots that are there again."""
+    """Slots that are lost, and slots that are there again, at one moment."""
 
     at_s: float
     lost: tuple[int, ...] = ()

@@ -30,7 +30,7 @@ class Workload:
     ep: int
     """Degree of expert parallelism: the baseline runs on multiples of it."""
     paper_step_s: float
-    """Of the order of (issue: 0.6 s and 0.9 s)."""
+    """Seconds of a step in the paper (issue: 0.6 s and 0.9 s)."""
     paper_params: float
     seq_len: int = 32
     global_batch: int = 8
@@ -42,7 +42,7 @@ class Workload:
     """MB/s of checkpoints, 0 for no limit."""
 
     def settings(self, folder: Path) -> dict[str, object]:
-        """Of `phalanx train` in `folder`, for both systems."""
+        """Settings of `phalanx train` in `folder`, for both systems."""
         forced = {} if self.skew is None else {"router.force": "imbalanced", "router.force_skew": self.skew}
         own = {
             "model.num_layers": self.layers,
@@ -85,7 +85,7 @@ class System(Protocol):
 
     name: str
     folder: Path
-    """Of its run."""
+    """Folder of its run."""
 
     def start(self) -> None:
         """Begin on all slots."""

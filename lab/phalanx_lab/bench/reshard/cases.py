@@ -31,7 +31,8 @@ NINE = (
 
 
 ROWS: dict[int, tuple[int, ...]] = {1: (16384,), 2: (64,), 3: ()}
-"""By the number of dims that may be split: a last dim that is not. Tensors of a few hundred bytes measure latency, which no planner of bandwidth can help."""
+"""Rows of a last dim that is not split, by the number of dims that may be split. Tensors of a few hundred bytes measure latency,
+which no planner of bandwidth can help."""
 
 
 @dataclass(frozen=True)

@@ -58,13 +58,13 @@ class ReshardArgs:
     mib: int = 64
     """Size of the whole tensor."""
     rate: str = "150mbit"
-    """Of each host's link, in each direction, headers included."""
+    """Rate of each host's link, in each direction, headers included."""
     rounds: int = 3
     """Turns of each method."""
     slow_rounds: int = 1
     """Turns of gather and sendrecv, at most."""
     methods: tuple[str, ...] = ("ours", "naive", "sendrecv")
-    """Of ours, naive, gather, sendrecv."""
+    """Methods to time: ours, naive, gather, sendrecv."""
     message_kib: int | None = None
     """Size of a message. Default: what the planner takes."""
     open_hops: int | None = None
@@ -91,7 +91,7 @@ class CaseResult:
     faster_than: dict[str, float]
     """Median over rounds of the quotient of a method's time and ours in the same round."""
     entered_once: bool
-    """By ours, each distinct byte entered each destination host exactly once."""
+    """Whether, by ours, each distinct byte entered each destination host exactly once."""
     right: bool
     methods: dict[str, Any]
 

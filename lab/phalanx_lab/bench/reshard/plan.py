@@ -39,7 +39,7 @@ class ReshardPlanArgs:
     """Plans of moves between layouts against the bound and against the paper's greedy."""
 
     seed: int = 0
-    """Of the random cases."""
+    """Seed of the random cases."""
     cases: int = 200
     """Random cases that are not trivial."""
     unequal_links: bool = False

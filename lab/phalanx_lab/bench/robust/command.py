@@ -49,9 +49,9 @@ from phalanx_lab.bench.robust.rank import (
 IMPORTED_LATE = "torch.fx.experimental.symbolic_shapes"
 """What torch imports in a first backward pass: 2 s of every forked rank, if not before the fork."""
 LIMIT_S = 10.0
-"""Within which every rank must have raised."""
+"""Seconds within which every rank must have raised."""
 START_S = 120.0
-"""For ranks to start, on a busy machine."""
+"""Seconds for ranks to start, on a busy machine."""
 TICK_S = 0.1
 """How often the watching process looks up."""
 MOST_STILL_S = 1.0
@@ -66,7 +66,7 @@ FOLDINGS: tuple[Folding, ...] = (
     make_folding(world=4, ep=2, etp=2),
     make_folding(world=4, ep=2),
 )
-"""Of the trials, in turn. In the last one, half of the ranks exchange no rows with the lost one."""
+"""Foldings of the trials, in turn. In the last one, half of the ranks exchange no rows with the lost one."""
 SETTLED = 500
 """Iterations after which memory should have settled."""
 MOST_GROWTH = 0.01
@@ -98,7 +98,7 @@ class Survivor:
     rank: int
     end: End
     seconds: float
-    """From the kill to its error; the limit where there was none."""
+    """Seconds from the kill to its error; the limit where there was none."""
     method: str = ""
     text: str = ""
 
@@ -115,21 +115,21 @@ class RobustResult:
     disturbed: int = 0
     """Trials that were done again."""
     slowest_s: float = 0.0
-    """From a kill to the last survivor's error."""
+    """Seconds from a kill to the last survivor's error."""
     median_s: float = 0.0
     """The same of the median survivor."""
     interrupted: dict[str, int] = field(default_factory=dict)
     """Method -> survivors that were in it."""
     iterations: int = 0
     memory_growth: float | None = None
-    """Of resident memory, of the rank where it is largest."""
+    """Growth of resident memory, of the rank where it is largest."""
     memory_growth_bytes: int = 0
     heap_growth_bytes: int = 0
     object_growth: int = 0
     compared: int = 0
     """Passes in which all methods were compared."""
     samples: list[list[Sample]] = field(default_factory=list)
-    """By rank."""
+    """Samples by rank."""
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
 

@@ -39,7 +39,7 @@ from phalanx_lab.bench.cluster import TrainingCluster
 
 METHODS = ("fine", "coarse:2", "serial")
 TIMEOUT_S = 120.0
-"""Of a collective: far more than a lost rank may cost, so that nothing is found by waiting for its end."""
+"""Timeout of a collective: far more than a lost rank may cost, so that nothing is found by waiting for its end."""
 LINGER_S = 0.1
 """How long a rank that has raised lives on: what still arrives for it must not end it otherwise."""
 RAISED = 2
@@ -64,7 +64,8 @@ class Sample:
     iteration: int
     resident_bytes: int
     in_use_bytes: int
-    """Of the C library's heaps: what somebody holds, without what is free inside them. 0 where the library does not say."""
+    """Bytes in use of the C library's heaps: what somebody holds, without what is free inside them. 0 where the library does not
+    say."""
     objects: int
     """Python's that have come since the first pass, as far as the collector knows them."""
 
@@ -74,7 +75,7 @@ class Raised:
     """How a rank ended."""
 
     at_s: float
-    """On `time.monotonic`, which processes of a machine share."""
+    """Moment on `time.monotonic`, which processes of a machine share."""
     error: str
     """Type of the error."""
     text: str

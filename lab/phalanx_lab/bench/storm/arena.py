@@ -84,7 +84,7 @@ class Arena(TrainingCluster):
         self.service: Service = service if self.store is None else self.store.address  # type: ignore[assignment]
         self.faults: list[Fault] = []
         self.away_s: list[float] = []
-        """Of each fault: how long what it took away stays away."""
+        """How long what each fault took away stays away."""
         self.begun: list[tuple[str, float]] = []
         """Every start of a host: which, and when."""
         self._starts = 0
@@ -242,13 +242,13 @@ class Arena(TrainingCluster):
         return self.names[place // self.slots]
 
     def signal_worker(self, place: int, number: signal.Signals) -> None:
-        """To the worker's process, if it is still there."""
+        """Sends a signal to the worker's process, if it is still there."""
         pid = self.process_of(place)
         if pid is not None:
             send(pid, number)
 
     def signal_host(self, name: str, number: signal.Signals) -> None:
-        """To the host's supervisor."""
+        """Sends a signal to the host's supervisor."""
         send(self.pids[name], number)
 
     def name_of(self, place: int) -> str:

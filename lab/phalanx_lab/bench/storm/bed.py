@@ -36,7 +36,7 @@ SLOW_S = 3.0
 PART_S = 10.0
 """How long two hosts cannot reach each other."""
 STOP_S = 180.0
-"""For a program that imports torch and writes one key, where a dozen ranks share two cores."""
+"""Limit for a program that imports torch and writes one key, where a dozen ranks share two cores."""
 LOOK_S = 0.05
 START_S = 60.0
 """How long the service may take to answer."""
@@ -54,7 +54,7 @@ class BedArena(Arena):
         self.jobs: dict[str, Job] = {}
         self._outer: dict[tuple[str, int, int], int] = {}
         self._look_s = dict.fromkeys(self.names, 0.0)
-        """Of each host: when its job is looked at next."""
+        """Moment for each host when its job is looked at next."""
 
     def __enter__(self) -> Self:
         spec = ClusterSpec(hosts=self.setup.hosts + 1, ranks_per_host=1, link_bit_per_s=RATE)

@@ -77,7 +77,7 @@ class Recovery:
 
 
 def recoveries(faults: Sequence[Fault], events: Sequence[Record]) -> list[Recovery]:
-    """By fault. Only what happened before the next fault is counted."""
+    """Recoveries by fault. Only what happened before the next fault is counted."""
     found = []
     for i, fault in enumerate(faults):
         end_s = faults[i + 1].at_s if i + 1 < len(faults) else float("inf")
@@ -106,6 +106,6 @@ def _recovery(fault: Fault, span: Sequence[Record]) -> Recovery:
 
 
 def median(values: Sequence[float | None]) -> float | None:
-    """Of those that are known."""
+    """Median of those that are known."""
     known = [v for v in values if v is not None]
     return statistics.median(known) if known else None

@@ -46,7 +46,7 @@ class StormArgs:
     kinds: tuple[str, ...] = ()
     """Kinds of faults, in turn; default all that can be done here."""
     limit_s: float | None = None
-    """Of heartbeats; default 1, on the testbed 2."""
+    """Limit of heartbeats in seconds; default 1, on the testbed 2."""
     between_s: float = 0.5
     """Time between faults, about."""
     etcd: Annotated[Path | None, tyro.conf.arg(metavar="PROGRAM")] = None

@@ -19,9 +19,9 @@ class Join:
 
     host: str
     used_s: float
-    """From the start of its program to the first step that it committed."""
+    """Seconds from the start of its program to the first step that it committed."""
     stopped_s: float
-    """From the last step without it to the first one with it, the computing of that step included."""
+    """Seconds from the last step without it to the first one with it, the computing of that step included."""
     step_s: float
     """What a step took in the median of that generation, or of the one before where it made one alone: the part of the standstill that is none."""
     struck: bool

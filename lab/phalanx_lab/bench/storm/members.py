@@ -36,7 +36,7 @@ from phalanx_lab.bench.storm.check import median, problems_of, recoveries
 from phalanx_lab.bench.storm.toy import PHASES, Board, ToyBody, checksum, state_after
 
 TIMEOUT_S = 60.0
-"""Of collectives. Nothing may ever wait for it."""
+"""Timeout of collectives. Nothing may ever wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class StormArgs:
     between_s: float = 0.8
     """Time between faults, about."""
     limit_s: float = 1.0
-    """Of heartbeats."""
+    """Limit of heartbeats in seconds."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File for the result."""
 

@@ -23,14 +23,14 @@ from phalanx_lab.bench.storm.ledger import calm_steps, judge, read_ledger
 from phalanx_lab.bench.storm.trainer import STORM, Setup, different, digests, final_step, train_calmly
 
 HANG_S = 30.0
-"""After a fault without a step: half of what a collective would wait."""
+"""Seconds after a fault without a step that count as a hang: half of what a collective would wait."""
 LOCAL_KINDS = (*KINDS, *MORE_KINDS)
 LINK_KINDS = ("cut", "slow", "part")
 """Need links: the testbed's."""
 AIM_S = {"checkpoint": 6.0}
 """How long to wait for a phase that not every step has."""
 ONCE_S = 1.5
-"""For any other."""
+"""Seconds for any other."""
 OUT = ("kill", "two", "host", "two hosts")
 """Faults whose recovery is that of kill -9."""
 
@@ -53,11 +53,11 @@ class StormResult:
     doubled_samples: int = 0
     bitwise_equal: bool = False
     worst_difference: float = 0.0
-    """Of a loss, relative."""
+    """Largest relative difference of a loss."""
     rollbacks: int = 0
     """While fewer than f hosts were out."""
     rollbacks_allowed: int = 0
-    """With f or more out at once."""
+    """Rollbacks that are allowed: with f or more out at once."""
     hung: int = 0
     orphans: int = 0
     zombies_refused: int = 0
@@ -67,9 +67,10 @@ class StormResult:
     frozen_max_s: float | None = None
     """The same of frozen ranks; the heartbeat limit is in it."""
     service_max_s: float | None = None
-    """Of a service that was killed, from its restart."""
+    """Longest recovery of a service that was killed, from its restart, in seconds."""
     join_used_max_s: float | None = None
-    """From the start of a host's program to its first committed step, joins apart during which another fault struck."""
+    """Longest time from the start of a host's program to its first committed step in seconds, joins apart during which another
+    fault struck."""
     join_stopped_max_s: float | None = None
     """How long the others stood still for it, the same joins."""
     joins_struck: int = 0
@@ -175,7 +176,7 @@ def _board(arena: Arena) -> str:
 
 
 def _end_run(arena: Arena, result: StormResult) -> None:
-    """As a person would end it: all members stop after the same step and write it down."""
+    """Ends the run as a person would: all members stop after the same step and write it down."""
     end_s = time.monotonic() + HANG_S
     while arena.running() and time.monotonic() < end_s:
         with contextlib.suppress(ServiceLost):

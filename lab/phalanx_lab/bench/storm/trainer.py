@@ -32,7 +32,7 @@ from phalanx_lab.bench.storm.board import Board
 from phalanx_lab.bench.storm.watch import StormWatch
 
 TIMEOUT_S = 60.0
-"""Of collectives. Nothing may ever wait for it."""
+"""Timeout of collectives. Nothing may ever wait for it."""
 ENDLESS = 1_000_000
 """Steps of a run that the storm ends."""
 STORM, CALM = "storm", "calm"
@@ -50,7 +50,7 @@ class Setup:
     interval: int = 20
     """Steps between checkpoints."""
     limit_s: float = 1.0
-    """Of heartbeats."""
+    """Limit of heartbeats in seconds."""
     service: str = ""
     """Its address in the recipe."""
 
@@ -138,7 +138,7 @@ class TrainerArena(Arena):
 
 
 def final_step(run: Path) -> int | None:
-    """Of its newest checkpoint."""
+    """Final step of its newest checkpoint."""
     return CheckpointManager(run / "checkpoints").choose()
 
 

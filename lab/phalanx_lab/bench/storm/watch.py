@@ -23,7 +23,7 @@ class StormWatch:
         self._start = start
 
     def member(self, slot: int) -> StormMember:
-        """In the worker's own process."""
+        """Watches in the worker's own process."""
         name = f"worker-{self.host_name}-{slot}-{self._start}-{os.getpid()}.jsonl"
         return StormMember(self.board, self.first + slot, EventFile(self.folder / name))
 

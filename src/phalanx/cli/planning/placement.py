@@ -60,7 +60,7 @@ class PlacementArgs:
     skew: Annotated[float | None, tyro.conf.arg(metavar="Z")] = None
     """Loads that fall as rank^-Z instead (0: all alike); which expert has which rank is drawn per layer."""
     seed: int = 0
-    """For --skew, and for the search."""
+    """Seed of --skew and of the search."""
     racks: int = 0
     """Racks that consecutive hosts share, and that may fail as a whole (0: not known)."""
     failure: Annotated[tuple[float, ...], tyro.conf.arg(metavar="P [P ...]")] = ()

@@ -108,7 +108,7 @@ def _layout(
 
 
 def _shape_problems(args: ReshardArgs) -> list[Problem]:
-    """Of the shape alone: neither layout can be read without it, and each would say the same of it."""
+    """Problems of the shape alone: neither layout can be read without it, and each would say the same of it."""
     problems = []
     if min(args.shape, default=0) < 0:
         problems.append(

@@ -76,7 +76,7 @@ class Against:
 
     @property
     def status(self) -> int:
-        """Of the command."""
+        """Exit status of the command."""
         return WRONG if any(left.wrong for left in self.moves_left) else 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def as_it_ran(recipe: Recipe, *, is_elastic: bool) -> Recipe:
 def _compare_steps(
     made: RecipePrograms, recording: Recording, run: Path, oracle: ProgramOracle, *, learn: Steps
 ) -> Comparison:
-    """Of steps that all ranks of the mapping have told of: an elastic run has others too."""
+    """Compares steps that all ranks of the mapping have recorded: an elastic run has others too."""
     learned = set[int]()
     if learn != (None, None):
         before = read_recording(run, first=learn[0], last=learn[1])
@@ -199,7 +199,7 @@ def _compare_move(
 
 
 def _measured_move(ranks: Sequence[RankMove]) -> MeasuredMove:
-    """Of two ranks or more. Raises `DataError` where the log of one has lost how it began."""
+    """The move as two ranks or more measured it. Raises `DataError` where the log of one has lost how it began."""
     first, compared = ranks[0], compare_id(ranks[0].op_id)
     silent = [own.rank for own in ranks if all(m.op_id != compared for m in own.messages)]
     if silent:
@@ -248,7 +248,7 @@ def _begin_s(step: RankStep) -> float:
 
 
 def _step_s(recording: Recording, step: int) -> float:
-    """From when the last rank has its data to when the last has ended, with what publishes the parameters later."""
+    """Seconds from when the last rank has its data to when the last has ended, including what publishes the parameters later."""
     ranks = [steps[step] for steps in recording.ranks.values() if step in steps]
     return max(rank.end_s + rank.published_s for rank in ranks) - max(_begin_s(rank) for rank in ranks)
 

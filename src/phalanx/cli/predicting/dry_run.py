@@ -135,7 +135,7 @@ def _that_differ(folding: AnyFolding, asked: ReplicaSettings) -> list[int]:
 def _fullest_of_each_stage(
     spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: ReplicaSettings
 ) -> dict[int, AnyPlacement]:
-    """Of each pipeline stage the rank that holds most, and the placement of its experts."""
+    """The rank of each pipeline stage that holds most, and the placement of its experts."""
     best: dict[int, tuple[int, int]] = {}
     for rank in _that_differ(folding, asked):
         stage, size = folding.coord(rank, "pp"), sum(_held(spec, folding, pipeline, rank, asked))

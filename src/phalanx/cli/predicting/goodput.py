@@ -145,7 +145,7 @@ def _recipe_problems(args: argparse.Namespace, overrides: Sequence[str]) -> list
 
 
 def _predicted(args: argparse.Namespace, overrides: Sequence[str]) -> Prediction:
-    """Of the recipe on the cluster, with nobody slow."""
+    """Prediction for the recipe on the cluster, with nobody slow."""
     from phalanx.cli.predicting.recipe import predict_recipe
 
     return predict_recipe(args.recipe, args.cluster, overrides)
@@ -161,7 +161,7 @@ def _hosts_left(args: argparse.Namespace, overrides: Sequence[str], predicted: P
 
 
 def _repair(predicted: Prediction, left: HostsLeft | None) -> RecoveryTime:
-    """From the loss of a host to the next step. Raises `ConfigError` where such a run has no replicas to go on from."""
+    """Seconds from the loss of a host to the next step. Raises `ConfigError` where such a run has no replicas to go on from."""
     return host_lost(predicted, going_on=None if left is None else left.folding(predicted.cluster.hosts - 1))
 
 

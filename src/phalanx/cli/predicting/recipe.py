@@ -41,7 +41,7 @@ def predict_recipe(
     native: Dtype = cluster.hardware.native_dtype if cluster is not None else "bfloat16"
 
     def auto(given: Recipe) -> Dtype:
-        """As `core.recipe.native_dtype` of the ranks there."""
+        """Type that `core.recipe.native_dtype` gives the ranks there."""
         return native if given.resilience.service is None else "bfloat16"
 
     try:

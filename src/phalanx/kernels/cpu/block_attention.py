@@ -41,7 +41,7 @@ from phalanx.plan.attention import AttentionBlock
 
 TILE = 256
 MAX_QUERIES = 2048
-"""Of a strip; a multiple of TILE."""
+"""Most queries of a strip; a multiple of TILE."""
 
 
 class Strip(NamedTuple):
@@ -258,7 +258,8 @@ def _at(task: _Task, block: AttentionBlock, *, group: int) -> _At:
 
 
 def _tasks(blocks: Blocks, k_BMGD: torch.Tensor) -> list[_Task]:
-    """On a CPU about eight pieces for the lanes; on a GPU as few launches as the documents allow. Decided by shapes and blocks alone."""
+    """Divides attention into tasks: about eight pieces for the lanes of a CPU; on a GPU as few launches as the documents allow.
+    Decided by shapes and blocks alone."""
     batch, num_kv = len(blocks), k_BMGD.shape[2]
     if k_BMGD.device.type != "cpu":
         if all(row == blocks[0] for row in blocks):

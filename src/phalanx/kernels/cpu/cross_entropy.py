@@ -205,7 +205,7 @@ class _Work:
     # ---- a shared vocabulary ---------------------------------------------------------------------------------------------
 
     def _sharded_group(self, shard: VocabShard, tokens: slice, work: Sequence[tuple[slice, torch.Tensor]]) -> None:
-        """As `_chunk` for all chunks of a group, with one exchange between the logits and what is made of them."""
+        """Does what `_chunk` does for all chunks of a group, with one exchange between the logits and what is made of them."""
         own_g3 = torch.empty((tokens.stop - tokens.start, 3), dtype=self.wide, device=self.hidden_TH.device)
         self.lanes.run(lambda part, _: self._shares(shard, part[0], part[1], own_g3[_within(part[0], tokens)]), work)
         top_Pg, sum_Pg, label_Pg = shard.gather(own_g3).unbind(-1)

@@ -86,7 +86,7 @@ def target_of(weights: Sequence[torch.Tensor], x: torch.Tensor, later: DeferredG
     if later is None or not torch.is_grad_enabled():
         return None
     if not x.requires_grad:
-        raise ValueError("weight gradients can be put off only where the layer's input has a gradient too")
+        raise ValueError("weight gradients can be deferred only where the layer's input has a gradient too")
     return Target(tuple(weights), later)
 
 

@@ -165,7 +165,7 @@ class FixedSums:
         self._of: dict[int, FixedSum] = {}
 
     def take(self, sums: Iterable[tuple[torch.Tensor, FixedSum]]) -> None:
-        """From now on `of` finds these. Weights are told apart by identity."""
+        """Makes `of` find these from now on. Weights are told apart by identity."""
         self._of = {id(weight): each for weight, each in sums}
 
     def of(self, weight: torch.Tensor) -> FixedSum | None:

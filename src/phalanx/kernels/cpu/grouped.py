@@ -552,7 +552,7 @@ class _Kept:
         self.d_gate_up_P2f = spaced(rows, 2 * work.width, work.x_MH)
 
     def weight_gradients(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of `w13` and `w2`: the very products of a backward pass that does all at once."""
+        """Gradients of `w13` and `w2`: the very products of a backward pass that does all at once."""
         work = self.work
         grads = _Grads(work, weights=True, row_weights=False)
         scratch = [forward_scratch(*work.scratch_shape) for _ in range(lanes.count)]

@@ -140,7 +140,8 @@ def _backward_rows(
     dw_H: torch.Tensor,
     block: int,
 ) -> None:
-    """With n = x * scale: dw = sum_rows dy n; dx = scale * (w dy - n * mean(w dy n)) + the stream's own gradient."""
+    """Gradients of the rows: with n = x * scale, dw = sum_rows dy n and dx = scale * (w dy - n * mean(w dy n)) + the stream's own
+    gradient."""
     for start in range(0, x_RH.shape[0], block):
         stop = start + block
         x_rH, dy_rH = x_RH[start:stop].to(weight_H.dtype), dy_RH[start:stop].to(weight_H.dtype)

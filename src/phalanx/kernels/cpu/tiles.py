@@ -29,7 +29,7 @@ COLUMNS = BLOCK_COLUMNS
 
 
 def column_units(hidden: int) -> int:
-    """Into how many equal units of columns the second product is always cut."""
+    """Number of equal units of columns into which the second product is always cut."""
     return most_blocks(hidden, COLUMNS)
 
 
@@ -48,7 +48,7 @@ class TilePiece:
 
     source: int
     start: int
-    """Among the rows of the source."""
+    """First row among the rows of the source."""
     num: int
     into: int
     """Where they begin in the tile."""
@@ -115,7 +115,7 @@ class Geometry:
             self.of_slot.append(places)
         self.size = at
         self.of_source: list[list[tuple[int, int]]] = [[] for _ in tiles]
-        """By source: where its rows lie in the padded buffers, as (first, number) one after the other."""
+        """Places of each source's rows in the padded buffers, as (first, number) one after the other."""
         for places in self.of_slot:
             for place in places:
                 for piece in place.pieces:
@@ -129,7 +129,7 @@ class Geometry:
 
 
 def _rows_by_slot(tiles: Sequence[Sequence[Tile]], num_slots: int) -> list[list[int]]:
-    """Of each source."""
+    """Rows of each source, slot by slot."""
     found = [[0] * num_slots for _ in tiles]
     for rows, of_source in zip(found, tiles, strict=True):
         for tile in of_source:
@@ -138,7 +138,7 @@ def _rows_by_slot(tiles: Sequence[Sequence[Tile]], num_slots: int) -> list[list[
 
 
 def _pieces(tile: Tile, rows_P: Sequence[int], starts_P: Sequence[int]) -> tuple[TilePiece, ...]:
-    """Of a joint slot's tile: the slot's rows lie source by source; `starts_P`: where each source's begin among its rows."""
+    """Pieces of a joint slot's tile: the slot's rows lie source by source; `starts_P`: where each source's begin among its rows."""
     found, before, end = [], 0, tile.first_row + tile.rows
     for source, (rows, start) in enumerate(zip(rows_P, starts_P, strict=True)):
         low, high = max(before, tile.first_row), min(before + rows, end)
@@ -156,7 +156,7 @@ class SourceRows:
     index: torch.Tensor
     """int64, by row of the source."""
     weights: torch.Tensor
-    """In the type of the products."""
+    """Weights of the rows, in the type of the products."""
 
 
 def _gather_pieces(place: TilePlace, sources: Sequence[SourceRows], x_mH: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ OPTIONS = (
     "-freciprocal-math",
 )
 WIDEST = {"x86_64": ("-mprefer-vector-width=512",)}
-"""Without this, compilers use half of the vector registers of processors that have long ones."""
+"""Flag without which compilers use half of the vector registers of processors that have long ones."""
 PATIENCE_S = 300.0
 
 

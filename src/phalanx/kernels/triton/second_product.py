@@ -36,9 +36,9 @@ class Division:
     """Who does what in one launch of the second product."""
 
     programs: int
-    """In all: at most the multiprocessors of the device."""
+    """Number of programs in all: at most the multiprocessors of the device."""
     senders: int
-    """Of these; 0: all compute, then all send. The others help when they have computed, unless `help` is off."""
+    """Number of these that send; 0: all compute, then all send. The others help when they have computed, unless `help` is off."""
     help: bool = True
 
     def problems(self) -> list[Problem]:

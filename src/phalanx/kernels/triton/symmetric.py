@@ -45,7 +45,7 @@ class ArenaSpec:
     parts: int = 1
     """Flags for each source's entries."""
     blocks: int = 1
-    """Of the columns on the way back."""
+    """Number of blocks of columns on the way back."""
 
     def __post_init__(self) -> None:
         names = ("ranks", "capacity", "columns", "parts", "blocks")

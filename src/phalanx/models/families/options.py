@@ -61,7 +61,7 @@ class Options:
 
 def common(options: Options) -> dict[str, Any]:
     """Fields that all families share, as arguments of `ModelSpec`; refuses what none of ours has."""
-    options.only("hidden_act", "silu", "swish", why="only SwiGLU is there")
+    options.only("hidden_act", "silu", "swish", why="only SwiGLU is supported")
     options.only("attention_dropout", 0, 0.0, None, why="dropout is not there")
     if options.config.get("quantization_config"):
         hint = "convert it to bfloat16 first"

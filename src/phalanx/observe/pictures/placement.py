@@ -16,7 +16,7 @@ CELL, ROW, LEFT, TOP = 34, 22, 96, 64
 MAX_CELLS = 20_000
 MAX_TEXT_HOSTS = 40
 COLOURS = ("#e45756", "#f58518", "#eeca3b", "#54a24b", "#4c78a8", "#72b7b2")
-"""From the rarest to the most common."""
+"""Colours from the rarest to the most common."""
 
 
 def placement_text(plan: HostPlacement, layer: int) -> str:

@@ -32,7 +32,7 @@ class Exposure:
 
     @property
     def hidden_share(self) -> float | None:
-        """Of the time that messages were under way; None where they took none."""
+        """Hidden share of the time that messages were under way; None where they took none."""
         under_way_s = self.exposed_s - self.late_s + self.hidden_s
         return self.hidden_s / under_way_s if under_way_s > 0 else None
 
@@ -44,7 +44,7 @@ class Exposure:
 
 
 def exposure(messages: Iterable[LaneMessage], *, blocked: Iterable[tuple[float, float]] = ()) -> Exposure:
-    """Of messages of one rank. `blocked`: further intervals in which the rank stood waiting for them."""
+    """Exposure of messages of one rank. `blocked`: further intervals in which the rank stood waiting for them."""
     messages = list(messages)
     waits = union([*((m.wait_s, m.end_s) for m in messages), *blocked])
     way = union((m.ready_s, m.end_s) for m in messages)

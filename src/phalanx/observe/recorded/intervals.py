@@ -45,7 +45,8 @@ def total_s(intervals: Iterable[Interval]) -> float:
 
 
 def innermost(items: Sequence[tuple[Interval, T]]) -> list[tuple[Interval, T]]:
-    """At every moment the item that began last of those that are not over: what one thread is doing when one thing is within another."""
+    """The item that began last, at every moment, of those that are not over: what one thread is doing when one thing is within
+    another."""
     out: list[tuple[Interval, T]] = []
     open_items: list[tuple[Interval, T]] = []
 
@@ -70,7 +71,7 @@ def innermost(items: Sequence[tuple[Interval, T]]) -> list[tuple[Interval, T]]:
 
 
 def in_rows(items: Sequence[tuple[Interval, T]]) -> list[list[tuple[Interval, T]]]:
-    """As few rows as possible such that no two items of a row overlap."""
+    """Arranges items in as few rows as possible such that no two items of a row overlap."""
     rows: list[list[tuple[Interval, T]]] = []
     for item in sorted(items, key=lambda item: item[0]):
         row = next((r for r in rows if r[-1][0][1] <= item[0][0]), None)

@@ -91,7 +91,7 @@ class RankStep:
     """0 in a run that is not elastic."""
     committed: bool = True
     voted_s: float = 0.0
-    """From then to `decided_s` it waited for the decision of a step; 0: it did not."""
+    """Moment from which, until `decided_s`, it waited for the decision of a step; 0: it did not."""
     decided_s: float = 0.0
     told_s: float = 0.0
     """When it was written, by its own machine's clock."""
@@ -105,7 +105,7 @@ class RankStep:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for people."""
         return f"step {self.step}" if self.committed else f"step {self.step}, given up"
 
 
@@ -138,7 +138,7 @@ class Recording:
     run: str
     ranks: dict[int, dict[int, RankStep]]
     given_up: dict[int, tuple[RankStep, ...]] = field(default_factory=dict)
-    """By log, in the order of time."""
+    """Steps that were given up, by log, in the order of time."""
     moves: dict[int, tuple[RankMove, ...]] = field(default_factory=dict)
     """Likewise; those right before the steps."""
     hosts: dict[int, str] = field(default_factory=dict)
@@ -189,7 +189,7 @@ def read_recording(folder: Path, *, first: int | None = None, last: int | None =
 
 
 def find_recording(folder: Path, *, first: int | None = None, last: int | None = None) -> Recording | Problem:
-    """As `read_recording`, with what it would raise."""
+    """Finds a recording as `read_recording` does, and returns what that would raise."""
     logs = sorted((folder / "events").glob("rank-*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank-")))
     if not logs:
         hint = "give the folder of a run, such as runs/laptop"
@@ -362,8 +362,8 @@ class _Reader:
 
 
 def _void_starts(readers: Sequence[_Reader]) -> None:
-    """Of an elastic run and was started again: what was given up or moved before counts no longer, nor do steps that were done again, in logs of slots
-    too that came later or not at all."""
+    """Voids what an elastic run that was started again had given up or moved before, and steps that were done again, in logs of
+    slots too that came later or not at all."""
     for told_s, step in _starts(sorted(team for reader in readers for team in reader.teams)):
         for r in readers:
             r.steps = {n: s for n, s in r.steps.items() if s.told_s >= told_s or n <= step}

@@ -39,14 +39,14 @@ class Recovery:
     built_s: float = 0.0
     moved_s: float = 0.0
     moved_bytes: int = 0
-    """To all members together."""
+    """Bytes that moved to all members together."""
     resumed_s: float | None = None
-    """From when a member saw the last team broken to the first step that this one committed; None: it committed none."""
+    """Seconds from when a member saw the last team broken to the first step that this one committed; None: it committed none."""
     since_lost_s: float | None = None
     """The same from when the supervisor knew."""
 
     def explain(self) -> str:
-        """In a line."""
+        """Says it in a line."""
         parts = [f"told in {format_seconds(self.told_s)}"] if self.lost_s else []
         parts += [f"connected in {format_seconds(self.formed_s)}", f"built in {format_seconds(self.built_s)}"]
         parts += [f"{format_bytes(self.moved_bytes)} moved in {format_seconds(self.moved_s)}"]
@@ -63,7 +63,7 @@ class Rollback:
 
     history: int
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     last: int
     """Last step that anybody told of before; the samples of the steps from `step` + 1 to it were taken twice."""
     why: str
@@ -71,7 +71,7 @@ class Rollback:
     abandoned: tuple[str, ...]
 
     def explain(self) -> str:
-        """In a line."""
+        """Says it in a line."""
         what = f"went back to the checkpoint of step {self.step} ({self.why})"
         if self.last == self.step:
             return f"{what}; no step was done twice"
@@ -122,7 +122,7 @@ class _Reader:
         self.program = 0
         """Starts before this one."""
         self.lives: set[str] = set()
-        """Of services that counted generations."""
+        """Lives of services that counted generations."""
         self.found: dict[tuple[str, int], Recovery] = {}
         self.said: set[tuple[str, Any]] = set()
 
@@ -160,7 +160,8 @@ class _Reader:
         found.moved_bytes += record["moved_bytes"]
 
     def _life_of(self, record: Record) -> str:
-        """Of the service that this team is of. One that counts anew is of another start of the run; one that has only lost what it knew goes on above (`runtime/membership/membership.py`)."""
+        """Life of the service that this team belongs to. One that counts anew is of another start of the run; one that has only
+        lost what it knew goes on above (`runtime/membership/membership.py`)."""
         number: int = record["generation"]
         old = f"start {self.program + (number == 1 and self.top > 1)}"  # as logs were that do not tell it
         life: str = record.get("life") or old
@@ -200,7 +201,7 @@ class _Reader:
 
 
 def recovery_figures(course: Course) -> dict[str, Any]:
-    """For a JSON file."""
+    """Figures of the recoveries for a JSON file."""
     return {
         "recoveries": [asdict(r) for r in course.recoveries],
         "rollbacks": [asdict(r) for r in course.rollbacks],
@@ -272,7 +273,7 @@ def _spans(path: Path) -> Iterator[_Span]:
 
 
 def _phases(record: Record) -> Iterator[_Span]:
-    """Of one team, backwards from when it was told: the loop tells a team once its state is there."""
+    """Phases of one team, backwards from when it was told: the loop tells a team once its state is there."""
     end_s = record["time_s"]
     about = {k: record[k] for k in ("generation", "members", "folding", "why", "step")}
     moved_s = end_s - record["moved_s"]

@@ -222,7 +222,7 @@ def _figures(m: LaneMessage) -> dict[str, Any]:
         "op": m.op, "axis": m.axis, "sent_bytes": m.sent_bytes, "exposed_ms": _ms(m.waited_s), "late_ms": _ms(m.late_s),
         "hidden_ms": _ms(max(0.0, min(m.wait_s, m.end_s) - m.ready_s)), "last_rank": m.last_rank,
     }  # fmt: skip
-    return {**_place(m.op_id), **figures, **({"on": "a thread beside the rank's own"} if m.aside else {})}
+    return {**_place(m.op_id), **figures, **({"on": "a thread next to the rank's own"} if m.aside else {})}
 
 
 def _ms(seconds: float) -> float:

@@ -18,7 +18,7 @@ from phalanx.plan.layout.tensors import TensorLayout
 SHOWN = 4
 """Lost boxes that a message lists."""
 MOST_ELEMENTS = 1 << 56
-"""Of a tensor: its bytes are counted in 64 bits."""
+"""Most elements of a tensor: its bytes are counted in 64 bits."""
 
 
 def layout_problems(layout: TensorLayout, *, where: str = "layout") -> list[Problem]:

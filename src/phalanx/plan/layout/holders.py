@@ -50,7 +50,7 @@ class HeldExpert:
     holders: tuple[int, ...]
     """Places on the ep axis, ascending."""
     is_writer: bool
-    """Of all holders, this rank writes it into a checkpoint, where all of them have it whole."""
+    """Whether this rank, among all holders, writes it into a checkpoint, where all of them have it whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +58,14 @@ class HolderPlan:
     """This rank's part of the sums of one flat buffer."""
 
     index: int
-    """Of this rank on the ep axis."""
+    """Index of this rank on the ep axis."""
     size: int
     experts: tuple[HeldExpert, ...]
-    """In the order of the buffer."""
+    """Experts held, in the order of the buffer."""
     gives: tuple[tuple[Run, ...], ...]
-    """By rank of the axis: what that rank completes of what is held here."""
+    """What each rank of the axis completes of what is held here."""
     takes: tuple[tuple[Run, ...], ...]
-    """By rank of the axis: what this rank completes of what is held there too."""
+    """What this rank completes of what is held there too, by rank of the axis."""
     travels: bool
     """Some expert of the buffer has several holders: the same answer on all ranks of the axis."""
     state: ExpertState = "whole"

@@ -246,7 +246,8 @@ class FlatLayout:
 
     @property
     def written_elements(self) -> int:
-        """Of this rank's shard, what it writes into a checkpoint if it writes the family at all: of a whole expert only one holder does."""
+        """Number of elements of this rank's shard that it writes into a checkpoint if it writes the family at all: of a whole
+        expert only one holder does."""
         if self.held_whole is None:
             return self.shard_length
         return sum(held.run[1] - held.run[0] for held in self.held_whole.experts if held.is_writer)

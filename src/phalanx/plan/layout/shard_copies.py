@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 Keepers = tuple[tuple[int, ...], ...]
-"""Of each shard: the members of its group that keep it, its owner first."""
+"""Keepers of each shard: the members of its group that keep it, its owner first."""
 
 
 @lru_cache(maxsize=256)
@@ -63,7 +63,7 @@ def _in_turns(hosts: Sequence[int], racks: Sequence[int]) -> list[int]:
 def keepers_of(
     group: Sequence[int], *, holders: int, hosts: Sequence[int] | None, racks: Sequence[int] = ()
 ) -> Keepers:
-    """For the ranks of a group that shards a family; empty where every shard is its owner's alone.
+    """Keepers for the ranks of a group that shards a family; empty where every shard is its owner's alone.
 
     `hosts`: of every rank of the folding; None: each rank stands for a host. `racks` likewise; empty: nothing is known of them.
     """

@@ -35,7 +35,7 @@ class StateLayouts:
     folding: AnyFolding
     stages: StagePlan
     placement: Callable[[int], AnyPlacement] | None = None
-    """Of a rank's stage; None: each expert once in every expert-parallel group."""
+    """Placement of a rank's stage; None: each expert once in every expert-parallel group."""
     first_rank: int = 0
     _alike: dict[tuple[object, ...], TensorLayout] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -110,9 +110,10 @@ class StateLayouts:
         hosts: Sequence[int] | None = None,
         racks: Sequence[int] = (),
     ) -> dict[str, TensorLayout]:
-        """By parameter: the boxes of which each rank keeps masters and moments (the same for all of `STATE_KINDS`).
+        """Boxes of each parameter of which each rank keeps masters and moments (the same for all of `STATE_KINDS`).
 
-        With `holders` > 1 copies of others' shards are among them; `hosts` are those of the folding's ranks, from 0 on (None: a host each), `racks` likewise.
+        With `holders` > 1 copies of others' shards are among them; `hosts` are those of the folding's ranks, from 0 on (None: a
+        host each), `racks` likewise.
         """
         found: dict[str, dict[int, _Held]] = {name: {} for name in self.params}
         for rank in range(self.folding.world):
@@ -143,7 +144,7 @@ class StateLayouts:
         hosts: Sequence[int] | None = None,
         racks: Sequence[int] = (),
     ) -> dict[str, tuple[tuple[Held, ...], tuple[int, ...]]]:
-        """By parameter: (boxes, shape of the local tensor) of one rank of the folding alone, as `shards` has them."""
+        """(boxes, shape of the local tensor) of each parameter on one rank of the folding alone, as `shards` has them."""
         stages = self.stages.of_rank(self.folding.coord(rank, "pp"))
         layouts = flat_layouts(
             stage_params(self.spec, stages),

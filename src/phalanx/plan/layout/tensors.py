@@ -50,7 +50,7 @@ class TensorLayout:
     """Term of the sum that each rank holds, 0 .. num_terms-1; empty: whole values."""
 
     def __hash__(self) -> int:
-        """As that of its fields; worked out once, for whoever plans asks for it again and again."""
+        """Hash of its fields; worked out once, for whoever plans asks for it again and again."""
         return self._hash
 
     @cached_property

@@ -259,7 +259,7 @@ _Degrees = TypeVar("_Degrees", bound=tuple[int, ...])
 
 
 def _nearest(found: Sequence[_Degrees], wanted: Sequence[int]) -> _Degrees | None:
-    """Of `found`, in ascending order, those fewest doublings away from `wanted`; of several the first."""
+    """Those of `found`, in ascending order, that are fewest doublings away from `wanted`; of several the first."""
     logs = [math.log2(d) for d in wanted]
 
     def distance(degrees: _Degrees) -> float:

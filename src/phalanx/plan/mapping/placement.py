@@ -36,7 +36,7 @@ class Placement:
     """Rack of each ep rank; empty: nothing is known of racks."""
 
     def of_layer(self, layer: int | None) -> Placement:
-        """Of any layer: this one."""
+        """Returns this placement, whatever the layer."""
         return self
 
     @property

@@ -284,7 +284,7 @@ class _Division:
     last: int
 
     def cost(self, stage: int, start: int, stop: int) -> int:
-        """Of a stage with the blocks start .. stop."""
+        """Cost of a stage with the blocks start .. stop."""
         out = self.ends[stop] - self.ends[start]
         return out + (stage == 0) * self.first + (stage == self.num_stages - 1) * self.last
 

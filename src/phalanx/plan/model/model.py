@@ -79,7 +79,7 @@ class ModelSpec:
     dense_layers: int = 0
     dense_ffn: int = 0
     ffn_matrices: Literal[2, 3] = 3
-    """Of a feed-forward layer: 3 with a gate, as all models here that are trained; 2 without, as some published ones whose time is predicted."""
+    """Matrices of a feed-forward layer: 3 with a gate, as all models here that are trained; 2 without, as some published ones whose time is predicted."""
     qk_norm: Literal["none", "head", "hidden"] = "none"
     """RMSNorm on queries and keys: per head (Qwen3), or over all heads at once (OLMoE)."""
     attention_bias: bool = False
@@ -162,7 +162,7 @@ class ModelSpec:
 
     @property
     def attention_matrices(self) -> int:
-        """Of one attention layer."""
+        """Elements of the matrices of one attention layer."""
         h, m = self.hidden, self.mla
         if m is None:
             return h * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
@@ -184,17 +184,17 @@ class ModelSpec:
 
     @property
     def expert_matrices(self) -> int:
-        """Of one routed expert."""
+        """Elements of the matrices of one routed expert."""
         return self.ffn_matrices * self.hidden * self.expert_ffn
 
     @property
     def shared_matrices(self) -> int:
-        """Of the shared expert of a layer."""
+        """Elements of the matrices of the shared expert of a layer."""
         return self.ffn_matrices * self.hidden * self.shared_ffn
 
     @property
     def dense_matrices(self) -> int:
-        """Of the feed-forward part of a layer without experts."""
+        """Elements of the matrices of the feed-forward part of a layer without experts."""
         return self.ffn_matrices * self.hidden * self.dense_ffn
 
 

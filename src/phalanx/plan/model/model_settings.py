@@ -1,4 +1,4 @@
-"""From a model to the settings that mean it: the inverse of `plan/model/model.py: resolve_model`, for recipes that are written by a program.
+"""Turns a model into the settings that mean it: the inverse of `plan/model/model.py: resolve_model`, for recipes that are written by a program.
 
 Must never change: `resolve_model` of what comes out gives the very model that went in.
 """

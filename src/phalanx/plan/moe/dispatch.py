@@ -74,7 +74,7 @@ def rows_of_source(spec: DispatchSpec, *, num_tokens: int, sharing: int, top_k: 
 
 
 def replica_index(slots_G: ArrayLike) -> tuple[Ints, Ints]:
-    """For each slot: which replica of its expert it is (from 0, slots ascending), and how many the expert has."""
+    """Replica of its expert that each slot holds (from 0, slots ascending), and how many the expert has."""
     slots = np.asarray(slots_G, dtype=np.int64)
     order = np.argsort(slots, kind="stable")
     totals = np.bincount(slots)
@@ -189,14 +189,14 @@ class DispatchPlan:
         return tuple(found.values())
 
     def slot_order(self, *, ep: int) -> Chunks:
-        """From order of arrival (etp, ep, slot) to (slot, etp, ep)."""
+        """Permutation from order of arrival (etp, ep, slot) to (slot, etp, ep)."""
         arrived = self._arrivals(ep).transpose(1, 0, 2)  # (ETP, EP, e)
         sizes = arrived.reshape(-1)
         starts = (np.cumsum(sizes) - sizes).reshape(arrived.shape)
         return Chunks(starts.transpose(2, 0, 1).reshape(-1), arrived.transpose(2, 0, 1).reshape(-1))
 
     def send_order(self, *, ep: int, etp: int) -> Chunks:
-        """From rows sorted by expert to rows sorted by slot, on one source."""
+        """Permutation from rows sorted by expert to rows sorted by slot, on one source."""
         rows = self.rows_PG[self.source(ep=ep, etp=etp)]
         by_expert = np.argsort(np.asarray(self.slots_G), kind="stable")
         starts = np.empty_like(rows)
@@ -204,7 +204,8 @@ class DispatchPlan:
         return Chunks(starts, rows)
 
     def gathered_order(self, *, ep: int) -> tuple[Chunks, Ints]:
-        """For the all-gather transport: from all sources' send lists, end to end, to this coordinate's rows in (slot, etp, ep) order.
+        """Permutation for the all-gather transport: from all sources' send lists, end to end, to this coordinate's rows in (slot,
+        etp, ep) order.
 
         The second part is the source of each chunk.
         """

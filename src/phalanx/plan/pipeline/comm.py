@@ -167,7 +167,7 @@ class PipelinePlan:
         local = len(self.transfers) - len(self.sent)
         opened = " ".join(str(_most_open(program)) for program in self.programs)
         skips = [f"{a} to {b}" for a, b in self.edges if b - a > 1]
-        beside = f"\n  beside the chain, stages send: {', '.join(skips)}" if skips else ""
+        beside = f"\n  in addition to the chain, stages send: {', '.join(skips)}" if skips else ""
         return (
             f"{self.schedule.explain()}{beside}\n  {len(self.sent)} transfers between ranks, {local} within one\n"
             f"  messages received before they are used at most, by rank: {opened}"

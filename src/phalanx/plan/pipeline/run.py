@@ -47,9 +47,9 @@ class Pipeline:
     virtual: int
     stages: StagePlan
     extra_warmup: tuple[int, ...] | None = None
-    """Of an eager schedule: forwards ahead of 1F1B, by rank (None: the most)."""
+    """Forwards of an eager schedule ahead of 1F1B, by rank (None: the most)."""
     pair_passes: bool = False
-    """Whether forward passes run beside backward passes, where that pays (`plan/pipeline/schedule/pairs.py`)."""
+    """Whether forward passes overlap with backward passes, where that pays (`plan/pipeline/schedule/pairs.py`)."""
 
     @property
     def splits_backward(self) -> bool:
@@ -72,7 +72,7 @@ class Pipeline:
         head = f"pipeline of {self.pp} ranks x {self.virtual} virtual stages, {self.schedule}: {about}"
         extra = self.plan(1).schedule.extra_warmup
         ahead = f"\nforwards ahead of 1F1B, by rank: {' '.join(map(str, extra))}" if extra else ""
-        beside = "\nforward passes run beside backward passes" if self.pair_passes else ""
+        beside = "\nforward passes overlap with backward passes" if self.pair_passes else ""
         return f"{head}{ahead}{beside}\n{self.stages.explain()}"
 
 

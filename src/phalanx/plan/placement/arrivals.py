@@ -20,13 +20,14 @@ class Taking(NamedTuple):
     """One expert on its way into the new place of its rank. Boxes are of local tensors."""
 
     came: bool
-    """From staging; else from what the rank held."""
+    """Whether it came from staging; else from what the rank held."""
     source: Box
     dest: Box
 
 
 def coming_moves(moves: Sequence[Move]) -> list[Move]:
-    """Of `moves` between the present and the new place: what comes, into staging. Parameters of which nothing comes to any rank are left out."""
+    """What comes, into staging, of `moves` between the present and the new place. Parameters of which nothing comes to any rank
+    are left out."""
     staged = [replace(move, dst=_staging(move)) for move in moves]
     return [move for move in staged if move.dst.ranks]
 

@@ -55,9 +55,9 @@ Action = Literal["keep", "balance", "mend"]
 MARGIN = 2.0
 """Saved seconds for each second of moving: loads may change again before the next decision."""
 LEAST_GAIN = 0.05
-"""Of the busiest rank's time with experts."""
+"""Least gain, as a share of the busiest rank's time with experts."""
 NEARLY = 0.9
-"""Of the most that is saved until the next decision; among such placements the safest is taken."""
+"""Share of the most that is saved until the next decision; among placements that reach it the safest is taken."""
 WINDOWS = 4
 """Time constants of the average of loads between two decisions."""
 
@@ -85,11 +85,11 @@ class Costs:
     row_s: float
     """Seconds of one row of one expert on a rank, forward and backward."""
     bytes_per_s: float
-    """Of state that a host gets or gives, in the time for which training stands still for it."""
+    """Bytes per second of state that a host gets or gives, in the time for which training stands still for it."""
     rebuild_s: float
-    """To make groups, modules and buffers anew, whatever moves."""
+    """Seconds to make groups, modules and buffers anew, whatever moves."""
     expert_bytes: int
-    """Of the state of one expert: master weights and both moments."""
+    """Bytes of the state of one expert: master weights and both moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Replacement:
     after: float
     """Predicted, for the same loads."""
     gain_s: float
-    """Of a step."""
+    """Seconds of a step that are gained."""
     cost_s: float
     interval: int
     expert_bytes: int
@@ -117,7 +117,7 @@ class Replacement:
         return self.num_copies * self.expert_bytes
 
     def explain(self) -> str:
-        """In a line."""
+        """Says it in a line."""
         words = {
             "keep": "the placement stays",
             "balance": "experts move, for even loads",
@@ -220,7 +220,8 @@ def _worth(made: Replacement) -> float:
 
 
 def _best(found: Sequence[Replacement]) -> Replacement:
-    """Of those that are worth most, or nearly, the one whose losses beyond the floor are fatal least often, then the one that moves least."""
+    """The one, of those that are worth most, or nearly, whose losses beyond the floor are fatal least often, then the one that
+    moves least."""
     most = max(map(_worth, found))
     near = [made for made in found if _worth(made) >= most - (1 - NEARLY) * abs(most)]
     return min(near, key=lambda made: (_losses(made), made.num_copies, -_worth(made)))
@@ -254,7 +255,7 @@ def _joint(
 
 
 def _time(stages: Sequence[StageNow], plans: Sequence[HostPlacement], costs: Costs) -> float:
-    """Of the slowest stage, which the others wait for."""
+    """Time of the slowest stage, which the others wait for."""
     rows = [stage.busiest_rows(plan) for stage, plan in zip(stages, plans, strict=True)]
     return max(rows, default=0.0) * costs.row_s
 

@@ -55,7 +55,8 @@ class StageReplicas:
 
 
 def asked_of(config: ResilienceConfig, *, loads: Floats | None, world: int, local_ranks: int) -> ReplicaSettings:
-    """Of a recipe; `loads` are those of its file, if it names one. Where all ranks are on one machine, each stands for a host."""
+    """Replicas that a recipe asks for; `loads` are those of its file, if it names one. Where all ranks are on one machine, each
+    stands for a host."""
     per_host = local_ranks if local_ranks < world else 1
     return ReplicaSettings(slots_per_rank=config.slots_per_rank, f=config.f, loads=loads, ranks_per_host=per_host)
 

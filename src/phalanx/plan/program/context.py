@@ -33,7 +33,7 @@ class Context:
     index: int
 
     def forward(self, at: At) -> Iterator[Op]:
-        """In any pass that runs the whole layer."""
+        """Adds the forward part of any pass that runs the whole layer."""
         yield from self._until_computed(at)
         if self.size > 1 and self.method == "ulysses":
             yield self._collective("ulysses.out", "all_to_all_rows", at)

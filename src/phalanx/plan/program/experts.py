@@ -125,7 +125,7 @@ class _Experts:
         yield compute("combine.sum", self.at)
 
     def _messages(self, name: str) -> Op:
-        """From this rank to every other of the group and back, as many as the batch needs."""
+        """Messages from this rank to every other of the group and back, as many as the batch needs."""
         others = tuple(i for i, rank in enumerate(self.reach.group("ep_etp")) if rank != self.reach.rank)
         id = self.at.id(name)
         return Op(

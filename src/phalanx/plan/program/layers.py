@@ -76,7 +76,8 @@ class Layers:
         yield from self.reach.at(at, "embedding.scatter", "reduce_scatter_rows", "tp")
 
     def _loss(self, mb: int, phase: Phase) -> Iterator[Op]:
-        """With a vocabulary that is split over tp, each group of chunks exchanges three numbers a token; here: one group."""
+        """Operations of the loss: with a vocabulary that is split over tp, each group of chunks exchanges three numbers a token;
+        here: one group."""
         for layer in (None, *self.spec.mtp_blocks):
             at = At(mb, layer, phase)
             yield from self.reach.at(at, "loss.gather", "all_gather_rows", "tp")
@@ -119,7 +120,7 @@ class Layers:
         yield compute("attention.projections", at)
 
     def _rest(self, at: At) -> Iterator[Op]:
-        """From the output of attention to the end of the layer."""
+        """Operations from the output of attention to the end of the layer."""
         yield compute("attention.out", at)
         yield from self.reach.at(at, "attention.scatter", "reduce_scatter_rows", "tp")
         if at.layer not in self.spec.moe_layers:

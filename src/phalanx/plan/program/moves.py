@@ -22,7 +22,7 @@ from phalanx.plan.program.step import StepProgram
 from phalanx.plan.reshard import WHOLE, Hop, MovePart, ReshardPlan
 
 HASH_BYTES = 8
-"""Of the integer that ranks compare."""
+"""Bytes of the integer that ranks compare."""
 
 
 def compare_id(op_id: str) -> str:
@@ -51,9 +51,9 @@ class _Lowering:
         self.position = {r: i for i, r in enumerate(ranks)}
         self.tags: dict[tuple[int, int], int] = defaultdict(int)
         self.whole: dict[int, list[tuple[Box, str]]] = defaultdict(list)
-        """By move: boxes of whole values that came, with the message."""
+        """Boxes of whole values that came for each move, with the message."""
         self.terms: dict[int, list[tuple[Box, str]]] = defaultdict(list)
-        """By move: terms of sums that came."""
+        """Boxes of terms of sums that came for each move."""
         self.sums: dict[int, list[Box]] = defaultdict(list)
         for reduction in plan.reductions:
             if reduction.rank == rank:

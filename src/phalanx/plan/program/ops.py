@@ -61,21 +61,21 @@ class Op:
     sends_to: int | None = None
     receives_from: int | None = None
     peers: tuple[int, ...] = ()
-    """Of an exchange with several ranks: all of them; the first is also in `sends_to` or `receives_from`."""
+    """All peers of an exchange with several ranks; the first is also in `sends_to` or `receives_from`."""
     beside: bool = False
     """The rank goes on while it is under way; whoever has to wait for it names it in `needs`. All else holds the rank until its end."""
     needs: tuple[str, ...] = ()
     """Operations of this rank that must have ended before this one begins, besides those that hold the rank before it."""
     posted_after: str = ""
-    """Of a collective that stands where it is waited for: the operation at whose end it was posted."""
+    """Operation at whose end a collective, which stands where it is waited for, was posted."""
     streams: tuple[str, ...] = ()
     """Operations whose output it takes piece by piece: it begins with their first piece, and ends a piece after them at the earliest."""
     pieces: int = 1
-    """In how many pieces."""
+    """Number of pieces."""
     products: tuple[tuple[float, int, int, int], ...] = ()
     """What it multiplies in a forward pass: rows, columns of the result, inner dim, and how many matrices share the rows (experts)."""
     flops: float = 0.0
-    """Of products and attention (causal half counted); of one rank, as all else here. See `plan/program/work.py`."""
+    """FLOP of products and attention (causal half counted); of one rank, as all else here. See `plan/program/work.py`."""
     moved_bytes: float = 0.0
     """Read and written by what is bound by memory."""
     sent_bytes: float = 0.0
@@ -151,7 +151,8 @@ def mirrored(ops: Iterable[Op]) -> Iterator[Op]:
 
 
 def _reversed_edges(forward: list[Op]) -> tuple[dict[str, list[str]], dict[str, list[str]], set[str]]:
-    """By operation: what its gradient takes piece by piece, what it waits for; and which gradients are posted where they stand."""
+    """What the gradient of each operation takes piece by piece, what it waits for; and which gradients are posted where they
+    stand."""
     streams: dict[str, list[str]] = {}
     needs: dict[str, list[str]] = {}
     posted = set()

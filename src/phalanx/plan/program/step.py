@@ -101,7 +101,7 @@ def _problems(program: StepProgram) -> list[Problem]:
     for op in program.ops:
         late = {*op.needs, *op.streams, *filter(None, [op.posted_after])} - seen
         if late:
-            rule = f"waits for {min(late)}, which does not stand before it"
+            rule = f"waits for {min(late)}, which does not precede it"
             problems.append(Problem(where="program.ops", value=op.id, rule=rule))
         if op.id in seen:
             problems.append(Problem(where="program.ops", value=op.id, rule="an id occurs once in a step"))
@@ -120,12 +120,12 @@ class StepOptions:
     """How a step is run; the defaults are those of a run that says nothing."""
 
     num_microbatches: int = 1
-    """On each data-parallel rank."""
+    """Number of micro-batches on each data-parallel rank."""
     recompute: Literal["none", "selective", "full"] = "none"
     cp_method: CpMethod = "ring"
     zero: int = 1
     bucket_elements: int = 0
-    """Of a gradient bucket; 0: a family is not divided."""
+    """Elements of a gradient bucket; 0: a family is not divided."""
     pipeline: Pipeline | None = None
     """None: everything on one stage, or 1F1B over the pipeline ranks of the folding."""
     placement: AnyPlacement | None = None
@@ -138,7 +138,7 @@ class StepOptions:
     ahead: int = AHEAD
     """Passes before its place at which a receive is posted: 0 on devices."""
     sizes: Sizes | None = None
-    """Of a micro-batch: then every operation says how much it is (`work.py`). The ids need none."""
+    """Sizes of a micro-batch: then every operation says how much it is (`work.py`). The ids need none."""
 
 
 def step_program(
@@ -212,7 +212,7 @@ def _placed(folding: AnyFolding, spec: ModelSpec, rank: int, placement: AnyPlace
 
 
 def _slots(placement: AnyPlacement) -> int:
-    """Of a rank: in all layers as many."""
+    """Slots of a rank: in all layers as many."""
     one = next(iter(placement.layers.values()), None) if isinstance(placement, LayerPlacements) else placement
     return 0 if one is None else one.slots_per_rank
 
@@ -304,7 +304,7 @@ class _Lowering:
         return tuple(ranks.index(leg.peer) for leg in (route.sends if sends else route.receives))
 
     def _number(self, microbatch: int) -> int:
-        """Of a micro-batch of this rank, in the step."""
+        """Number of a micro-batch of this rank, in the step."""
         return self.reach.folding.replica_of(self.reach.rank) * self.options.num_microbatches + microbatch
 
     # ---- the end of the step ---------------------------------------------------------------------------------------------

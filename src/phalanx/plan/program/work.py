@@ -26,7 +26,7 @@ from phalanx.plan.program.ops import Op
 
 INT32, INT64, FP32 = 4, 8, 4
 VOTE_NUMBERS, VOTE_TIMES = 8, 5
-"""Of a ballot (`train/step/vote.py`): its own numbers, and times of each MoE layer."""
+"""Numbers of a ballot (`train/step/vote.py`): its own numbers, and times of each MoE layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class Counting:
     # ---- collectives -------------------------------------------------------------------------------------------------------------
 
     def _of_layout(self, op: Op) -> float:
-        """Of a reduction of gradients, or of the parameters that come from it."""
+        """Work of a reduction of gradients, or of the parameters that come from it."""
         key = op.id.split("/", 1)[1]
         key = key if op.id.startswith("publish/") else key.rsplit("/", 1)[0]
         layout, n = self.layouts[key], self._size(op.axis)
@@ -288,7 +288,7 @@ class Counting:
         return found
 
     def _products(self, layer: int | None, name: str) -> tuple[tuple[float, int, int, int], ...]:
-        """Of one operation; of a pass of weight gradients those of its whole stage."""
+        """Products of one operation; of a pass of weight gradients those of its whole stage."""
         if name.startswith("weights"):
             held = self.layers_of_stage.get(int(name.removeprefix("weights")), ())
             return tuple(p for at in held for part in self._rows_of_part for p in self._multiplied(at, part))
@@ -377,6 +377,6 @@ def _used_by(held: LocalParam) -> str | None:
 
 
 def _elements(held: LocalParam) -> int:
-    """Of a matrix; of experts those of one of them."""
+    """Elements of a matrix; of experts those of one of them."""
     count = held.num_elements
     return count // held.shape[0] if held.param.family == "expert" else count

@@ -1,11 +1,15 @@
-"""After a loss: the mapping that the surviving devices can run, and which device takes which rank.
+"""Decides after a loss: the mapping that the surviving devices can run, and which device takes which rank.
 
-Decides both. The mapping keeps tp, cp and etp (then results stay bitwise what they were) and pp, and uses as many devices as make whole groups of them. `fits`
-(a memory estimate, say) lets it also change pp, where that uses more devices. Where nothing with these degrees fits the survivors, the nearest legal mapping of
+Decides both. The mapping keeps tp, cp and etp (then results stay bitwise what they were) and pp, and uses as many devices as make
+whole groups of them. `fits`
+(a memory estimate, say) lets it also change pp, where that uses more devices. Where nothing with these degrees fits the survivors,
+the nearest legal mapping of
 the same axes is taken. With replicas, ep is what is left: one expert-parallel group of all ranks of a stage.
 
-Devices keep their coordinates where they can: a *block* (the tp x cp ranks of one data-parallel coordinate, or as many as share an expert) that lost nobody
-stays whole in its stage; surplus blocks fill other stages, loose devices of broken ones make new ones. Must never change: what is idle is named with its reason, and nobody is idle without.
+Devices keep their coordinates where they can: a *block* (the tp x cp ranks of one data-parallel coordinate, or as many as share an
+expert) that lost nobody
+stays whole in its stage; surplus blocks fill other stages, loose devices of broken ones make new ones. Must never change: what is
+idle is named with its reason, and nobody is idle without.
 """
 
 from __future__ import annotations
@@ -93,7 +97,7 @@ def is_exact(new: Folding, old: Folding) -> bool:
 
 
 def _same_degrees(old: Folding, num_devices: int, limits: Limits) -> list[Folding]:
-    """For each pp that may be used, the largest legal mapping with tp, cp and etp as they are."""
+    """The largest legal mapping with tp, cp and etp as they are, for each pp that may be used."""
     pps = [old.pp]
     if limits.fits is not None and old.pp > 1:
         pps = sorted(range(1, limits.spec.num_layers + 1), key=lambda pp: (abs(pp - old.pp), pp))
@@ -127,7 +131,8 @@ def _with_experts(folding: Folding, old: Folding, limits: Limits) -> Folding:
 
 
 def is_legal(folding: Folding, limits: Limits) -> bool:
-    """For model, sequence and samples. A replicated `ep` need not divide the experts: slots are not theirs by number."""
+    """Whether it is legal for model, sequence and samples. A replicated `ep` need not divide the experts: slots are not theirs by
+    number."""
     plain = replace(folding, ep=1) if limits.replicated else folding
     if fit_problems(plain, limits.spec, seq_len=limits.seq_len, cp_method=limits.cp_method):
         return False
@@ -160,7 +165,7 @@ def _nearest(old: Folding, num_devices: int, limits: Limits) -> Folding | None:
 
 
 def _distance(folding: Folding, old: Folding) -> float:
-    """In doublings of the degrees that a person chose."""
+    """Distance in doublings of the degrees that a person chose."""
     degrees = [axis for axis in DEGREES if axis != "ep"]
     return round(sum(abs(math.log2(folding.degree(a) / old.degree(a))) for a in degrees), 6)
 

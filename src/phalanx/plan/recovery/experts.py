@@ -42,7 +42,7 @@ class ReplicaTerms:
     loads: Floats
     """(L, E) tokens, a row for each layer with experts."""
     layers: tuple[int, ...]
-    """Of the model, those with experts: the rows of `loads`."""
+    """Layers of the model that have experts: the rows of `loads`."""
 
 
 def place_experts(
@@ -88,7 +88,8 @@ def _placed(
 
 
 def _filled(present: HostPlacement, fleet: Fleet, loads: Floats, *, floor: int) -> HostPlacement:
-    """With the hosts of `fleet` that have nothing yet, each slot of theirs given to the expert that needs it most."""
+    """The placement with the hosts of `fleet` that have nothing yet filled, each slot of theirs given to the expert that needs it
+    most."""
     names = present.fleet.host_names
     new = {name: slots for name, slots in zip(fleet.host_names, fleet.slots, strict=True) if name not in names}
     if not new:

@@ -46,10 +46,10 @@ from phalanx.plan.recovery.state_descriptor import (
 from phalanx.plan.reshard import Move
 
 BUFFER_BYTES = 4
-"""Of an element of a buffer (the expert bias), which is fp32 in every run."""
+"""Bytes of an element of a buffer (the expert bias), which is fp32 in every run."""
 
 _State = Mapping[str, tuple[tuple[Held, ...], tuple[int, ...]]]
-"""Of one rank: name -> (boxes, shape of the local tensor)."""
+"""State of one rank: name -> (boxes, shape of the local tensor)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,13 @@ class GenerationPlan:
 
     folding: Folding
     members: tuple[Fact, ...]
-    """In the order of their ranks in the team: those of the mapping, then those that are idle."""
+    """Members in the order of their ranks in the team: those of the mapping, then those that are idle."""
     placement: tuple[LayerPlacements, ...]
-    """Of each pipeline stage, where experts have replicas; else empty."""
+    """Placement of each pipeline stage, where experts have replicas; else empty."""
     hosts: tuple[int, ...]
     """Failure domain of each rank of the mapping."""
     racks: tuple[int, ...] = ()
-    """Of each rank; empty: nothing is known of racks."""
+    """Rack of each rank; empty: nothing is known of racks."""
     params: tuple[Move, ...]
     """One for each parameter, the same for master weights and both moments."""
     buffers: tuple[Move, ...]
@@ -79,7 +79,7 @@ class GenerationPlan:
 
     @property
     def uids(self) -> tuple[str, ...]:
-        """In the order of the ranks in the team."""
+        """Members' uids in the order of the ranks in the team."""
         return tuple(fact.uid for fact in self.members)
 
     @property
@@ -98,12 +98,12 @@ class GenerationPlan:
 
     @property
     def moves(self) -> list[Move]:
-        """Of all state: master weights and both moments under `KIND/NAME`, then buffers."""
+        """Moves of all state: master weights and both moments under `KIND/NAME`, then buffers."""
         return [*(replace(m, name=f"{kind}/{m.name}") for kind in STATE_KINDS for m in self.params), *self.buffers]
 
     @cached_property
     def hash(self) -> str:
-        """Of all that was decided, and from what."""
+        """Hash of all that was decided, and from what."""
         return hashlib.sha256(
             json.dumps(
                 {
@@ -128,7 +128,8 @@ class GenerationPlan:
 
     @cached_property
     def decision(self) -> str:
-        """Of what was decided, whatever the members are called: a prediction and a run that make the same plan have the same."""
+        """Hash of what was decided, whatever the members are called: a prediction and a run that make the same plan have the
+        same."""
         machines = machines_of(self.members)
         decided = {
             "folding": asdict(self.folding),
@@ -148,7 +149,7 @@ class GenerationPlan:
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
     def explain(self) -> str:
-        """In a line."""
+        """Says it in a line."""
         if self.missing:
             more = f" and {len(self.missing) - 4} more" if len(self.missing) > 4 else ""
             return f"{self.folding.label()}: nobody holds all of {', '.join(self.missing[:4])}{more}"
@@ -180,20 +181,20 @@ class RecoveryPlanner:
 
     spec: ModelSpec
     base: Folding
-    """Of the run on as many ranks as its recipe names."""
+    """Folding of the run on as many ranks as its recipe names."""
     seq_len: int
     floor: int
     """Holders that every expert has, as far as there are members."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     cp_method: str = "ring"
     state_bytes: int = 4
-    """Of an element of optimizer state."""
+    """Bytes of an element of optimizer state."""
     zero: int = 0
     """1: optimizer state is cut over dp x cp and edp, and each shard has `floor` holders."""
     shard_holders: int = 0
     """Hosts that keep each shard of sharded state; 0: `floor`, which counts ranks where several of them are on a host."""
     bucket_elements: int = 0
-    """Of a gradient bucket, which decides where shards begin."""
+    """Elements of a gradient bucket, which decides where shards begin."""
     slots_per_rank: int | None = None
     """Replicas that an ep rank has room for in each layer; None: experts have no replicas."""
     loads: Floats | None = None
@@ -214,7 +215,7 @@ class RecoveryPlanner:
         """The mapping of so many members, and why some are idle. Raises `PlanError` where there is none."""
         found = choose_folding(self.base, size, self._limits(size))
         if found is None:
-            rule = f"are no valid parallelism: no legal mapping has the axes of {self.base.label()}"
+            rule = f"are no valid parallelism: no valid mapping has the axes of {self.base.label()}"
             raise PlanError(
                 [Problem(where="members", value=size, rule=rule, hint=f"at least {self.least()}")], subject="the run"
             )
@@ -324,7 +325,7 @@ class RecoveryPlanner:
     # ---- the plan
 
     def plan(self, facts: Sequence[Fact]) -> GenerationPlan:
-        """For the members of a new generation, in any order. Raises `PlanError` where they are too few for any mapping."""
+        """Plan for the members of a new generation, in any order. Raises `PlanError` where they are too few for any mapping."""
         facts = sorted(facts, key=lambda fact: fact.order)
         choice = self._choice_of(facts)
         new, host_of = choice.folding, domains_of(facts)
@@ -345,7 +346,7 @@ class RecoveryPlanner:
         return replace(made, params=params, buffers=buffers, missing=_missing((*params, *buffers)))
 
     def _lacks(self, new: Folding) -> _Lacking:
-        """Of dense tensors alone where experts have replicas: then those follow the members."""
+        """Dense tensors that nobody holds, where experts have replicas: for those follow the members."""
         experts = {name for name, param in self._layout(new).params.items() if param.ep_dim is not None}
         return _Lacking(self, new, left_out=frozenset(experts if self.slots_per_rank is not None else ()))
 
@@ -478,7 +479,7 @@ def _missing(moves: Sequence[Move]) -> tuple[str, ...]:
 
 
 def _rounded_up(gb: float) -> float:
-    """To two digits."""
+    """The number rounded up to two digits."""
     step = 10.0 ** (math.floor(math.log10(gb)) - 1)
     return float(f"{math.ceil(gb / step) * step:.2g}")
 

@@ -33,7 +33,8 @@ class StateRoom:
 def state_bytes(
     spec: ModelSpec, folding: Folding, stages: StagePlan, room: StateRoom, *, slots: int | None, holders: int | None
 ) -> float:
-    """Of the fullest rank. `slots`: experts of each layer that a rank holds, None for its share of them. `holders`: ranks that keep each shard of the optimizer state, None where it is whole."""
+    """Bytes of state of the fullest rank. `slots`: experts of each layer that a rank holds, None for its share of them. `holders`:
+    ranks that keep each shard of the optimizer state, None where it is whole."""
     held = slots if slots is not None else spec.num_experts / folding.ep
     most = 0.0
     for pp in range(folding.pp):
@@ -51,5 +52,5 @@ def state_bytes(
 
 
 def _share(shards: int, holders: int | None) -> float:
-    """Of a parameter's optimizer state that a rank keeps, where it is cut into so many."""
+    """Share of a parameter's optimizer state that a rank keeps, where it is cut into so many."""
     return 1.0 if holders is None else min(holders, shards) / shards

@@ -24,17 +24,17 @@ from phalanx.plan.recovery.state_descriptor import Fact, read_standing
 from phalanx.plan.reshard import Move
 
 STATE_MOVE_ID = "heal/state"
-"""Under which members of a new generation record their messages."""
+"""Name under which members of a new generation record their messages."""
 REPLACE_ID = "replace"
 """Beginning of the ids of experts that are placed anew; behind it the kind of state."""
 STATE_ID, GRADIENT_ID = f"{REPLACE_ID}/state", f"{REPLACE_ID}/gradient"
-"""Of what comes beside a step, and at its end."""
+"""Names of what comes beside a step, and of what comes at its end."""
 
 ByStage = Mapping[int, LayerPlacements]
 
 
 def state_move_order(plan: GenerationPlan, left_out: Sequence[tuple[int, str, Box]]) -> dict[str, Any]:
-    """Of `plan.moves`. `left_out`: what `GenerationPlan.without` was given."""
+    """Order of `plan.moves`. `left_out`: what `GenerationPlan.without` was given."""
     return {
         "members": [
             [f.uid, f.machine, f.rack, None if f.standing is None else f.standing.to_dict()] for f in plan.members
@@ -44,14 +44,14 @@ def state_move_order(plan: GenerationPlan, left_out: Sequence[tuple[int, str, Bo
 
 
 def expert_order(folding: Folding, before: ByStage, after: ByStage) -> dict[str, Any]:
-    """Of `expert_moves`."""
+    """Order of `expert_moves`."""
     return {"folding": asdict(folding), "before": _to_data(before), "after": _to_data(after)}
 
 
 def expert_moves(
     spec: ModelSpec, folding: Folding, stages: StagePlan, *, before: ByStage, after: ByStage, itemsize: int
 ) -> list[Move]:
-    """Of parameters with experts, one kind of state, from where they were to where they are to be."""
+    """Moves of parameters with experts, one kind of state, from where they were to where they are to be."""
     names = sorted(param.name for param in parameters(spec) if param.ep_dim == 0)
     src, dst = (
         StateLayouts(spec=spec, folding=folding, stages=stages, placement=_of_rank(side, folding))

@@ -25,9 +25,10 @@ class StateDescriptor:
     slots: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(layer, experts in this rank's slots) of each layer with experts in its stage; empty: experts have no replicas."""
     hosts: tuple[int, ...] = ()
-    """Of all ranks of the folding; empty: a host each. Counts where state is cut over ranks, and each part has holders on several hosts."""
+    """Host of each rank of the folding; empty: a host each. Counts where state is cut over ranks, and each part has holders on
+    several hosts."""
     racks: tuple[int, ...] = ()
-    """Of all ranks, as `hosts`; empty: nothing is known of racks."""
+    """Rack of each rank, as `hosts`; empty: nothing is known of racks."""
 
     def kind(self, *, sharded: bool) -> Kind:
         """Standings of one kind hold the same. `sharded`: optimizer state is cut over ranks."""
@@ -58,7 +59,7 @@ Kind = tuple[Folding, tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...], 
 
 
 def read_standing(data: Mapping[str, Any]) -> StateDescriptor:
-    """From what `to_dict` writes. Raises `PlanError` for anything else."""
+    """Reads what `to_dict` writes. Raises `PlanError` for anything else."""
     try:
         found = StateDescriptor(
             folding=Folding(**data["folding"]),
@@ -69,7 +70,7 @@ def read_standing(data: Mapping[str, Any]) -> StateDescriptor:
         )
         found.folding.check()
     except (KeyError, TypeError, ValueError) as error:
-        rule = f"is not where the state of a member stands: {type(error).__name__} {error}"
+        rule = f"is no state descriptor of a member: {type(error).__name__} {error}"
         raise PlanError([Problem(where="standing", value=None, rule=rule)], subject="a member's report") from error
     if not 0 <= found.rank < found.folding.world:
         rule = f"is one of the {found.folding.world} ranks of its mapping"
@@ -98,13 +99,13 @@ class Fact:
 
     @property
     def order(self) -> tuple[str, str, list[tuple[int, str]]]:
-        """By rack, by machine, then by place on it; numbers as numbers."""
+        """Sorting key by rack, by machine, then by place on it; numbers as numbers."""
         parts = self.uid.split(".")
         return self.rack, self.machine, [(int(p), "") if p.isdecimal() else (0, p) for p in parts]
 
 
 def machines_of(facts: Sequence[Fact]) -> list[str]:
-    """In order: those of a rack together."""
+    """Machines in order: those of a rack together."""
     return [machine for _, machine in sorted({(fact.rack, fact.machine) for fact in facts})]
 
 

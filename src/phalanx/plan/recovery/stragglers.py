@@ -34,7 +34,7 @@ class RankPace:
     host: str
     """Failure domain that is put out as a whole."""
     seconds: float
-    """Of its own computation, without waits."""
+    """Seconds of its own computation, without waits."""
     work: float
     """FLOPs of it."""
 
@@ -46,7 +46,7 @@ class StragglerRule:
     factor: float
     """`resilience.straggler`; 0: nobody is put out."""
     steps: int
-    """In a row."""
+    """Number of steps in a row."""
     least_ranks: int = 1
     least_hosts: int = 1
     fits: Callable[[int], bool] = field(default=lambda ranks: True)
@@ -72,7 +72,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Streaks:
-    """For how many steps in a row each host has been slow; kept by every member, and empty when a generation begins."""
+    """Number of steps in a row for which each host has been slow; kept by every member, and empty when a generation begins."""
 
     steps: Mapping[str, int] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ class _Others:
         self._known: dict[str, float] = {}
 
     def median(self, host: str) -> float:
-        """Of the others; 0 where there is nobody else."""
+        """Median of the others; 0 where there is nobody else."""
         if host not in self._known:
             own = self._places.get(host, [])
             left = len(self._values) - len(own)
@@ -149,7 +149,7 @@ def _why_kept(paces: Sequence[RankPace], due: Mapping[str, float], host: str, ru
     hosts = {p.host for p in paces}
     ranks = sum(p.host != host for p in paces)
     if not rule.factor:
-        return "resilience.straggler = 0 puts nobody out"
+        return "resilience.straggler = 0 excludes no rank"
     if 2 * len(due) >= len(hosts):
         return f"{len(due)} of {len(hosts)} are slow, so it is not they who are out of order"
     if ranks < rule.least_ranks:
@@ -157,7 +157,7 @@ def _why_kept(paces: Sequence[RankPace], due: Mapping[str, float], host: str, ru
     if len(hosts) - 1 < rule.least_hosts:
         return f"{len(hosts) - 1} holders would be left, and resilience.f asks for {rule.least_hosts}"
     if not rule.fits(ranks):
-        return f"{ranks} ranks make no mapping of the same degrees without idle ones"
+        return f"{ranks} ranks have no mapping of the same degrees without idle ones"
     if due[host] <= len(paces) / ranks:
         return f"{ranks} ranks would be no faster without it"
     return ""

@@ -62,7 +62,7 @@ class Shares(NamedTuple):
 
     seconds: float
     first: tuple[tuple[tuple[int, int], ...], ...]
-    """Of each flow, (host, bytes) with their sum its bytes."""
+    """(host, bytes) of each flow, with their sum its bytes."""
     others: tuple[tuple[tuple[int, int], ...], ...] | None
     """The same for the (needers - 1) further copies; None: needers pass them on in chains, each byte once at most."""
 
@@ -120,9 +120,9 @@ class _Program(NamedTuple):
     """Rows: first copies, or further ones, of a flow. Variables: who sends how much of a row, and the time."""
 
     owners: list[tuple[int, bool]]
-    """Of each row: flow, and whether it is of first copies."""
+    """Flow of each row, and whether the row is of first copies."""
     wanted: list[float]
-    """Of each row: bytes, as a part of all."""
+    """Bytes of each row, as a part of all."""
     row_of: NDArray[np.int64]
     host_of: NDArray[np.int64]
 

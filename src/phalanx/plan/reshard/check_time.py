@@ -55,7 +55,7 @@ class TimedPlan(Protocol):
 
 
 def time_problems(plan: TimedPlan) -> list[Problem]:
-    """Of every phase: trees, lanes, the end; and that the messages carry what the schedule counts."""
+    """Problems of every phase: trees, lanes, the end; and that the messages carry what the schedule counts."""
     problems = []
     end = 0.0
     for number, phase in enumerate(plan.phases):

@@ -102,7 +102,7 @@ class FlowSet:
     lots: tuple[Lot, ...]
     flows: tuple[Flow, ...]
     flow_of: tuple[Ints, ...]
-    """Of each lot, the flow of each of its units."""
+    """Flow of each unit of each lot."""
 
     @cached_property
     def items(self) -> tuple[tuple[Item, ...], ...]:

@@ -269,7 +269,7 @@ def _round_seconds(streams: Sequence[FlowStream], hosts: Hosts, depth: int) -> f
 
 
 def needers_by_host(flows: FlowSet, hosts: Hosts) -> list[dict[int, int]]:
-    """Of each unit task, how many ranks of each host need it and do not hold it."""
+    """Number of ranks of each host that need each unit task and do not hold it."""
     out: list[dict[int, int]] = [{} for _ in flows.flows]
     for lot, flow_of in zip(flows.lots, flows.flow_of, strict=True):
         for flow, source, target in zip(flow_of.tolist(), lot.source_of.tolist(), lot.target_of.tolist(), strict=True):

@@ -1,8 +1,11 @@
-"""From streams between hosts to messages between ranks, in one total order.
+"""Turns streams between hosts into messages between ranks, in one total order.
 
-Decides who sends for a host, who receives for it, and where messages are cut. Must never change: a byte enters a destination host once, at one rank,
-and goes on from there inside the host in a chain; a message has at most `message_bytes` and one sender and receiver for all its parts; messages stand
-in the order of their planned beginnings, so that a chunk is passed on while the next one arrives; what a message carries stands before it.
+Decides who sends for a host, who receives for it, and where messages are cut. Must never change: a byte enters a destination host
+once, at one rank,
+and goes on from there inside the host in a chain; a message has at most `message_bytes` and one sender and receiver for all its
+parts; messages stand
+in the order of their planned beginnings, so that a chunk is passed on while the next one arrives; what a message carries stands
+before it.
 
 Senders and receivers are those of the host with the fewest bytes to and from other hosts so far, the lowest rank among equals.
 """
@@ -34,7 +37,7 @@ class Chunk(NamedTuple):
     targets: Ranks
     edges: tuple[Edge, ...]
     start_s: tuple[float, ...]
-    """Of an edge of each depth; one more for the hops inside hosts."""
+    """Start-up seconds of an edge of each depth; one more for the hops inside hosts."""
     flow: int
     start: int
     stop: int

@@ -44,9 +44,9 @@ class Template:
     """Numbers of the moves, ascending."""
     itemsize: int
     holders: tuple[tuple[Ranks, ...], ...]
-    """Of each source box: for each term, its ranks."""
+    """Holders of each source box: for each term, its ranks."""
     needers: tuple[Ranks, ...]
-    """Of each destination box."""
+    """Ranks that need each destination box."""
     src_of: Ints
     dst_of: Ints
     low: Ints

@@ -129,7 +129,7 @@ class Writer:
 
     generation: int
     life: str
-    """Of the membership service, whose generations are numbered together."""
+    """Life of the membership service, whose generations are numbered together."""
     check: Callable[[], None]
     """Raises `PeerError` where the service says that the generation is over."""
 
@@ -354,7 +354,7 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, prefix:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON gives it back, so that a tuple equals the list it was saved as."""
+    """The value as JSON gives it back, so that a tuple equals the list it was saved as."""
     return json.loads(json.dumps(value))
 
 

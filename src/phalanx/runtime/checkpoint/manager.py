@@ -73,7 +73,7 @@ class _Job:
     hurry: threading.Event = field(default_factory=threading.Event)
     """Somebody waits for it: it is written as fast as can be."""
     bytes_per_s: float = math.inf
-    """Of this rank."""
+    """Bytes per second of this rank."""
     written: SavedShare | Exception | None = None
 
 
@@ -103,7 +103,7 @@ class CheckpointManager:
         self._write_rate = write_rate
         self._by_steps = by_steps
         self._job: _Job | None = None
-        """Of the thread that was started last; `by_steps` until all ranks have completed it."""
+        """Job of the thread that was started last; `by_steps` until all ranks have completed it."""
         self._thread: threading.Thread | None = None
         self._outcomes: list[Saved | CheckpointError] = []
         self._buffers: list[torch.Tensor] = []
@@ -114,7 +114,7 @@ class CheckpointManager:
         return self._first(self._open)
 
     def open_later(self) -> None:
-        """As `open`, with the first save: for who is waited for now, and knows that the folder is there."""
+        """Opens as `open` does, with the first save: for who is waited for now, and knows that the folder is there."""
         self._opens_later = True
 
     def _open(self) -> list[str]:
@@ -187,7 +187,7 @@ class CheckpointManager:
         while self._thread.is_alive():
             self._thread.join(LOOK_S)
             if escape is not None and escape.aborted():
-                raise PeerError("a checkpoint was not waited for: the others have gone on")
+                raise PeerError("a checkpoint was abandoned: the other ranks have continued")
         self._thread = None
 
     def _write_beside(self, job: _Job) -> None:
@@ -274,7 +274,8 @@ class CheckpointManager:
             return write_failure(err, path)
 
     def _write_tensors(self, job: _Job, path: Path) -> SavedShare:
-        """By this rank alone; a save that all stand still for in a thread that is left behind where the others have gone on, for a disk may take its time."""
+        """Writes by this rank alone; a save that all stand still for in a thread that is left behind where the others have gone
+        on, for a disk may take its time."""
         from phalanx.runtime.checkpoint.planner import write_boxes
 
         work = partial(
@@ -360,7 +361,7 @@ class CheckpointManager:
         return self._first(self.folder.candidates)
 
     def go_back(self, step: int) -> list[str]:
-        """As in `CheckpointFolder.go_back`. Collective."""
+        """Goes back as `CheckpointFolder.go_back` does. Collective."""
         return self._first(lambda: self.folder.go_back(step))
 
     def read_state(self, step: int, *, model: Mapping[str, Any]) -> RunState:

@@ -113,7 +113,7 @@ class AbortableCall:
 
 
 def run_escapable(escape: AbortableCall | None, work: Callable[[], T]) -> T:
-    """By `escape` where there is one, else here."""
+    """Runs it by `escape` where there is one, else here."""
     return work() if escape is None else escape.run(work)
 
 

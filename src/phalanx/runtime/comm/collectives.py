@@ -67,9 +67,9 @@ ReduceOp = Literal["sum", "max", "min"]
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _NOBODYS_TAG = 2**31 - 1
-"""Of no message that is ever sent."""
+"""Tag of no message that is ever sent."""
 _APART_TAG = 2**31 - 3
-"""Of the messages of an all-to-all that may be under way beside another."""
+"""Tag of the messages of an all-to-all that may be under way beside another."""
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -245,7 +245,7 @@ class Collectives:
         messages = [(dist.isend, m) for m in sends] + [(dist.irecv, m) for m in receives]
         if axis.group is None or not messages:
             if messages:
-                raise ValueError(f"exchange over {axis.name}: an axis of one rank has nobody to exchange with")
+                raise ValueError(f"exchange over {axis.name}: an axis of one rank has no peer to exchange with")
             return Exchange(lambda: None)
         axis = self._own(axis)
         call = Call(
@@ -329,7 +329,8 @@ class Collectives:
 
     @contextmanager
     def doing(self, op_id: str, lane: Lane = "compute") -> Iterator[None]:
-        """With `trace`, tell that the rank did this from here to the end, however it ends: a run again stops by an error when it has enough."""
+        """Tells, with `trace`, that the rank did this from here to the end, however it ends: a run again stops by an error when it
+        has enough."""
         if not self.trace:
             yield
             return
@@ -581,7 +582,8 @@ class Collectives:
         self._note(op, axis, call, begin_s, begin_s, there_s)
 
     def complete(self, device: torch.device) -> None:
-        """Before anybody relies on what `device` has computed from messages (`runtime/comm/devices.py`). Raises `PeerError`."""
+        """Completes what `device` has computed from messages, before anybody relies on it (`runtime/comm/devices.py`). Raises
+        `PeerError`."""
         complete(device, None if self.escape is None else self.escape.aborted)
 
     def _own(self, axis: Axis) -> Axis:

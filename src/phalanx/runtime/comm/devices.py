@@ -51,7 +51,7 @@ class DeviceAbort:
         self._ended: list[Any] = []
 
     def start(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """From any thread; returns at once. Groups without NCCL are left alone, and those that were given before."""
+        """Starts from any thread; returns at once. Groups without NCCL are left alone, and those that were given before."""
         with self._lock:
             new = [b for b in nccl_backends(groups) if not any(b is old for old in self._ended)]
             self._ended += new
@@ -60,7 +60,8 @@ class DeviceAbort:
                 self._threads[-1].start()
 
     def wait(self, limit_s: float | None = None) -> bool:
-        """Until all that was begun has ended; whether it has after `limit_s` (None: as long as it takes, for nothing can be destroyed before)."""
+        """Waits until all that was begun has ended; whether it has after `limit_s` (None: as long as it takes, for nothing can be
+        destroyed before)."""
         with self._lock:
             threads = list(self._threads)
         for thread in threads:
@@ -69,7 +70,7 @@ class DeviceAbort:
 
 
 def nccl_backends(groups: Sequence[dist.ProcessGroup]) -> list[Any]:
-    """Of those groups that have one."""
+    """Backends of those groups that have one."""
     if not dist.is_nccl_available():
         return []
     found = []
@@ -82,7 +83,7 @@ def nccl_backends(groups: Sequence[dist.ProcessGroup]) -> list[Any]:
 
 
 def _abort(backends: Sequence[Any]) -> None:
-    """In one group call, the newest first: aborts one after the other can wait for each other (pytorch issue 119797)."""
+    """Aborts in one group call, the newest first: aborts one after the other can wait for each other (pytorch issue 119797)."""
     with contextlib.suppress(RuntimeError):  # what it complains about is being ended
         backends[0]._group_start()
         try:

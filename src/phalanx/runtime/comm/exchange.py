@@ -16,7 +16,7 @@ from phalanx.core.errors import PeerError, first_line
 from phalanx.runtime.comm.groups import Axis
 
 ALL_TO_ALL_TAG = 2**31 - 2
-"""Of the messages of an all-to-all between ranks."""
+"""Tag of the messages of an all-to-all between ranks."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Counter:
     calls: int = 0
     sent_bytes: int = 0
     waited_s: float = 0.0
-    """For which waits for them blocked this rank."""
+    """Seconds for which waits for them blocked this rank."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -103,7 +103,7 @@ class SecondGroups:
     def of(self, axis: Axis) -> dist.ProcessGroup:
         """Raises `RunError` where there is none: a forward pass has communicated over an axis that `OF_A_PASS` does not name."""
         if axis.ranks not in self.by_ranks:
-            raise RunError(f"axis {axis.name}, ranks {axis.ranks}, has no second group for a pass beside another")
+            raise RunError(f"axis {axis.name}, ranks {axis.ranks}, has no second group for an overlapped pass")
         return self.by_ranks[axis.ranks]
 
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 
 THERE_S = 2e-4
-"""To ask for a message that is there takes less; to be woken by one takes more."""
+"""Seconds within which a message that is there answers when asked for; to be woken by one takes more."""
 
 
 class Pace:
-    """Of one rank. `seconds` says how long an operation lasts, by id."""
+    """Pace of one rank. `seconds` says how long an operation lasts, by id."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from phalanx.runtime.comm.abortable import AbortableCall, run_escapable
 
 T = TypeVar("T")
 FIRST_BYTES = 8192
-"""Of a rank's value, that go with its length. Mostly that is all of it, and nobody waits for all others a second time."""
+"""Bytes of a rank's value that go with its length. Mostly that is all of it, and nobody waits for all others a second time."""
 LEAST_BYTES, OF_ALL_BYTES = 256, 1 << 20
 """Fewer of them where there are many ranks: a rank gets the first part of all."""
 
@@ -37,7 +37,7 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup | None = None, *, escape: AbortableCall | None = None) -> None:
         self.group = group
         self.escape = escape
-        """As in `Collectives`."""
+        """Way out of calls, as in `Collectives`."""
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
 
@@ -76,7 +76,7 @@ class Peers:
 
 
 def first_bytes(world: int) -> int:
-    """Of each rank's value, in the first message between so many."""
+    """Number of bytes of each rank's value in the first message between so many."""
     return max(LEAST_BYTES, min(FIRST_BYTES, OF_ALL_BYTES // world))
 
 
@@ -92,7 +92,7 @@ def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def _all_gather(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """As many bytes of every rank."""
+    """Gathers as many bytes of every rank."""
     told = torch.empty((dist.get_world_size(group), len(mine)), dtype=torch.uint8)
     dist.all_gather(list(told.unbind()), torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=group)
     return [row.numpy().tobytes() for row in told]

@@ -20,7 +20,7 @@ Place = tuple[int, Direction]
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeTime:
-    """Of one layer in one direction, in seconds, on one rank."""
+    """Times of one layer in one direction, in seconds, on one rank."""
 
     under_way_s: float
     exposed_s: float

@@ -23,7 +23,7 @@ HEARD_AT_ONCE = 32
 """Members that may be heard of in every look before the first generation; of more, looks are as much rarer."""
 TIDY_S = 60.0
 TIDY_SOON_S = 1.0
-"""Until the next generation is tidied up, where there are more."""
+"""Seconds until the next generation is tidied up, where there are more."""
 TIDY_MOST = 256
 HOSTS_S = 0.5
 """How often the beats of other hosts are read, all in one call; more often where `limit_s` is short."""
@@ -69,7 +69,7 @@ class HostAgent:
         """When the first of those that wait to join was ready; 0: none waits."""
         self._dead: dict[str, Lost] = {}
         self._told_dead: set[str] = set()
-        """Of those, whom this life of the service knows of although it has no generation."""
+        """Those whom this life of the service knows to be dead although it has no generation."""
         self._untold: list[Lost] = []
         self._leaving: dict[str, str] = {}
         self._stop = ""
@@ -83,7 +83,7 @@ class HostAgent:
         """Life of the service, and the generation in it that is to be tidied up next."""
         self._tidy_s = 0.0
         self._forgot: set[str] = set()
-        """Of the dead, those whose words were deleted."""
+        """Those of the dead whose words were deleted."""
         self._forget_s = 0.0
         self._watched_s = 0.0
         """When other hosts were looked at last."""
@@ -247,7 +247,7 @@ class HostAgent:
             self._tell_deaths(membership)
         strangers = [m.uid for m in newest.members if m.host == self.host and m.uid not in self._own]
         if strangers:  # this host came back before anyone missed it
-            newest = self._put_out(membership, strangers, "its host began anew") or newest
+            newest = self._put_out(membership, strangers, "its host restarted") or newest
         if self._stop:
             membership.keys.put("stop", self._stop)
         if self.finished is None and not self._stop:
@@ -404,7 +404,7 @@ class HostAgent:
                 self._others[host] = (beat, now)
             elif now - known[1] > self.limit_s:
                 uids = [m.uid for m in self.newest.members if m.host == host]
-                self._put_out(membership, uids, f"host {host} said nothing for {now - known[1]:.1f} s")
+                self._put_out(membership, uids, f"host {host} was silent for {now - known[1]:.1f} s")
 
     def others_alive(self) -> bool:
         """Whether another host still speaks (asked at the end, when only this one keeps the service)."""

@@ -95,7 +95,7 @@ CALL_S = 2.0
 PROBE_S = 0.5
 EPOCH = "epoch"
 NEVER = timedelta(days=20)
-"""As long as a wait at a TCPStore can last (31 bits of milliseconds)."""
+"""Longest wait at a TCPStore (31 bits of milliseconds)."""
 
 CANCEL_WAIT = bytes([12])
 """What a client of a TCPStore sends when the time of its wait has ended (`QueryType` in torch's TCPStoreBackend.hpp, 2.0 to 2.13). Where another version
@@ -126,7 +126,8 @@ class Keys(Protocol):
         """The value, or None where there is none."""
 
     def values(self, keys: Sequence[str]) -> list[str | None]:
-        """Of each key what `get` says, in a number of calls that hardly depends on how many they are. For keys that nobody deletes meanwhile."""
+        """Values of all keys, each as `get` says it, in a number of calls that hardly depends on how many they are. For keys that
+        nobody deletes meanwhile."""
 
     def put(self, key: str, value: str) -> None:
         """Write; returns when the service has it."""
@@ -144,8 +145,8 @@ class Keys(Protocol):
         """
 
     def hear(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
-        """As `wait`, for who waits for one key again and again and nearly always in vain: where the service can tell by itself that a key is there, it is asked
-        once in each call. For one thread of the process."""
+        """Waits as `wait` does, for who waits for one key again and again and nearly always in vain: where the service can tell by
+        itself that a key is there, it is asked once in each call. For one thread of the process."""
 
     def listed(self, prefix: str) -> list[str]:
         """Names of all keys that begin so, sorted."""
@@ -401,7 +402,7 @@ SUMS = "store-sum/"
 
 
 class KeysStore(dist.Store):
-    """As much of a store as gloo and `init_process_group` use."""
+    """Store with as many verbs as gloo and `init_process_group` use."""
 
     def __init__(self, keys: Keys, *, timeout_s: float = WAIT_S) -> None:
         super().__init__()

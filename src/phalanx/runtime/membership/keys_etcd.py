@@ -29,7 +29,7 @@ SLOWER = 5
 HISTORY_S = 300.0
 """Old versions are kept for so long, for whoever else watches this etcd (Kubernetes keeps its own for as long)."""
 MAX_OPERATIONS = 100
-"""In one transaction (etcd allows 128 unless it is told otherwise)."""
+"""Most operations in one transaction (etcd allows 128 unless it is told otherwise)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class EtcdKeys:
         self.prefix = f"phalanx/{run}/"
         self._lost = ""
         self._revision = 0
-        """Of etcd as a whole, when it answered last."""
+        """Revision of etcd as a whole, when it answered last."""
         self._revisions: list[tuple[float, int]] = []
         """What it was when `tidy` was called."""
         self._lock = threading.Lock()

@@ -197,7 +197,7 @@ def _take_part(name: str, lighthouse: str, *, address: str, lease_s: float, tell
 
 
 def _beat(torchft: Any, name: str, lighthouse: str) -> None:
-    """Without heartbeats a lighthouse takes a member that waits for a quorum for dead."""
+    """Sends heartbeats, without which a lighthouse takes a member that waits for a quorum for dead."""
     client = None
     while True:
         try:
@@ -243,7 +243,8 @@ def keep_while_named(
     stop: Collection[signal.Signals],
     tell: Callable[[str], None],
 ) -> None:
-    """Until one of `stop`, which must be blocked, arrives: keep a store at `address` whenever the lighthouse's quorums name this program."""
+    """Keeps a store at `address` whenever the lighthouse's quorums name this program, until one of `stop`, which must be blocked,
+    arrives."""
     where = f"{address.host}:{address.port}"
     name = f"{socket.gethostname()}:{address.port}-{secrets.token_hex(3)}"
     keeps = _Keeps(Tenure(name, lease_s), address, tell)

@@ -52,7 +52,7 @@ class Body(Protocol):
         """Apply what was reduced. Needs nobody else."""
 
     def too_slow(self) -> Mapping[str, str]:
-        """After a commit: members that the run is to go on without, and why, as all that were in the step know."""
+        """Names, after a commit, members that the run is to go on without, and why, as all that were in the step know."""
 
     def abort(self) -> None:
         """Drop what was reduced, whole or in part."""
@@ -60,7 +60,7 @@ class Body(Protocol):
     def hand_over(self, stay: Sequence[str]) -> bool:
         """Some members leave: give what only they hold to those that `stay`, over the groups that all are still in. Collective.
 
-        False on all where it could not be done although nobody was lost: then nobody leaves.
+        False on all where it could not be done although no rank was lost: then nobody leaves.
         """
 
     def close(self, *, stopped: bool) -> None:
@@ -83,7 +83,7 @@ class Reformed(Event):
     uid: str
     generation: int
     life: str
-    """Of the service: `Generation.epoch`."""
+    """Life of the service: `Generation.epoch`."""
     members: int
     why: str
     at_s: float
@@ -322,7 +322,7 @@ class _Loop:
         same = [t for s, t in self.failures if s == self.body.step]
         if len(same) >= SAME_FAILURES and not self.agent.broken():
             raise RunError(
-                f"step {self.body.step + 1} failed {len(same)} times although nobody was lost: {same[-1]}\n{where}"
+                f"step {self.body.step + 1} failed {len(same)} times although no rank was lost: {same[-1]}\n{where}"
             )
         return True
 

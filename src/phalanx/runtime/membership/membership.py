@@ -66,12 +66,12 @@ class Generation:
     epoch: str
     """Life of the service in which it was decided."""
     members: tuple[Member, ...]
-    """In the order of their ranks: those of the generation before keep theirs, new ones follow."""
+    """Members in the order of their ranks: those of the generation before keep theirs, new ones follow."""
     minimum: int = 1
     left: tuple[tuple[str, int], ...] = ()
     """Those that went out of the run in good health, after a hand-over, and the generation that was the first without each: `KEPT` generations back."""
     why: str = ""
-    """In words, for people."""
+    """Reason in words, for people."""
     lost_s: float = 0.0
     """When whoever proposed it knew that somebody is lost (seconds since the epoch); 0: nobody is."""
     forgotten: bool = False
@@ -117,9 +117,9 @@ class Announcement:
 
     member: Member
     plan_hash: str
-    """Of what it runs; all members must have the same."""
+    """Hash of the plan that it runs; all members must have the same."""
     version: str
-    """Of the code, likewise."""
+    """Version of the code, likewise."""
     last: Generation | None = None
     """The newest generation that it was a member of."""
     data: dict[str, Any] = field(default_factory=dict)
@@ -376,6 +376,6 @@ class FirstRule:
 
 
 def _order(member: Member) -> tuple[str, list[tuple[int, str]]]:
-    """By host, then by slot, numbers as numbers."""
+    """Sorting key by host, then by slot, numbers as numbers."""
     parts = member.uid.split(".")
     return member.host, [(int(p), "") if p.isdecimal() else (0, p) for p in parts]

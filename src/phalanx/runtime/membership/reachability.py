@@ -51,7 +51,7 @@ class ReachabilityProbe:
     """Where others can knock. Use from any thread."""
 
     def __init__(self, service_host: str, service_port: int) -> None:
-        """On the address by which this machine reaches the service."""
+        """Opens the door on the address by which this machine reaches the service."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((service_host, service_port))  # sends nothing
             own = probe.getsockname()[0]
@@ -76,7 +76,7 @@ def door_key(uid: str) -> str:
 
 @dataclass(frozen=True)
 class Answers:
-    """Of doors."""
+    """Answers of doors."""
 
     silent: frozenset[str]
     """Nobody answers: out of reach."""
@@ -85,14 +85,15 @@ class Answers:
 
 
 def knock_at(keys: Keys, uids: Sequence[str], *, own: str, over: Callable[[], bool] = lambda: False) -> Answers:
-    """At the doors of members, as far as they have one."""
+    """Knocks at the doors of members, as far as they have one."""
     others = [uid for uid in uids if uid != own]
     doors = zip(others, keys.values([door_key(uid) for uid in others]), strict=True)
     return knock({uid: door for uid, door in doors if door is not None}, over=over)
 
 
 def knock(doors: Mapping[str, str], *, limit_s: float = KNOCK_S, over: Callable[[], bool] = lambda: False) -> Answers:
-    """At all at once; for `limit_s` at most, and only until somebody refuses or `over` says that nobody asks any more (then nobody is called silent)."""
+    """Knocks at all at once; for `limit_s` at most, and only until somebody refuses or `over` says that nobody asks any more (then
+    nobody is called silent)."""
     waiting: dict[int, tuple[str, socket.socket]] = {}
     codes: dict[str, int] = {}
     poll = select.poll()
@@ -131,7 +132,8 @@ def _propose_gone(keys: Keys, generation: Generation, answers: Answers) -> bool:
 
 
 def agree_who_goes(keys: Keys, generation: Generation, *, own: str, over: Callable[[], bool] = lambda: False) -> bool:
-    """Of a generation that broke, or could not be formed: knock, tell, hear the others, propose. False where all doors answer, so that nobody has to go.
+    """Agrees who goes from a generation that broke, or could not be formed: knock, tell, hear the others, propose. False where all
+    doors answer, so that nobody has to go.
 
     `over`: there is a newer generation already.
     """

@@ -168,10 +168,10 @@ class GroupEpoch:
     ) -> None:
         self.generation, self.uid = generation, uid
         self.uids = tuple(uids) or generation.uids
-        """In the order of their ranks."""
+        """Uids in the order of their ranks."""
         self.rank, self.size = self.uids.index(uid), len(generation.members)
         self.reports = tuple(sorted(reports, key=lambda report: self.uids.index(report.uid)))
-        """Of all members, in the order of their ranks."""
+        """Reports of all members, in the order of their ranks."""
         self.begun = False
         """Whether a step of the run was ever committed: then nobody may begin anew."""
         self.sockets = Sockets(far=far)
@@ -287,7 +287,8 @@ def form(
 
 
 def _reports(generation: Generation, keys: Keys) -> list[MemberReport]:
-    """Of all members, who have written them before the barrier let anybody through. Raises `PeerError` where some are gone."""
+    """Reports of all members, who have written them before the barrier let anybody through. Raises `PeerError` where some are
+    gone."""
     texts = keys.values(ready_keys(generation))
     reports = [MemberReport(**json.loads(text)) for text in texts if text is not None]
     if len(reports) < len(texts):

@@ -40,7 +40,7 @@ class StoreProcess:
     address: TcpService
     ended: bool = False
     lease: int = -1
-    """Through which the process hears until when it may go on; -1: for ever."""
+    """Descriptor through which the process hears until when it may go on; -1: for ever."""
 
     def reap(self) -> bool:
         """Whether it has ended; its status is collected."""
@@ -156,7 +156,7 @@ class AnyService:
 
     @property
     def host(self) -> str:
-        """Of the one that answered last: names of the others may not resolve any more."""
+        """Host of the one that answered last: names of the others may not resolve any more."""
         return self.services[0].host
 
     @property
@@ -204,8 +204,8 @@ def expect_service(service: Service, where: str, *, wait_s: float, tell: Callabl
     if stopped is not None or stop is not None:
         state = "was stopped" if stopped is not None else "is being stopped"
         raise RunError(
-            f"the membership service at {where} serves a run that {state} ({stop or 'without a reason'}), and remembers it: nobody takes part any more. "
-            "Start another service, or in etcd use another name; the same command then goes on from the newest checkpoint"
+            f"the membership service at {where} serves a run that {state} ({stop or 'without a reason'}), and remembers it: no member is left. "
+            "Start another service, or in etcd use another name; the same command then continues from the newest checkpoint"
         )
     return first is not None
 

@@ -57,7 +57,7 @@ class SupervisorSettings:
     wanted: int
     """Members of the whole run when it begins."""
     minimum: int = 1
-    """With fewer members the run waits."""
+    """The run waits while it has fewer members."""
     heartbeat_s: float = 0.1
     limit_s: float = 3.0
     """A worker, or a host, that says nothing for so long is put out."""
@@ -121,9 +121,9 @@ class RespawnsUsedUp(Event):
 
     host: str
     started: int
-    """In the place of others, all that `SupervisorSettings.respawns` allows."""
+    """Number started in the place of others, all that `SupervisorSettings.respawns` allows."""
     uid: str
-    """Of the worker whose place stays empty."""
+    """Uid of the worker whose place stays empty."""
     why: str
     """What ended it."""
 
@@ -167,24 +167,28 @@ class Supervisor:
         """Slots whose worker was too slow, and until when they stay empty."""
         self.started = 0
         self.deaths: Counter[int] = Counter()
-        """Of each slot since the last step, but for workers that were refused: what they missed says nothing of the next one."""
+        """Deaths of each slot since the last step, but for workers that were refused: what they missed says nothing of the next
+        one."""
         self.faults = 0
         """Those among them that nobody outside has caused."""
         self.stops = 0
         self.codes: list[int] = []
         self.error: PhalanxError | None = None
         self._cause: PhalanxError | None = None
-        """Of the first worker that ended with an error since the last step: what its successors say follows from it."""
+        """Error of the first worker that ended with one since the last step: what its successors say follows from it."""
         self._told_to_stop = False
         self._back_at_s = 0.0
         self._short_since_s = 0.0
         self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> int:
-        """Until all workers have ended; the exit code. Raises `RunError` where the run cannot go on. Call it from the main thread.
+        """Runs until all workers have ended; returns the exit code. Raises `RunError` where the run cannot go on. Call it from the
+        main thread.
 
-        0: the run is over, or this host has left it in good order. 130: stopped at once. Else that of a worker that failed, or 128 + the signal that killed one whose place
-        stayed empty (what it held was not handed over), as a shell says it, or `PUT_OUT` where the others put one out whose place stayed empty.
+        0: the run is over, or this host has left it in good order. 130: stopped at once. Else that of a worker that failed, or 128
+        + the signal that killed one whose place
+        stayed empty (what it held was not handed over), as a shell says it, or `PUT_OUT` where the others put one out whose place
+        stayed empty.
         """
         with self._listening():
             gc.freeze()
@@ -252,7 +256,7 @@ class Supervisor:
             if "announced" in words:
                 self.host_agent.announced(worker.member)
             if "leave" in words:
-                self.host_agent.leave([worker.uid], "was told to leave")
+                self.host_agent.leave([worker.uid], "was asked to leave")
             if "rest" in words:
                 self.rests[worker.slot] = time.monotonic() + self.settings.rest_s
             if "begun" in words:
@@ -310,7 +314,7 @@ class Supervisor:
         most = self.settings.respawns
         if self.started < self.settings.slots + most:
             return False
-        why = worker.cause() if worker.ended else "said nothing for too long"
+        why = worker.cause() if worker.ended else "was silent for too long"
         text = f"host {self.settings.host}: slot {worker.slot} stays empty ({why}): {most} new workers were started in the place of others, and no more are"
         print(text, file=sys.stderr, flush=True)
         self.tell(RespawnsUsedUp(host=self.settings.host, started=most, uid=worker.uid, why=why))
@@ -333,7 +337,7 @@ class Supervisor:
             silent_s = now - worker.heard_s
             if not worker.put_out and silent_s > self.settings.limit_s:
                 worker.put_out = now
-                self.host_agent.died(worker.uid, f"said nothing for {silent_s:.1f} s")
+                self.host_agent.died(worker.uid, f"was silent for {silent_s:.1f} s")
                 if not self.stops and self._is_used_up(worker):
                     self.codes.append(-signal.SIGKILL)
                 elif not self.stops:
@@ -390,7 +394,7 @@ class Supervisor:
         )
 
     def _end_run(self, error: PhalanxError) -> None:
-        """On all hosts. Nobody leaves alone, so that those who are left save together what they hold."""
+        """Ends the run on all hosts. Nobody leaves alone, so that those who are left save together what they hold."""
         self.error, self.stops = error, max(self.stops, 1)
         self.host_agent.stop(str(error).splitlines()[0])
         self._end_joiners()
@@ -435,7 +439,7 @@ class Supervisor:
         self.tell(MemberStarted(uid=uid, host=self.settings.host, slot=slot, pid=worker.pid, at_s=now_s()))
 
     def _work(self, member: Member, pipe: int) -> int:
-        """In the forked process."""
+        """Does the worker's part in the forked process."""
         for fd in (self._wake, self._waker):
             os.close(fd)
         with WorkerAgent(member, self.service, pipe=pipe, settings=self.settings.agent) as agent:
@@ -494,9 +498,10 @@ class Supervisor:
 
 
 def exit_code(codes: Sequence[int], *, finished: bool, over: bool) -> int:
-    """Of a host whose workers that nobody replaced ended with `codes`, below 0: by that signal.
+    """Exit code of a host whose workers that nobody replaced ended with `codes`, below 0: by that signal.
 
-    `finished`: all steps are done, so whoever is killed is missed by nobody. `over`: they are, or the run was stopped, so nobody can come back to it.
+    `finished`: all steps are done, so whoever is killed is missed by nobody. `over`: they are, or the run was stopped, so nobody
+    can come back to it.
     """
     failed = [code for code in codes if code > 0 and code != STALE_CODE]
     killed = [128 - code for code in codes if code < 0 and not finished]

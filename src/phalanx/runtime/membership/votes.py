@@ -26,7 +26,8 @@ from phalanx.runtime.membership.membership import Generation
 Then = Literal["go on", "next", "leave", "stop"]
 """What all members do after a commit: another step, the next generation (somebody joins), hand over what those hold that leave, or end the run."""
 SLICE_S = 0.02
-"""After so long a member that waits for a decision counts the votes again, and then after twice as long each time, up to `LAST_SLICE_S`."""
+"""Seconds after which a member that waits for a decision counts the votes again, and then after twice as long each time, up to
+`LAST_SLICE_S`."""
 LAST_SLICE_S = 1.0
 BLOCK = 16
 """Members that count each other's votes; of more members, the last one of each block to vote says so for it, so that what all ask grows as their number does."""

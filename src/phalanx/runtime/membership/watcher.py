@@ -42,7 +42,7 @@ class End:
     step: int
     """Steps committed."""
     generation: int
-    """In which the last one was."""
+    """Generation in which the last one was."""
 
     @property
     def text(self) -> str:
@@ -85,7 +85,7 @@ class AgentSettings:
 
     heartbeat_s: float = 0.1
     timeout_s: float = 600.0
-    """Of collectives. Nobody waits for it when a peer dies."""
+    """Timeout of collectives. Nobody waits for it when a peer dies."""
     meet_s: float = 60.0
     """How long members of a generation may take to become ready for it."""
     vote_s: float = 600.0
@@ -99,7 +99,7 @@ class AgentSettings:
 
 
 def too_few(generation: Generation, waited_s: float) -> TooFewMembers:
-    """For whom a run waits."""
+    """Message that says whom a run waits for."""
     return TooFewMembers(
         f"{len(generation.members)} members ({', '.join(generation.uids) or 'nobody'}) and the run needs {generation.minimum}; "
         f"waited {waited_s:g} s for more. What was committed is safe"
@@ -110,7 +110,8 @@ WATCH_S = 0.25
 """How long the watching thread waits at a time; a new generation wakes it at once."""
 AGAIN_S = 0.05
 STUCK_S = 120.0
-"""On a device: the worker's own thread has this long to come back from a team that was aborted. Else it is in a call that only the end of the process ends."""
+"""Seconds that the worker's own thread has, on a device, to come back from a team that was aborted. Else it is in a call that only
+the end of the process ends."""
 
 
 class MembershipWatcher:
@@ -164,7 +165,7 @@ class MembershipWatcher:
     # -- what was heard, for the worker's own thread
 
     def told_s(self, generation: Generation) -> float:
-        """From when the supervisor knew of a loss until this member did; 0 where nobody is lost."""
+        """Seconds from when the supervisor knew of a loss until this member did; 0 where nobody is lost."""
         seen_s = self._seen_s.get(generation.number, 0.0)
         return max(0.0, seen_s - generation.lost_s) if seen_s and generation.lost_s else 0.0
 

@@ -96,7 +96,7 @@ class Worker:
         return found
 
     def cause(self) -> str:
-        """In words."""
+        """Cause in words."""
         if self.status is None:
             return "still runs"
         if os.WIFSIGNALED(self.status):

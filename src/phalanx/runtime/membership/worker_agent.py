@@ -247,7 +247,7 @@ class WorkerAgent(MembershipWatcher):
                 Membership(keys).propose_leave(list(leavers), next(iter(leavers.values())), known, given_to=given_to)
 
     def kept(self) -> None:
-        """A hand-over failed although nobody was lost: those that are to leave stay for now."""
+        """A hand-over failed although no rank was lost: those that are to leave stay for now."""
         self._wishes_s = time.monotonic() + WISH_AGAIN_S
 
     def _leaving_of(self, generation: Generation) -> dict[str, str]:

@@ -154,7 +154,7 @@ def _gather(dispatcher: Dispatcher, counts_CE: torch.Tensor, op_prefix: str) -> 
 
 
 def _cut_capacity(call: MoeCall, dispatcher: Dispatcher, kept_TK: torch.Tensor | None, chunks: int) -> list[_Part]:
-    """Of the rows that each expert gets from this rank, fill rows among them, a share in each chunk; tokens are not cut."""
+    """Cuts the rows that each expert gets from this rank, fill rows among them, a share in each chunk; tokens are not cut."""
     parts = []
     first = 0
     for number, rows in enumerate(chunk_sizes(dispatcher.static_rows(len(call.x_TH)), chunks)):

@@ -49,7 +49,7 @@ from phalanx.plan.moe import (
 from phalanx.runtime.comm import Collectives, Groups, traced
 
 FILL = -1
-"""In an index: nothing is here (a fill row, a dropped pair)."""
+"""Marks an entry of an index that stands for nothing (a fill row, a dropped pair)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,7 +316,7 @@ class Dispatcher:
     def static_share(
         self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None, *, places: range
     ) -> tuple[DispatchPlan, SendList]:
-        """Of the rows that every expert gets from this rank in padded mode, those numbered `places`."""
+        """Share of the rows that every expert gets from this rank in padded mode, those numbered `places`."""
         assert kept_TK is not None  # the static policies drop
         num_rows = len(places)
         plan = plan_static_dispatch(num_rows, self.slots_G, ep=self.ep.size, etp=self.etp.size)

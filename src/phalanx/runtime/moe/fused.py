@@ -103,7 +103,8 @@ class FusedMemory:
 
     @contextmanager
     def beside(self, device: torch.device) -> Iterator[None]:
-        """On a device what is launched inside runs beside what is launched after, on the multiprocessors that this leaves; on a host it has been run by then."""
+        """Runs what is launched inside, on a device, beside what is launched after, on the multiprocessors that this leaves; on a
+        host it has been run by then."""
         if device.type != "cuda":
             yield
             return

@@ -144,7 +144,7 @@ def _outgoing(
     num_tokens: int,
     per_token: bool,
 ) -> list[Outgoing]:
-    """By rank of the group; ranks with slices of the same slots get the same."""
+    """Tiles that go out, by rank of the group; ranks with slices of the same slots get the same."""
     rows_G = dispatch.rows_PG[plan.rank]
     per_rank = len(rows_G) // dispatcher.ep.size
     lists: list[tuple[torch.Tensor, Sequence[int], torch.Tensor | None]] = []
@@ -324,7 +324,7 @@ class _Arrive(torch.autograd.Function):
 
 
 def _places(geometry: Geometry, plan: RankPlan, op: TileOp) -> list[TilePlace]:
-    """Of the tiles that an operation multiplies."""
+    """Places of the tiles that an operation multiplies."""
     if op.kind in ("first_all", "second_all"):
         return geometry.of_slot[op.part]
     tiles = plan.tiles_of_part(op.peer, op.part)

@@ -41,14 +41,14 @@ class ExchangePath:
     dots: dict[int, tuple[torch.Tensor, Exchange]] = field(default_factory=dict)
     sent: list[Exchange] = field(default_factory=list)
     entries: list[torch.Tensor] = field(default_factory=list)
-    """By source: the entries that come (for this rank itself: the tokens)."""
+    """Entries that come, by source (for this rank itself: the tokens)."""
     sums_b: list[torch.Tensor] = field(default_factory=list)
-    """By block: partial sums of this rank's tokens, rank by rank, in coming order."""
+    """Partial sums of this rank's tokens, by block, rank by rank, in coming order."""
     own_dots: torch.Tensor | None = None
     passing: HostWay | None = None
     """What this rank passes on as a gateway."""
     rounds: RoundMessages | None = None
-    """On a device: what posts the messages, round by round."""
+    """Poster of the messages on a device, round by round."""
 
 
 class InFlightExchange:
@@ -58,9 +58,9 @@ class InFlightExchange:
     recompute: bool
     later: Target | None = None
     streams: Streams | None = None
-    """Of a device."""
+    """Streams of a device."""
     columns: Sequence[int]
-    """Of each block of what comes back."""
+    """Columns of each block of what comes back."""
     way: ExchangePath | None = None
     """What is under way now."""
 
@@ -78,7 +78,7 @@ class InFlightExchange:
     ) -> None:
         self.per_token, self.ways = per_token, ways
         self.lines = outs if ways is None else ways.lines
-        """By rank: what goes to it and comes back from it in messages of this rank's entries."""
+        """What goes to each rank and comes back from it in messages of this rank's entries."""
         self.comms, self.axis, self.top_k = dispatcher.comms, dispatcher.ep_etp, dispatcher.top_k
         self.own, self.outs, self.num_tokens = self.axis.index, outs, num_tokens
         self.plan, self.prefix = plan, op_prefix
@@ -173,7 +173,7 @@ class InFlightExchange:
         found = {self.own: own.entries, **dict(zip(self.others, come, strict=True))}
         self.ins = [found[source] for source in range(len(tables))]
         self.index = [entries.going_of_row for entries in self.ins]
-        """By source: the entry of each row."""
+        """Entry of each row, by source."""
         self.index[self.own] = torch.div(own.pairs, self.top_k, rounding_mode="floor")
         self.row_weights: list[torch.Tensor] = []
         for source, table in enumerate(tables):
@@ -299,7 +299,7 @@ class InFlightExchange:
         )
 
     def _way_in(self, source: int) -> int:
-        """From whom a source's entries come, and to whom their sums go."""
+        """Whom a source's entries come from, and whom their sums go to."""
         return source if self.ways is None else self.ways.way_in(source)
 
     def _tag_in(self, source: int, kind: str, part: int, block: int = 0) -> int:
@@ -320,7 +320,7 @@ class InFlightExchange:
             way.sent.append(self._send(sums, op.peer, tag, self._leg_id(way, "coming")))
 
     def place_rows(self, geometry: Geometry) -> None:
-        """By source: the padded rows of each coming entry, slots ascending."""
+        """Padded rows of each coming entry, by source, slots ascending."""
         self.row_places: list[torch.Tensor] = []
         self.padded_row: list[torch.Tensor] = []
         for source, entries in enumerate(self.ins):

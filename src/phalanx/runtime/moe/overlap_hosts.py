@@ -50,7 +50,7 @@ from phalanx.runtime.moe.overlap_lists import (
 Post = Callable[[torch.Tensor, int, int, str], Exchange]
 """(tensor, peer, tag, id of the operation)."""
 _FIRST_TAG = 1 << 26
-"""Of messages about another rank's rows; those between a rank and a source have smaller ones."""
+"""First tag of messages about another rank's rows; those between a rank and a source have smaller ones."""
 _MOST_BLOCKS = 64
 
 
@@ -59,13 +59,13 @@ class HostWay:
     """What a gateway has under way in one direction of one pass."""
 
     entries: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By source: what it has for this host."""
+    """What each source has for this host."""
     arriving: dict[tuple[int, int], Exchange] = field(default_factory=dict)
-    """By (source, part)."""
+    """Exchanges that bring them, by (source, part)."""
     sums_b: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """By source, then block: partial sums of this host's ranks, rank by rank, each in its coming order."""
+    """Partial sums of this host's ranks, by source, then block, rank by rank, each in its coming order."""
     coming: dict[tuple[int, int, int], list[Exchange]] = field(default_factory=dict)
-    """Of those, by (source, part, block)."""
+    """Exchanges of those, by (source, part, block)."""
 
 
 @dataclass(eq=False)
@@ -75,12 +75,12 @@ class _Passed:
     whole: Outgoing
     """Its entries for this host."""
     picked: dict[int, torch.Tensor]
-    """By rank: which of them it gets, in its going order."""
+    """Which of them each rank gets, in its going order."""
     entries: dict[int, Entries]
     places_NC: torch.Tensor
-    """Of the coming entries of the whole: which rows of the partial sums make it up."""
+    """Rows of the partial sums that make up each coming entry of the whole."""
     base: dict[int, int]
-    """By rank: where its partial sums begin."""
+    """Where each rank's partial sums begin."""
     num_sums: int
 
 
@@ -100,7 +100,7 @@ class Gateways:
         self.outs = outs
         nothing = Outgoing(*(outs[self.own].pairs[:0],) * 3, Entries(*(outs[self.own].pairs[:0],) * 2, 0, (), ()))
         self.lines = [out if self.is_near(peer) else nothing for peer, out in enumerate(outs)]
-        """By rank: what this rank sends it, for itself or for its host, and what comes back from there."""
+        """What this rank sends each rank, for itself or for its host, and what comes back from there."""
         for through in gateways(self.hosts, self.own):
             there = members(self.hosts, self.hosts[through])
             tokens = [torch.div(outs[peer].pairs, top_k, rounding_mode="floor") for peer in there]
@@ -109,7 +109,7 @@ class Gateways:
             self.lines[through] = host_outgoing(torch.cat(tokens), torch.cat(parts), most)
 
     def is_near(self, peer: int) -> bool:
-        """On this host."""
+        """Whether the rank is on this host."""
         return self.hosts[peer] == self.hosts[self.own]
 
     def way_in(self, source: int) -> int:
@@ -117,7 +117,7 @@ class Gateways:
         return source if self.is_near(source) else gateway(self.hosts, source, self.hosts[self.own])
 
     def tag(self, kind: int, source: int, part: int = 0, block: int = 0) -> int:
-        """Of a message inside this host about rows of `source`. `kind` 0: table, 1: entries, 2: sums."""
+        """Tag of a message inside this host about rows of `source`. `kind` 0: table, 1: entries, 2: sums."""
         return _FIRST_TAG + ((part * _MOST_BLOCKS + block) * self.plan.size + source) * 3 + kind
 
     def _tiles(self, source: int, rank: int) -> tuple[tuple[Tile, ...], tuple[int, ...]]:
@@ -171,7 +171,7 @@ class Gateways:
         return coming, going
 
     def _pass_on(self, source: int, table: torch.Tensor) -> dict[int, torch.Tensor]:
-        """By rank of this host: its table; and remember which entries it gets."""
+        """Gives each rank of this host its table, and remembers which entries it gets."""
         device = table.device
         sizes = [sum(self.rows[source][rank // self.etp]) for rank in self.here]
         places = table[:, 0].to(torch.int64)

@@ -35,7 +35,7 @@ class Entries:
     """int64 (n,): the same among the coming ones."""
     num: int
     ends_going: tuple[int, ...]
-    """By part: how many entries have gone with it and those before."""
+    """Number of entries that have gone with each part and those before."""
     ends_coming: tuple[int, ...]
 
     def going(self, part: int) -> slice:

@@ -11,7 +11,7 @@ from phalanx.runtime.comm import Collectives
 
 
 class TilePace:
-    """Of one pass of one layer on one rank; without a pace it does nothing."""
+    """Pace of one pass of one layer on one rank; without one it does nothing."""
 
     def __init__(self, comms: Collectives, op_id: str, plan: RankPlan) -> None:
         self._pace, self._id, self._plan = comms.pace if comms.trace else None, op_id, plan

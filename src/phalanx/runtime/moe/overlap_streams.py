@@ -34,7 +34,7 @@ class RoundMessages:
         self._rounds, self._streams, self._comms, self._axis, self._op_id = rounds, streams, comms, axis, op_id
         self._round_of = {leg: at for at, one in enumerate(rounds) for leg in one.legs}
         self._tensors: dict[MessageEnd, torch.Tensor] = {}
-        """Of rounds that have not left."""
+        """Tensors of rounds that have not left."""
         self._given: set[MessageEnd] = set()
         self._missing = [len(one.legs) for one in rounds]
         self._posted: list[Posted | None] = []

@@ -57,7 +57,7 @@ ROWS = (16, 64, 128, 256, 512)
 REPEATS = 3
 TRIES = 3
 _UNKNOWN = OverlapCost(latency_s=0.0, bytes_per_s=math.inf, flops_by_rows=((1, 1e9),))
-"""With messages that take no time nothing is worth overlapping: serial order."""
+"""Costs where messages take no time and nothing is worth overlapping: serial order."""
 LAYERS = (
     TileSchedule(),
     FINE,
@@ -73,7 +73,7 @@ class Calibrated:
 
     cost: OverlapCost
     median_error: float
-    """Of the layers that it was fitted to."""
+    """Median error of the layers that it was fitted to."""
     chooser: Chooser
     every: int
     """Passes between two looks."""
@@ -220,7 +220,7 @@ def _shape(x_TH: torch.Tensor, experts: ExpertWeights, shared_ffn: int) -> Layer
 
 
 def _key(dispatcher: Dispatcher, shape: LayerShape, dtype: torch.dtype) -> str:
-    """Of machine, group, shape and type. Tokens of a rank in powers of two: batches differ."""
+    """Key of machine, group, shape and type. Tokens of a rank in powers of two: batches differ."""
     rounded = replace(shape, tokens=1 << max(shape.tokens - 1, 0).bit_length())
     facts = (platform.node(), dispatcher.ep_etp.ranks, asdict(rounded), str(dtype), dispatcher.top_k, TILE_ROWS, LAYERS)
     return "overlap-" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
@@ -297,7 +297,7 @@ def _ring(dispatcher: Dispatcher, size: int, device: torch.device) -> None:
 
 
 _TAG = 1 << 20
-"""Of no message of a layer."""
+"""Tag of no message of a layer."""
 
 
 def _finish(dispatcher: Dispatcher) -> None:

@@ -68,7 +68,7 @@ class ExactRouted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CoarseRouted:
-    """In chunks of tokens."""
+    """Runs the routed experts in chunks of tokens."""
 
     dispatcher: Dispatcher
     kernels: Impl
@@ -90,9 +90,9 @@ class TiledRouted:
     lanes: Lanes
     schedule: TileSchedule
     per_token: bool | None
-    """As of `run_overlapped`."""
+    """Whether entries are per token, as in `run_overlapped`."""
     hosts: Sequence[int] | None
-    """By position in `ep_etp`."""
+    """Host of each position in `ep_etp`."""
 
     def __call__(self, call: MoeCall) -> tuple[torch.Tensor, torch.Tensor]:
         return run_overlapped(
@@ -113,7 +113,7 @@ class TunedRouted:
     lanes: Lanes
     tuner: Tuner
     hosts: Sequence[int] | None
-    """By position in `ep_etp`."""
+    """Host of each position in `ep_etp`."""
     shared_ffn: int
     micro_tokens: int
 
@@ -131,7 +131,7 @@ class TunedRouted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FusedRouted:
-    """By kernels that compute while they receive and send."""
+    """Runs the routed experts by kernels that compute while they receive and send."""
 
     dispatcher: Dispatcher
     memory: FusedMemory

@@ -87,7 +87,8 @@ class CudaStreams:
 
 
 def streams_of(comms: Collectives, device: torch.device) -> Streams | None:
-    """Of the device whose messages go by `comms`, made at the first call; None on a host. What is set as `comms.message_streams` before is taken."""
+    """Streams of the device whose messages go by `comms`, made at the first call; None on a host. What is set as
+    `comms.message_streams` before is taken."""
     if comms.message_streams is None and device.type == "cuda":
         comms.message_streams = CudaStreams(device)
     found: Streams | None = comms.message_streams

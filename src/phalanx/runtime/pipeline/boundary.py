@@ -81,7 +81,7 @@ class Boundary:
         return self.lane
 
     def stream(self) -> torch.cuda.Stream | None:
-        """For transfers beside passes, where the device has streams."""
+        """Stream for transfers beside passes, where the device has streams."""
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def empty(self, transfer: Transfer) -> torch.Tensor:
@@ -122,7 +122,7 @@ class Landing:
 
 
 def landing(tensor: torch.Tensor, leg: BoundaryMessage) -> Landing:
-    """For a message into `tensor`: the place itself where it lies in one piece."""
+    """Buffer for a message into `tensor`: the place itself where it lies in one piece."""
     views = tuple(tensor[box.slices()] for box in leg.parts)
     if len(views) == 1 and views[0].is_contiguous():
         return Landing(views[0], ())

@@ -67,7 +67,7 @@ class Passes(Protocol):
         """Gradients of weights and inputs; returns those of the inputs. `d_outputs` is empty on the last stage."""
 
     def input_gradient(self, stage: int, microbatch: int, d_outputs: Tensors) -> Tensors:
-        """As `backward`, but the gradients of weights may be deferred until `weight_gradient`."""
+        """Does what `backward` does, but the gradients of weights may be deferred until `weight_gradient`."""
 
     def weight_gradient(self, stage: int, microbatch: int) -> None:
         """What `input_gradient` deferred."""
@@ -126,9 +126,9 @@ class _Executor:
         self.ready: dict[Transfer, torch.Tensor] = {}
         """Made here and not yet sent or handed over."""
         self.coming: dict[Transfer, tuple[Arrival, threading.Event | None]] = {}
-        """With the event that a lane sets where it takes the transfer in."""
+        """Transfers that come, with the event that a lane sets where it takes the transfer in."""
         self.going: deque[tuple[Exchange, list[Message]]] = deque()
-        """With the messages, whose tensors must live until they are sent."""
+        """Exchanges under way, with the messages, whose tensors must live until they are sent."""
         self.lanes: dict[tuple[Edge, Direction], EdgeLane] = {}
         self.stream = boundary.stream()
 

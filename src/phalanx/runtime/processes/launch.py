@@ -160,7 +160,7 @@ class _Child:
     report: int
     """Read end of the pipe through which the rank says what went wrong."""
     status: int | None = None
-    """As `os.waitpid` gives it; None while it runs."""
+    """Status as `os.waitpid` gives it; None while it runs."""
 
     @property
     def failed(self) -> bool:
@@ -304,7 +304,7 @@ class _Watch:
         if isinstance(report, PhalanxError):
             raise report
         text = str(report).rstrip() if report is not None else f"it ended with exit code {child.code}"
-        raise RunError(f"rank {child.rank} failed; the other ranks were ended\n{text}")
+        raise RunError(f"rank {child.rank} failed; the other ranks were stopped\n{text}")
 
 
 def _distance(report: PhalanxError | str | None) -> int:
@@ -321,8 +321,8 @@ def _killed(child: _Child) -> str:
         name = f"signal {child.signal}"
     why = " (was the machine out of memory? `dmesg` says so)" if child.signal == signal.SIGKILL else ""
     return (
-        f"rank {child.rank} (process {child.pid}) was killed by {name}{why}; the other ranks were ended. "
-        "The same command goes on from the newest checkpoint"
+        f"rank {child.rank} (process {child.pid}) was killed by {name}{why}; the other ranks were stopped. "
+        "The same command continues from the newest checkpoint"
     )
 
 

@@ -129,7 +129,7 @@ class _Sides:
         dtype = self.dtype.get(name, self.dtype.get(""))
         found = next((t.dtype for t in (x, out) if t is not None), dtype)
         if found is None:
-            rule, hint = f"rank {rank} has no tensor that would tell the type of the elements", "give dtype="
+            rule, hint = f"rank {rank} has no tensor that shows the type of the elements", "give dtype="
             raise PlanError([Problem(where=f"{name}.dtype", value=None, rule=rule, hint=hint)], subject="what is moved")
         wrap = isinstance(x, DTensor) and not isinstance(target, TensorLayout)
         return _Item(
@@ -207,7 +207,7 @@ def _local(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _device(items: Sequence[_Item]) -> torch.device | None:
-    """Of the destination: where the source is, or where its mesh says."""
+    """Device of the destination: where the source is, or where its mesh says."""
     for item in items:
         if item.local is not None:
             return item.local.device

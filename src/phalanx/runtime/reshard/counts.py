@@ -44,7 +44,7 @@ def gather_counts(
 def host_counts(
     told: dict[int, tuple[int, tuple[MovePart, ...]]], *, moves: Sequence[Move], hosts: Hosts
 ) -> list[HostCount]:
-    """From what each rank says: bytes, and the parts that they were."""
+    """Counts by host, made of what each rank says: bytes, and the parts that they were."""
     entered: dict[int, int] = defaultdict(int)
     parts: dict[int, list[MovePart]] = defaultdict(list)
     for rank, (nbytes, found) in told.items():

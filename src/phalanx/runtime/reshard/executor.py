@@ -57,13 +57,13 @@ class ReshardReport:
     sent_bytes: int
     received_bytes: int
     entered_bytes: int
-    """Of those received: from other hosts."""
+    """Bytes of those received that came from other hosts."""
     entered: tuple[MovePart, ...]
     """What they were, a part each time that it came in."""
     staging_peak_bytes: int
     staging_limit_bytes: int
     sums_peak_bytes: int
-    """Beside staging: sums under way and terms that wait for their turn."""
+    """Peak bytes beside staging: sums under way and terms that wait for their turn."""
     seconds: float
 
 

@@ -48,7 +48,7 @@ class PartPiece(NamedTuple):
 
     store: Store
     number: int
-    """Of the move, or of the rank's sum."""
+    """Number of the move, or of the rank's sum."""
     local: Box
     within: Box
 
@@ -73,7 +73,7 @@ class Step(NamedTuple):
     nbytes: int
     placed: tuple[Placed, ...]
     needs: tuple[int, ...]
-    """Of a message that is sent: numbers of the steps that bring what it carries."""
+    """Numbers of the steps that bring what a message that is sent carries."""
     reads: tuple[int, ...]
     """Sums that it carries parts of."""
 
@@ -114,7 +114,7 @@ class RankProgram:
 
     @property
     def largest_bytes(self) -> int:
-        """Of a message."""
+        """Largest number of bytes of a message."""
         return max((s.nbytes for s in self.steps), default=0)
 
 

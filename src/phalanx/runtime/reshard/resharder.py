@@ -42,7 +42,7 @@ class PlanOptions:
     staging_bytes: int | None = None
 
     def words(self) -> dict[str, Any]:
-        """As arguments of `plan_reshard`, what was not given left out."""
+        """Arguments of `plan_reshard`, what was not given left out."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -137,7 +137,7 @@ class Resharder:
         return dest
 
     def refuse(self, op_id: str = "reshard") -> None:
-        """In place of `move`: tell the others that this rank cannot, before its caller raises why."""
+        """Tells the others, in place of `move`, that this rank cannot, before its caller raises why."""
         _ = self.hosts
         self._compare(REFUSED, op_id)
 

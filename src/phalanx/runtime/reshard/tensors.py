@@ -25,7 +25,7 @@ class RankTensors:
     def __init__(self, plan: Plan, program: RankProgram, *, source: Tensors, dest: Tensors) -> None:
         self.program, self.source, self.dest = program, source, dest
         self.usage = Usage()
-        """Of the sums."""
+        """Usage of the sums."""
         self._copies = iter(program.copies)
         self.sums = [
             BoxSum(

@@ -1,24 +1,33 @@
-"""From the gradients that autograd makes to the reduced gradient of each logical parameter.
+"""Leads from the gradients that autograd makes to the reduced gradient of each logical parameter.
 
 Carries out `plan.layout.flat_layouts` (which parameter lies where in a family's flat buffer, how it is sharded) and the rules in it
 (`plan.folding.GRADIENT_RULES`: which groups add up which family). Decides nothing, holds no divisor: every reduction is a sum.
 
     backward of micro-batch 0     hook copies each gradient into the family's flat buffer, param.grad is freed at once
     backward of micro-batch 1..   hook adds it
-    final(names)                  the next gradient of these parameters is their last: a buffer that is complete so starts its reduction at
+    final(names)                  the next gradient of these parameters is their last: a buffer that is complete so starts its
+    reduction at
                                   once, while the backward pass goes on
     reduce()                      parameters without a gradient read zero; sum over each group of the rule: the one that shards the
-                                  optimizer state reduce-scatters, the others all-reduce; what was started is waited for. Experts with replicas
-                  are summed over their holders, each element by one of them (`runtime/state/holders.py`). Where others keep a copy of this rank's
-                  shard, an all-reduce gives each what it keeps, or the sum goes on to them (`plan/layout/shard_copies.py: sums_whole`)
+                                  optimizer state reduce-scatters, the others all-reduce; what was started is waited for. Experts
+                                  with replicas
+                  are summed over their holders, each element by one of them (`runtime/state/holders.py`). Where others keep a copy
+                  of this rank's
+                  shard, an all-reduce gives each what it keeps, or the sum goes on to them (`plan/layout/shard_copies.py:
+                  sums_whole`)
     square_sum()                  this rank's share of the squared global norm, every logical element counted once
 
-A family that has nothing to add up (one micro-batch, groups of one rank) is *borrowed*: its gradients stay the tensors that autograd
-made, in their own type, and go to the optimizer without a copy. That is every family of a run on one rank, and the experts wherever edp = 1.
-In exact mode none is: all gradients are added up in fixed point (`_Fixed`), and the sums become numbers again after the last reduction.
+A family that has nothing to add up (one micro-batch, groups of one rank) is *borrowed*: its gradients stay the tensors that
+autograd
+made, in their own type, and go to the optimizer without a copy. That is every family of a run on one rank, and the experts
+wherever edp = 1.
+In exact mode none is: all gradients are added up in fixed point (`_Fixed`), and the sums become numbers again after the last
+reduction.
 
-Must never change: parameters and optimizer state are not touched here, so a step can be abandoned after any line of this file. Reductions start
-in one fixed order on all ranks (an expert without tokens makes one rank's buffer complete late), which is why a buffer waits for those before it.
+Must never change: parameters and optimizer state are not touched here, so a step can be abandoned after any line of this file.
+Reductions start
+in one fixed order on all ranks (an expert without tokens makes one rank's buffer complete late), which is why a buffer waits for
+those before it.
 """
 
 from __future__ import annotations
@@ -353,7 +362,7 @@ class _Flat:
         return comms.start_all_reduce(self.flat, axis, op_id=op_id)
 
     def _keep_evidence(self) -> None:
-        """Before an in-place reduction spreads a NaN to all ranks, note which parameters have one here (no host sync)."""
+        """Notes, before an in-place reduction spreads a NaN to all ranks, which parameters have one here (no host sync)."""
         if self.sums is None:
             self.sums = [view.sum() for view in self.views]
 

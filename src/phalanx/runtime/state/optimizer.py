@@ -28,7 +28,7 @@ from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.runtime.state.holders import HolderSums
 
 _TAG = 8
-"""Of messages of published parameters, so that they meet one another only."""
+"""Tag of messages of published parameters, so that they meet one another only."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,8 @@ class FamilyState:
 
     @cached_property
     def pieces(self) -> tuple[tuple[FlatPiece, int, bool], ...]:
-        """Of what is kept, the same for masters and both moments: boxes of parameters, where each begins, and whether it is this rank that writes it."""
+        """Pieces of what is kept, the same for masters and both moments: boxes of parameters, where each begins, and whether it is
+        this rank that writes it."""
         return tuple(
             (piece, at, is_writer)
             for start, stop, is_writer in _written(self.layout)
@@ -131,7 +132,7 @@ class ShardedState:
         self.is_published = True
 
     def restore(self, comms: Collectives) -> None:
-        """After `boxes()` were filled from a checkpoint: round the masters and publish them."""
+        """Rounds the masters and publishes them, after `boxes()` were filled from a checkpoint."""
         for state in self.families.values():
             state.round_masters()
         self.publish(comms)
@@ -150,7 +151,8 @@ class ShardedState:
         return out
 
     def _is_primary(self, layout: FlatLayout) -> bool:
-        """Of the ranks along the rule's replicas, the first one writes; shards of one group differ, so all of them do."""
+        """Whether this rank writes: of the ranks along the rule's replicas the first one does; shards of one group differ, so all
+        of them do."""
         rule = layout.rule
         groups = [name for name in rule.replicas if layout.num_shards == 1 or name != rule.shard_over]
         return all(self.groups.axis(name).index == 0 for name in groups)

@@ -12,7 +12,7 @@ from phalanx.plan.layout import FlatLayout
 from phalanx.runtime.comm import Collectives, Exchange, Groups, Message
 
 _TAG = 7
-"""Of these messages, so that they meet one another only."""
+"""Tag of these messages, so that they meet one another only."""
 
 
 class ShardCopies:

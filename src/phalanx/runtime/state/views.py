@@ -53,7 +53,7 @@ class ShardView:
 
 
 def shard_views(state: ShardedState, kind: str) -> dict[str, ShardView]:
-    """By parameter: this rank's `master`, `exp_avg` or `exp_avg_sq`."""
+    """This rank's `master`, `exp_avg` or `exp_avg_sq` of each parameter."""
     return {
         name: view
         for family in state.families.values()
@@ -62,7 +62,8 @@ def shard_views(state: ShardedState, kind: str) -> dict[str, ShardView]:
 
 
 def views_of(layout: FlatLayout, kept: torch.Tensor) -> dict[str, ShardView]:
-    """By parameter, of (kept_length,) elements that lie as what the rank keeps. Raises `ValueError` where the state of experts is sharded over their holders: their parts are no shards."""
+    """Views of (kept_length,) elements, by parameter, that lie as what the rank keeps. Raises `ValueError` where the state of
+    experts is sharded over their holders: their parts are no shards."""
     if layout.scattered is not None:
         raise ValueError("the state of experts is sharded over their holders: it has no views")
     runs = layout.kept_runs
@@ -73,7 +74,7 @@ def views_of(layout: FlatLayout, kept: torch.Tensor) -> dict[str, ShardView]:
 
 
 def _parts(kept_runs: Sequence[tuple[int, int]], begin: int, end: int) -> list[ShardPart]:
-    """Of the local tensor that is `[begin, end)` of the buffer."""
+    """Parts of the local tensor that is `[begin, end)` of the buffer."""
     out, at = [], 0
     for first, stop in kept_runs:
         lo, hi = max(first, begin), min(stop, end)

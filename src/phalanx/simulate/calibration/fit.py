@@ -33,7 +33,7 @@ WIDTH = {"bf16": 2, "fp32": 4}
 _SHARES = np.linspace(0.05, 1, 96)
 """Shares of a peak that are tried."""
 HALF_BYTES = 1.0
-"""Of an alpha-beta link: its latency alone says how fast small messages are."""
+"""Half-speed bytes of an alpha-beta link: its latency alone says how fast small messages are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class TimedAttention:
 
     @property
     def flops(self) -> float:
-        """Of a forward pass, causal half counted."""
+        """FLOP of a forward pass, causal half counted."""
         return 2.0 * self.seq**2 * self.heads * self.dim
 
 
@@ -90,7 +90,7 @@ class HostTimes:
 
     threads: int
     memory_bytes: float
-    """Of each rank."""
+    """Memory bytes of each rank."""
     copy_bytes_per_s: float
     launch_s: float
     products: tuple[TimedProduct, ...]
@@ -105,7 +105,7 @@ class Measurements(HostTimes):
 
     title: str
     ranks: int
-    """Of a host, that were measured together."""
+    """Number of ranks of a host that were measured together."""
     links: tuple[TimedCollective, ...]
     hosts: int = 1
 
@@ -297,7 +297,7 @@ class _Fit:
     # ---- how well it fits --------------------------------------------------------------------------------------------------
 
     def errors(self, hardware: Hardware) -> dict[str, Error]:
-        """By kind: of the formulas with the fitted constants."""
+        """Errors of the formulas with the fitted constants, by kind."""
         bare = without_tables(hardware)
         oracles = {kind: Oracle(bare, kind) for kind in WIDTH}
         bandwidth = oracles["bf16"].bytes_per_s
@@ -381,7 +381,7 @@ def _times(x: TimedCollective) -> float:
 
 
 def _share(x: TimedCollective) -> float:
-    """Of the bytes, what leaves a rank."""
+    """Share of the bytes that leaves a rank."""
     return 1.0 if x.what == "send" else (x.ranks - 1) / x.ranks
 
 
@@ -415,7 +415,7 @@ def _alpha_beta(rows: Sequence[TimedCollective]) -> tuple[float, float]:
 
 
 def error_of(rows: Sequence[tuple[float, float, str]]) -> Error:
-    """Of (predicted, measured, what it is)."""
+    """Error of (predicted, measured, what it is)."""
     wrong = [(abs(predicted / measured - 1), what) for predicted, measured, what in rows]
     worst, what = max(wrong)
     return Error(len(rows), statistics.median(error for error, _ in wrong), worst, what)
@@ -428,7 +428,7 @@ def without_tables(hardware: Hardware) -> Hardware:
 
 
 def _row(p: TimedProduct) -> list[float]:
-    """Of a table of the file."""
+    """One row of a table of the file."""
     return [p.m, p.n, p.k, *([p.groups] if p.groups > 1 else []), p.seconds]
 
 

@@ -30,7 +30,7 @@ _Row = TypeVar("_Row", TimedProduct, TimedAttention, TimedStream)
 
 @dataclass(frozen=True, kw_only=True)
 class HostRows(HostTimes):
-    """Of one host of several."""
+    """Rows of one host of several."""
 
     name: str
 
@@ -74,8 +74,8 @@ def combined(
 
 
 def apart(hosts: Sequence[HostRows]) -> list[str]:
-    """In what hosts are no equals, as a person reads it: kinds of work that the slowest takes more than `MOST_APART` times as long for as the fastest (median over rows), and
-    threads."""
+    """How far hosts are from being equals, as a person reads it: kinds of work that the slowest takes more than `MOST_APART` times
+    as long for as the fastest (median over rows), and threads."""
     told = []
     for kind, of_host in _by_kind(hosts).items():
         ratio = {

@@ -39,7 +39,7 @@ class Practice:
     """How long a save stops the job (not how long it takes to reach the disk)."""
     detect_s: float = 60.0
     restart_s: float = 300.0
-    """From the detection of a failure to the first step, from a checkpoint."""
+    """Seconds from the detection of a failure to the first step, from a checkpoint."""
     repair_s: float = 20.0
     """The same from replicas: membership, plan, transfer."""
     survival: float = 1.0
@@ -47,11 +47,11 @@ class Practice:
     repair_host_s: float = 0.0
     """Time until the lost host is replaced; until then a job with replicas runs without it."""
     minimum_hosts: int = 1
-    """With fewer hosts a job with replicas waits."""
+    """A job with replicas waits while it has fewer hosts."""
     share: Callable[[int], float] | None = None
-    """Of full speed with so many hosts, which make no whole mapping perhaps; 0: they wait. None: the hosts' own share."""
+    """Share of full speed with so many hosts, which make no whole mapping perhaps; 0: they wait. None: the hosts' own share."""
     pace: float = 1.0
-    """Of the job with its slow ranks, over the usual one."""
+    """Pace of the job with its slow ranks, over the usual one."""
     put_out: tuple[tuple[float, float], ...] = ()
     """(when, pace from then on): with replicas a slow host is put out, and replaced as a lost one is. Nothing is lost, and nobody waits to detect it."""
 
@@ -93,7 +93,7 @@ def practice_problems(practice: Practice) -> list[Problem]:
         )
     for pace in (practice.pace, *(pace for _, pace in practice.put_out)):
         if not 0 < pace < math.inf:
-            rule = "must be above 0: 1 is that of a job with nobody slow"
+            rule = "must be above 0: 1 is that of a job without slow ranks"
             out.append(Problem(where="goodput.pace", value=pace, rule=rule, hint="use 1"))
     if not 0 <= practice.survival <= 1:
         out.append(Problem(where="goodput.survival", value=practice.survival, rule="is a probability", hint="use 1"))
@@ -172,7 +172,7 @@ class _Job:
 
     @property
     def pace(self) -> float:
-        """Over the usual one, of as many hosts."""
+        """Pace of as many hosts, over the usual one."""
         return self.practice.put_out[self.gone - 1][1] if self.gone else self.practice.pace
 
     @property
@@ -208,7 +208,7 @@ class _Job:
                 heapq.heappush(self.out, self.down_until + p.repair_host_s)
 
     def advance(self, until: float) -> None:
-        """To an event, at one speed."""
+        """Advances to an event, at one speed."""
         span, speed = until - self.now, self.speed
         if speed:
             self._work(span, speed)

@@ -44,11 +44,12 @@ class HostsLeft:
         return straggler_rule(self.recipe, self.planner)
 
     def ranks(self, hosts: int) -> int:
-        """Of so many hosts."""
+        """Number of ranks of so many hosts."""
         return max(0, self.cluster.world - (self.cluster.hosts - hosts) * self.cluster.hardware.ranks_per_host)
 
     def folding(self, hosts: int) -> Folding | None:
-        """With which so many hosts go on; None: they wait, for the run needs more (`resilience.minimum`), no mapping is so small, or it would not fit."""
+        """Folding with which so many hosts go on; None: they wait, for the run needs more (`resilience.minimum`), no mapping is so
+        small, or it would not fit."""
         if hosts not in self._known:
             self._known[hosts] = self._folding(hosts)
         return self._known[hosts]
@@ -82,7 +83,7 @@ class HostsLeft:
         )
 
     def share(self, hosts: int) -> float:
-        """Of full speed: that of the ranks that compute, the others being idle."""
+        """Share of full speed: that of the ranks that compute, the others being idle."""
         folding = self.folding(hosts)
         return 0.0 if folding is None else folding.world / self.cluster.world
 

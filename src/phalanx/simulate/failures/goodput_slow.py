@@ -22,7 +22,7 @@ from phalanx.simulate.step import Prediction
 
 @dataclass(frozen=True, kw_only=True)
 class SlowHosts:
-    """Of a job on a cluster, whose paces are over that of the job with nobody slow."""
+    """Slow hosts of a job on a cluster, whose paces are over that of the job with nobody slow."""
 
     pace: float
     put_out: tuple[tuple[float, float], ...]
@@ -63,7 +63,7 @@ def slow_hosts(prediction: Prediction, stragglers: Stragglers, rule: StragglerRu
 
 
 def _step_s(prediction: Prediction, factors: NDArray[np.float64]) -> float:
-    """With these paces of all ranks."""
+    """Seconds of a step with these paces of all ranks."""
     slow = tuple((int(rank), float(factors[rank])) for rank in np.flatnonzero(factors > 1.0))
     fast = factors < 1.0
     if not slow and not fast.any():

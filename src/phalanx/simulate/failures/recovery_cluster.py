@@ -69,7 +69,8 @@ def cluster_constants(hardware: Hardware, *, communicator_s: float = COMMUNICATO
 def host_lost(
     prediction: Prediction, *, going_on: Folding | None = None, communicator_s: float = COMMUNICATOR_S
 ) -> RecoveryTime:
-    """From when a host is known to be lost to the next step of the job without it. Of the fullest stage, for the others wait for it.
+    """Seconds from when a host is known to be lost to the next step of the job without it. Of the fullest stage, for the others
+    wait for it.
 
     `going_on`: the mapping of those that are left, some of them idle perhaps; None: all of them compute, by the mapping before.
     """

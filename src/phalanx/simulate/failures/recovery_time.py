@@ -35,7 +35,8 @@ DECIDE_TRIPS = 4
 MEET_TRIPS = 6
 """Decision of the broken step, report (put and looked at), reports of others read, "begun" asked for, vote."""
 GATHERS = 5
-"""Of small objects among all members: checkpoint folder, plans with checksums, hash of the moves, checksums again, micro-batches agreed."""
+"""Gathers of small objects among all members: checkpoint folder, plans with checksums, hash of the moves, checksums again,
+micro-batches agreed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +46,13 @@ class Constants:
     cores: float
     """Processors that the ranks of a host share; infinite: each has its own."""
     exit_s: float
-    """From SIGKILL until a supervisor knows, of a small process."""
+    """Seconds from SIGKILL until a supervisor knows, for a small process."""
     exit_s_per_byte: float
     """More for each byte that the process held."""
     trip_s: float
     """There and back to the membership service."""
     look_s: float
-    """Between two looks of somebody who waits for a key."""
+    """Seconds between two looks of somebody who waits for a key."""
     drop_s: float
     """Old groups and what refers to them."""
     meet_s: float
@@ -66,7 +67,7 @@ class Constants:
     tensor_s: float
     """A parameter tensor with its module, gradient and state."""
     build_s_per_byte: float
-    """Of parameters and state that are laid out, in memory that the process had before."""
+    """Seconds per byte of parameters and state that are laid out, in memory that the process had before."""
     fresh_s_per_byte: float
     """More where the memory is new to the process."""
     sum_s: float
@@ -90,7 +91,7 @@ class RankRecoveryWork:
 
     tensors: int
     parameter_bytes: int
-    """In the compute type."""
+    """Bytes of parameters in the compute type."""
     state_bytes: int
     """Master weights and both moments."""
     held_bytes: int
@@ -113,11 +114,11 @@ class RecoveryWork:
     """All that a new generation has to do, counted in its plan."""
 
     hash: str
-    """Of the decision; a running member tells the same one."""
+    """Hash of the decision; a running member tells the same one."""
     folding: Folding
     lost: int
     members: int
-    """Of one machine: those that share its processors, if all are on it."""
+    """Number of members on one machine: those that share its processors, if all are on it."""
     groups: int
     """Process groups beside the world's, that a rank waits for."""
     planned: int
@@ -129,12 +130,13 @@ class RecoveryWork:
 
     @property
     def moved_bytes(self) -> int:
-        """To all ranks together."""
+        """Bytes that move to all ranks together."""
         return sum(rank.received_bytes for rank in self.ranks)
 
 
 def recovery_work(planner: RecoveryPlanner, plan: GenerationPlan, *, lost: int, itemsize: int) -> RecoveryWork:
-    """Of the generation of `plan`, which `planner` made, `lost` members fewer than before. `itemsize`: bytes of a parameter in the compute type."""
+    """Work of the generation of `plan`, which `planner` made, `lost` members fewer than before. `itemsize`: bytes of a parameter
+    in the compute type."""
     moves = plan.moves
     reshard, everyone = plan_reshard(moves, _hosts_of(plan)), range(len(plan.members))
     cut = {m.name: cells(h.box for side in (m.src, m.dst) for of in side.held for h in of) for m in plan.params}
@@ -228,11 +230,11 @@ class RecoveryTime:
 
     @property
     def seconds(self) -> float:
-        """From the death to the next committed step on all members."""
+        """Seconds from the death to the next committed step on all members."""
         return sum(self.phases.values())
 
     def explain(self) -> str:
-        """In a line."""
+        """Says it in a line."""
         parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in self.phases.items())
         return f"{format_seconds(self.seconds)} to the next step of {self.members} members ({self.folding}), {format_bytes(self.moved_bytes)} moved: {parts}"
 

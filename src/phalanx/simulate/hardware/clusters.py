@@ -30,7 +30,7 @@ _NAME = re.compile(r"(?P<name>[a-z0-9][a-z0-9-]*?)x(?P<ranks>[0-9]+)", re.IGNORE
 
 
 DEVICE_HOP_S = 9e-7
-"""Of devices whose file does not say it: H100's (`h100.toml`, inside.hop_s)."""
+"""Hop seconds of devices whose file does not say it: H100's (`h100.toml`, inside.hop_s)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,12 @@ class Hardware:
     measured_between: tuple[tuple[str, int, int, float, float], ...] = ()
     """(collective, ranks, hosts that they are on, bytes, seconds) between hosts; `hosts` divides `ranks`."""
     fp32_flops_per_s: float | None = None
-    """Of products in float32 without the tensor cores' TF32, as runs make them; None where nobody says it."""
+    """FLOP/s of products in float32 without the tensor cores' TF32, as runs make them; None where nobody says it."""
     fp32_efficiency: float | None = None
     inside_hop_s: float | None = None
-    """Of each further step of a ring or chain inside a host; None: `hop_s` says what stands for it."""
+    """Seconds of each further step of a ring or chain inside a host; None: `hop_s` says what stands for it."""
     threads: int | None = None
-    """Of a rank that computes on processors; None for a device."""
+    """Threads of a rank that computes on processors; None for a device."""
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -177,7 +177,7 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "between": ("bytes_per_s", "efficiency", "latency_s"),
 }  # fmt: skip
 _OPTIONAL_OF: Mapping[str, tuple[str, ...]] = {"inside": ("hop_s",)}
-"""Of sections: what a file may leave out, for which `Hardware` knows what stands."""
+"""What a file may leave out of each section, for which `Hardware` knows what stands."""
 _OPTIONAL = {"fp8_flops_per_s": None, "fp8_efficiency": 0.57, "fp32_flops_per_s": None, "fp32_efficiency": None}
 _MEASURED = {
     "gemm": (3, "[m, n, k, seconds]"),

@@ -81,7 +81,7 @@ class Network:
         return self._ring("all_gather", whole, span)
 
     def reduce_scatter(self, whole: float, span: GroupSpan) -> float:
-        """As many bytes as an all-gather, the other way."""
+        """Moves as many bytes as an all-gather, the other way."""
         return self._ring("reduce_scatter", whole, span)
 
     def _ring(self, name: str, whole: float, span: GroupSpan) -> float:
@@ -104,7 +104,8 @@ class Network:
         return max(fast, slow)
 
     def _known(self, name: str, span: GroupSpan, num_bytes: float, formula: Callable[[float], float]) -> float:
-        """From the table of these links, if it has such a collective of so many ranks on so many hosts; else by the formula."""
+        """Seconds from the table of these links, if it has such a collective of so many ranks on so many hosts; else by the
+        formula."""
         h = self.hardware
         if span.hosts == 1:
             knots = _knots(h.measured_links, name, span.size)

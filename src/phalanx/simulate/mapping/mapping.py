@@ -26,7 +26,8 @@ Recompute = Literal["none", "core", "half", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """What a recipe can say. `core` (scores of unfused attention alone) and `half` (every other product) are of published runs only."""
 Precision = Literal["bf16", "fp8", "fp32"]
-"""Of products. fp32 is that of everything: parameters, activations and messages are twice as wide as with the other two."""
+"""Precision of products. fp32 is that of everything: parameters, activations and messages are twice as wide as with the other
+two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +41,9 @@ class Overlap:
     ep: Literal["none", "chunks", "pair", "tiles", "fine", "auto", "fused"] = "none"
     """Dispatch and combine: bare, beside experts in chunks, beside the opposite pass of another micro-batch, tile by tile, or by fused kernels (as `dispatch.overlap` names it)."""
     tiles: str = ""
-    """Of `tiles`: its schedule, as `dispatch.overlap` writes it behind the colon; empty: serial order."""
+    """Schedule of `tiles`, as `dispatch.overlap` writes it behind the colon; empty: serial order."""
     chunks: int = 4
-    """Of tokens, in which `chunks` divides dispatch, experts and combine."""
+    """Number of parts of the tokens into which `chunks` divides dispatch, experts and combine."""
     paired: bool = False
     """Chunks or tiles run beside the opposite pass of another micro-batch as well (`pair` alone: whole layers do)."""
     left_free: int | None = None
@@ -74,7 +75,7 @@ class Mapping:
     sharding: Literal["none", "optimizer", "parameters"] = "optimizer"
     """Nothing, ZeRO-1, or parameters, gradients and optimizer all sharded and gathered for each micro-batch."""
     reshard_after_forward: bool = False
-    """With sharded parameters: gather them for each pass of each micro-batch and reduce its gradients at once; else once a step."""
+    """Gather sharded parameters for each pass of each micro-batch and reduce its gradients at once; else once a step."""
     shard_over_cp: bool = True
     """Sharded parameters are spread over the ranks of cp as well as over those of dp."""
     gradient_bytes: Literal[2, 4] = 4
@@ -93,9 +94,10 @@ class Mapping:
     stage_layers: tuple[int, ...] | None = None
     """Layers of each virtual stage; None: as a run divides them, by cost."""
     extra_warmup: tuple[int, ...] | None = None
-    """Of an eager schedule: forwards ahead of 1F1B, by rank (None: the most)."""
+    """Forwards of an eager schedule ahead of 1F1B, by rank (None: the most)."""
     shares: Literal["equal", "any"] = "equal"
-    """Of data-parallel ranks: equal, or as a fixed set of micro-batches divides (`core/samples.py`): some then have one less, and idle for it."""
+    """Shares of data-parallel ranks: equal, or as a fixed set of micro-batches divides (`core/samples.py`): some then have one
+    less, and idle for it."""
     holders: int = 1
     """Hosts that keep each shard of the optimizer state, in an elastic run."""
     votes: bool = False
@@ -122,7 +124,7 @@ class Mapping:
 
     @property
     def item_bytes(self) -> int:
-        """Of an element of parameters, activations and messages."""
+        """Bytes of an element of parameters, activations and messages."""
         return 4 if self.precision == "fp32" else 2
 
     @property
@@ -138,7 +140,7 @@ class Mapping:
     # ---- rows of experts
 
     def tokens(self, job: Job) -> float:
-        """Of a rank and micro-batch."""
+        """Tokens of a rank and micro-batch."""
         return self.micro_batch * job.seq_len / (self.folding.tp * self.folding.cp)
 
     def _capacity(self, job: Job) -> float:
@@ -220,9 +222,7 @@ class Mapping:
         """The mapping in a few lines that a person reads."""
         o = self.overlap
         beside = [name for name, on in (("dp", o.dp), ("tp", o.tp), (f"ep ({o.ep})", o.ep != "none")) if on]
-        return (
-            f"{self.label()}\n  beside computation: {', '.join(beside) or 'nothing'}; {self.precision}, {self.dispatch}"
-        )
+        return f"{self.label()}\n  overlapped with computation: {', '.join(beside) or 'nothing'}; {self.precision}, {self.dispatch}"
 
 
 @lru_cache(maxsize=64)

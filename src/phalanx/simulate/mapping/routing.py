@@ -30,7 +30,7 @@ class RouterModel:
     kind: Literal["balanced", "learned"] = "balanced"
     """balanced: forced, or capacity factor 1 with padding; learned: as the distribution says."""
     concentration: float = 8.0
-    """Of the experts' popularity in a layer: its coefficient of variation is about 1 / sqrt(concentration)."""
+    """Concentration of the experts' popularity in a layer: its coefficient of variation is about 1 / sqrt(concentration)."""
     forced: tuple[float, float] | None = None
     """Load of the fullest rank in a typical layer and in the worst, where a recipe forces it (`forced_loads`)."""
 

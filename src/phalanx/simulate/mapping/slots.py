@@ -41,11 +41,11 @@ class ExpertSlots:
     follows: bool
     """Replicas are placed by the loads of late."""
     load: float
-    """Of the fullest rank in the middle layer ..."""
+    """Load of the fullest rank in the middle layer ..."""
     most: float
     """... and in the worst of those that were drawn."""
     plain_load: float | None
-    """Of the fullest rank without replicas, the same rows; None where the experts do not divide among the ranks."""
+    """Load of the fullest rank without replicas, the same rows; None where the experts do not divide among the ranks."""
     exchange: float
     """Rows that cross hosts (on one host: ranks) to or from the busiest rank, over those of an even exchange where every rank serves all others alike."""
     held: float
@@ -76,10 +76,10 @@ class RoutedRows:
 
     routing: RouterModel
     tokens: int
-    """Of a rank and micro-batch."""
+    """Tokens of a rank and micro-batch."""
     seed: int
     forced_skew: float | None = None
-    """Of `router.force = "imbalanced"`."""
+    """Skew of `router.force = "imbalanced"`."""
     capacity: int | None = None
     padded: bool = False
 
@@ -95,7 +95,7 @@ def expert_slots(
     state: ExpertState = "whole",
     follows: bool = False,
 ) -> ExpertSlots:
-    """Of the stages that `rank` holds. Raises `PlanError` or `ConfigError` as a run does, with all problems."""
+    """Slots of the stages that `rank` holds. Raises `PlanError` or `ConfigError` as a run does, with all problems."""
     assert asked.slots_per_rank is not None
     rng = np.random.default_rng(rows.seed)
     popularity = _popularity(spec, asked, rows, rng)
@@ -175,7 +175,7 @@ def _drawn(
 
 
 def _plan(counts_PE: Ints, placement: Placement, folding: Folding, rows: RoutedRows) -> DispatchPlan:
-    """As a run's dispatcher makes it."""
+    """Plan as a run's dispatcher makes it."""
     slots, here = placement.group_slots(0).tolist(), {"ep": folding.ep, "etp": folding.etp}
     if rows.padded and rows.capacity is not None:
         return plan_static_dispatch(rows.capacity, slots, **here)

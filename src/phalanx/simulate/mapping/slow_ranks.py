@@ -23,9 +23,9 @@ from phalanx.plan.mapping import AnyFolding, Folding, StagedFolding
 from phalanx.simulate.hardware import GpuCluster
 
 DRAWS = 65
-"""Of all ranks, where paces are drawn; odd, so that there is a median."""
+"""Number of draws of all ranks, where paces are drawn; odd, so that there is a median."""
 MOST_SPREAD = 1.0
-"""Of the logarithm of paces; beyond it devices would differ by more than any two generations of them do."""
+"""Largest spread of the logarithm of paces; beyond it devices would differ by more than any two generations of them do."""
 
 Floats = NDArray[np.float64]
 _FORM = re.compile(r"(?P<what>host|rank)=(?P<which>[0-9]+(?:\.[0-9]+)?%|[0-9]+):(?P<factor>[0-9.]+)")
@@ -79,7 +79,7 @@ def straggler_problems(texts: Sequence[str], spread: float | None, cluster: GpuC
             continue
         if not 1 <= float(match["factor"]) < 1000:
             below = float(match["factor"]) < 1
-            rule = "has a factor below 1: slower ranks take longer" if below else "has a factor that nobody waits for"
+            rule = "has a factor below 1: slower ranks take longer" if below else "has a factor that has no effect"
             problems.append(Problem(where="--straggler", value=text, rule=rule, hint="try 1.2"))
         problems += _place_problems(text, match["what"], match["which"], cluster)
     if spread is not None and not 0 < spread <= MOST_SPREAD:

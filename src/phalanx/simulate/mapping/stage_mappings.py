@@ -48,7 +48,7 @@ class StagedMapping:
         return self.stages[0].schedule
 
     def num_microbatches(self, job: Job) -> int:
-        """Of each pipeline."""
+        """Number of micro-batches of each pipeline."""
         return self.stages[0].num_microbatches(job)
 
     def check(self, job: Job) -> None:

@@ -16,8 +16,9 @@ from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import forced_experts
 
 DEVIATIONS_FIRST, DEVIATIONS_LATER = 2.4, 1.0
-"""By how many standard deviations the fullest rank exceeds its even share: in the first steps, when all tokens look alike to a fresh router
-and choose much the same K experts, and later. Which ranks hold those is chance (`_deviation`), and over all layers that a rank has the root of their
+"""Number of standard deviations by which the fullest rank exceeds its even share: in the first steps, when all tokens look alike
+to a fresh router and choose much the same K experts, and later. Which ranks hold those is chance (`_deviation`), and over all
+layers that a rank has the root of their
 number brings it down. The two numbers are measured (docs/explanation/memory.md)."""
 SETTLED_STEPS = 25
 """Steps after which the balance loss has acted (the run that the two numbers were measured in)."""
@@ -30,18 +31,18 @@ class Balance:
     """Rows of the fullest rank's experts over the even share, over all layers."""
 
     first: float
-    """In the first steps, before the balance loss has acted."""
+    """Excess in the first steps, before the balance loss has acted."""
     later: float
     """When the balance loss has acted."""
     source: str
     """Why these numbers."""
     alone_first: float | None = None
-    """As `first`, in the fullest layer alone: layers vary each on its own. None: as over all layers."""
+    """Excess as `first`, in the fullest layer alone: layers vary each on its own. None: as over all layers."""
     alone_later: float | None = None
 
 
 Shares = Sequence[float]
-"""Of each expert, the share of its rows that a rank's slots take: 1 or 0 without replicas."""
+"""Share of each expert's rows that a rank's slots take: 1 or 0 without replicas."""
 
 
 def plain_shares(spec: ModelSpec, folding: Folding) -> Shares:
@@ -99,7 +100,7 @@ def expected_balance(
     together = math.sqrt(sum(of**2 for of in alone)) / layers
 
     def exceeding(times: float) -> tuple[float, float]:
-        """Over all layers, and in the layer where it is most."""
+        """Excess over all layers, and in the layer where it is most."""
         single = max(
             min(top, _even(spec, folding, of) + times * deviation)
             for top, of, deviation in zip(most, by_layer, alone, strict=True)

@@ -91,7 +91,7 @@ ATTENTION_BYTES = int(0.09 * MIB)
 """Heap of torch's attention kernel for one document length."""
 ATTENTION_CODE_BYTES = int(0.02 * MIB)
 ATTENTION_LENGTHS = 1170
-"""From this length on torch's attention finds code that it has generated for shorter ones."""
+"""Length from which on torch's attention finds code that it has generated for shorter ones."""
 MAX_PRODUCTS = 1024
 """oneDNN's cache of generated products."""
 PREPARE_BYTES = 330 * MIB

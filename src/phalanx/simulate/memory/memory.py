@@ -73,7 +73,7 @@ class Moment:
     name: str
     terms: Mapping[str, int]
     mapped: int = 0
-    """Of it, blocks that are mapped by themselves and gone with the operation."""
+    """Bytes of it in blocks that are mapped by themselves and gone with the operation."""
 
     @property
     def total(self) -> int:
@@ -173,7 +173,7 @@ class _Run:
     processor: Processor
 
     def moments(self) -> Iterator[Moment]:
-        """In the order in which they come."""
+        """Moments in the order in which they come."""
         yield self._moment("drawing the initial weights", self._drawing(), held={})
         x = self._local(1.0)
         rate = RATE_SIZES[-2] if x.item > 2 or x.widens else RATE_SIZES[-1]
@@ -226,7 +226,7 @@ class _Run:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Of this rank's pipeline stage."""
+        """Layers of this rank's pipeline stage."""
         found = {p.param.layer for layout in self.layouts.values() for p in layout.params}
         return tuple(sorted(layer for layer in found if layer is not None))
 
@@ -298,7 +298,7 @@ class _Run:
         return expected_balance(self.recipe, self.spec, stage, num_layers=len(layers), shares=shares)
 
     def _shares(self, layers: Sequence[int]) -> list[list[float]]:
-        """By layer: of each expert, its slots here over all that it has in the group."""
+        """Share of each expert, by layer: its slots here over all that it has in the group."""
         edp, ep = (self.folding.coord(self.rank, axis) for axis in ("edp", "ep"))
         found = []
         for layer in layers:
@@ -368,7 +368,8 @@ class _Run:
 
     @property
     def _fused_bytes(self) -> int:
-        """Of `dispatch.overlap = "fused"`: a place for every token of every source, there and back (`kernels/triton/symmetric.py`); flags are less than a place."""
+        """Bytes of `dispatch.overlap = "fused"`: a place for every token of every source, there and back
+        (`kernels/triton/symmetric.py`); flags are less than a place."""
         x, held = self._local(1.0), set(self.layers)
         size = x.folding.ep * x.folding.etp
         if self.recipe.dispatch.overlap != "fused" or size == 1 or not held & set(self.spec.moe_layers):
@@ -477,7 +478,7 @@ class _Run:
         yield self._moment(when + "publishing parameters", published, copy=copy, mapped=mapped)
 
     def _passes(self, x: Local) -> Iterator[PassMoment]:
-        """Of the rank's order of passes, with as many micro-batches as a step of this run has."""
+        """Passes in the rank's order, with as many micro-batches as a step of this run has."""
         place, plan = self.folding.coord(self.rank, "pp"), self.pipeline.plan(self.num_microbatches)
         passes = RankPasses(
             x=x,

@@ -137,7 +137,7 @@ class _StageKeeps:
             yield _moment("forward, the head", every + self.ends, act.head_forward(self.x))
 
     def backward(self) -> Iterator[PassMoment]:
-        """From the head down. What weight gradients need collects as far as they are deferred."""
+        """Goes backward from the head down. What weight gradients need collects as far as they are deferred."""
         x, layers = self.x, self.layers
         if self.stage.has_head:
             yield _moment("backward, the head", self.left["live"], act.head_backward(x))

@@ -41,7 +41,7 @@ class OpSpan:
 
     @property
     def seconds(self) -> float:
-        """Under way; of a rank's own work how long it lasted."""
+        """Seconds under way; of a rank's own work how long it lasted."""
         return self.end_s - self.ready_s
 
 
@@ -51,7 +51,7 @@ class ProgramTimeline:
 
     spans: tuple[tuple[OpSpan, ...], ...]
     hash: str
-    """Of the programs of all ranks."""
+    """Hash of the programs of all ranks."""
 
     @property
     def seconds(self) -> float:
@@ -74,7 +74,7 @@ class ProgramTimeline:
 
 
 def programs_hash(programs: Sequence[StepProgram]) -> str:
-    """Of the programs of all ranks: a prediction and a run with the same one do the same operations."""
+    """Hash of the programs of all ranks: a prediction and a run with the same one do the same operations."""
     return hashlib.sha256(" ".join(program.hash for program in programs).encode()).hexdigest()[:16]
 
 

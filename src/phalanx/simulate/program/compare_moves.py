@@ -30,7 +30,7 @@ class MeasuredMove:
     """The last three as in `core.events.MoveRecorded`."""
     ranks: int
     seconds: float
-    """From when the last rank began to compare plans to the last end of a message."""
+    """Seconds from when the last rank began to compare plans to the last end of a message."""
     messages: Mapping[tuple[int, str], MeasuredOp]
     """(rank, id) -> begin since that rank began to compare plans, seconds from when all who take part had posted it."""
     sent_bytes: Mapping[tuple[int, str], int]
@@ -45,9 +45,9 @@ class MoveComparison:
     generation: int
     ranks: int
     messages: int
-    """Between single ranks."""
+    """Number of messages between single ranks."""
     sent_bytes: tuple[int, int]
-    """Of all ranks, predicted and measured."""
+    """Bytes sent by all ranks, predicted and measured."""
     other_bytes: tuple[str, ...]
     """Ids of which a rank sent another number of bytes than predicted."""
     found: Comparison

@@ -19,7 +19,7 @@ from phalanx.simulate.program.clock import OpSpan, ProgramTimeline
 from phalanx.simulate.program.cost import kind_of
 
 SHORTEST = 1e-3
-"""Of a step: what takes less is in sums, but has no error of its own."""
+"""Share of a step below which an operation is in sums, but has no error of its own."""
 
 
 class MeasuredOp(NamedTuple):
@@ -72,13 +72,13 @@ class Comparison:
     sigma: float
     """Spread of the logarithm of the prediction."""
     measured_s: float
-    """Of a step, median over those that were recorded."""
+    """Seconds of a step, median over those that were recorded."""
     kinds: tuple[KindRow, ...]
     median: float
     worst: float
     worst_id: str
     begin_correlation: float
-    """Of begins, predicted and measured, over all ids of all ranks."""
+    """Correlation of begins, predicted and measured, over all ids of all ranks."""
     only_predicted: tuple[str, ...]
     only_measured: tuple[str, ...]
 
@@ -139,7 +139,7 @@ def compare(
 
 
 def medians(steps: Sequence[RecordedStep]) -> dict[tuple[int, str], MeasuredOp]:
-    """Of each id of each rank over the steps that have it."""
+    """Medians of each id of each rank over the steps that have it."""
     found: dict[tuple[int, str], list[MeasuredOp]] = {}
     for step in steps:
         for key, value in step.items():
@@ -159,7 +159,7 @@ def table_of(steps: Sequence[RecordedStep]) -> dict[str, float]:
 
 
 def _correlation(begins: NDArray[np.float64]) -> float:
-    """Of two columns; 1 where one of them has a single value, which orders nothing."""
+    """Correlation of two columns; 1 where one of them has a single value, which orders nothing."""
     if len(begins) < 2 or not begins.std(0).all():
         return 1.0
     return float(np.corrcoef(begins[:, 0], begins[:, 1])[0, 1])

@@ -16,7 +16,7 @@ from phalanx.plan.program import Op
 from phalanx.simulate.hardware import SIGMA, Cost, GroupSpan, Hardware, Network, Oracle
 
 _NUMBER = re.compile(r"(?<=[a-z])\d+(?:to\d+)?")
-"""Of a stage, chunk or skip connection."""
+"""Number of a stage, chunk or skip connection."""
 _PLACE = re.compile(r"\d+(?:to\d+)?")
 """A part of an id that is a number, or the two ranks of a message of a move."""
 MEASURED_SIGMA = 0.05

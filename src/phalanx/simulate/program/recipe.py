@@ -79,7 +79,7 @@ def _no_program(recipe: Recipe) -> list[Problem]:
             recipe.dispatch.overlap != "fused",
             "dispatch.overlap",
             "fused",
-            "simulate it without --against: rows travel inside its kernels, which programs do not tell apart",
+            "simulate it without --against: rows travel inside its kernels, which programs do not distinguish",
         ),
         (recipe.pipeline.extra_warmup != "auto", "pipeline.extra_warmup", "auto", "give the numbers that were chosen"),
     ]

@@ -129,7 +129,7 @@ class _Search:
         return self.overlaps[key]
 
     def _works(self, folding: Folding, micro: int, recompute: Recompute) -> list[float]:
-        """Of each overlap, seconds of a micro-batch that no pipeline can beat; the same whatever the pipeline."""
+        """Seconds of a micro-batch that no pipeline can beat, for each overlap; the same whatever the pipeline."""
         key = folding.tp, folding.cp, folding.ep, folding.etp, micro, recompute
         if key not in self.works:
             one = replace(self.common, folding=folding, micro_batch=micro, recompute=recompute, schedule="1f1b")

@@ -22,7 +22,8 @@ BF16_OVERLAPS: tuple[EpOverlap, ...] = ("tiles", "fused")
 """Whose products no run computes in fp8 (`dispatch.overlap`)."""
 MICRO_BATCHES = (1, 2, 4)
 MOST_TILE_RANKS = 128
-"""Of a group on devices whose layers go tile by tile: two messages for each peer in a round of more hang (`docs/explanation/overlap-gpu.md`, pytorch #174288)."""
+"""Most ranks of a group on devices whose layers go tile by tile: two messages for each peer in a round of more hang
+(`docs/explanation/overlap-gpu.md`, pytorch #174288)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Space:
     ep_overlaps: tuple[EpOverlap, ...] | None = None
     """None: `sayable_overlaps`."""
     chunks: tuple[int, ...] = (2, 4)
-    """Of overlap in chunks."""
+    """Numbers of chunks, for overlap in chunks."""
     most_virtual: int = 16
 
 

@@ -82,7 +82,7 @@ class Blocks:
     oracle: Oracle
     network: Network
     bound: bool = False
-    """Of layers tile by tile, what no plan can beat, in place of the plan on a clock."""
+    """Time of layers tile by tile that no plan can beat, in place of the plan on a clock."""
 
     @property
     def spec(self) -> ModelSpec:

@@ -73,7 +73,8 @@ def activation_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
 
 
 def _attention_bytes(job: Job, mapping: Mapping) -> float:
-    """Per token of a rank (1/T of those it attends for, with 1/T of the heads: the two cancel). `selective` drops norm outputs."""
+    """Bytes per token of a rank (1/T of those it attends for, with 1/T of the heads: the two cancel). `selective` drops norm
+    outputs."""
     s, f, item = job.spec, mapping.folding, mapping.item_bytes
     norms = item * s.hidden * (1 if mapping.recompute == "selective" else 2)
     kv = max(1.0, s.num_kv_heads / f.tp) * f.tp
@@ -96,7 +97,7 @@ def _dense_bytes(job: Job, mapping: Mapping) -> float:
 
 
 def _moe_bytes(mapping: Mapping, job: Job) -> float:
-    """With an even load; `_row_bytes` of it grow with the load."""
+    """Bytes with an even load; `_row_bytes` of it grow with the load."""
     s, item = job.spec, mapping.item_bytes
     norms = item * s.hidden * (1 if mapping.recompute == "selective" else 2)
     shared = item * s.ffn_matrices * s.shared_ffn
@@ -104,8 +105,9 @@ def _moe_bytes(mapping: Mapping, job: Job) -> float:
 
 
 def _index_bytes(mapping: Mapping, top_k: int) -> float:
-    """Of fused kernels, per token: what goes and what comes are tables with a place for every token and source, int32 or fp32, kept for the backward pass (`kernels/triton/index.py`):
-    slots and choices that go, slots and weights that come, rows of copies; tokens of entries and back."""
+    """Index bytes of fused kernels, per token: what goes and what comes are tables with a place for every token and source, int32
+    or fp32, kept for the backward pass (`kernels/triton/index.py`): slots and choices that go, slots and weights that come, rows
+    of copies; tokens of entries and back."""
     if mapping.overlap.ep != "fused":
         return 0.0
     return 4.0 * (mapping.folding.ep * (5 * top_k + 2) + top_k)
@@ -187,7 +189,7 @@ def shards(mapping: Mapping) -> tuple[int, int]:
 
 
 def kept_state(job: Job, mapping: Mapping, own: tuple[float, float]) -> tuple[float, float]:
-    """Of a rank's (dense, expert) parameters, those whose optimizer state it keeps."""
+    """Those of a rank's (dense, expert) parameters whose optimizer state it keeps."""
     by_dense, by_expert = shards(mapping)
     dense, expert = own
     if mapping.slots is not None:
@@ -201,9 +203,9 @@ class LayerBytes:
 
     moe: float
     rows: float
-    """Of `moe`: what grows with the load of the fullest rank."""
+    """Part of `moe` that grows with the load of the fullest rank."""
     load: float
-    """Of one layer, at its worst."""
+    """Load of one layer, at its worst."""
     dense: float
     moe_later: float
     """Kept until a weight gradient that was deferred."""
@@ -244,7 +246,7 @@ def states_of_ranks(mapping: Mapping, microbatches: int) -> tuple[States, ...]:
 def _plain_states(
     schedule: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None
 ) -> tuple[States, ...]:
-    """Of every rank, by its schedule's promise."""
+    """States of every rank, by its schedule's promise."""
     if pp == 1:
         return (((1, 0),),)
     extra = extra_warmup or most_extra(pp)  # an eager schedule that is told nothing takes the most
@@ -256,7 +258,7 @@ def _plain_states(
 def _split_states(
     schedule: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None
 ) -> tuple[States, ...]:
-    """Of every rank, by walking through its order; more micro-batches than three rounds repeat the steady state."""
+    """States of every rank, found by walking through its order; more micro-batches than three rounds repeat the steady state."""
     made = make_schedule(schedule, pp=pp, virtual=virtual, num_microbatches=microbatches, extra_warmup=extra_warmup)
     return tuple(_front(order) for order in made.actions)
 

@@ -31,7 +31,7 @@ from phalanx.simulate.step.tile_layer import LedgerEntries
 from phalanx.simulate.step.tile_time import FIRST_KERNELS, ROW_SMS, Direction
 
 PROBLEM_ROWS = 512
-"""Of a problem, at most (`kernels/triton/tiles.py: TileShape`)."""
+"""Most rows of a problem (`kernels/triton/tiles.py: TileShape`)."""
 INDEX_KERNELS = 122
 """Operations of `kernels/triton/layer.py` that order a layer's rows: route, pack_weights, begin and row_weights (a test counts them)."""
 
@@ -106,7 +106,7 @@ class FusedPass:
     messages_s: float
     """Both ways, at the rate of the links."""
     weights_s: float = 0.0
-    """Of `compute_s`: gradients of weights."""
+    """Part of `compute_s` for gradients of weights."""
 
     @property
     def exposed_s(self) -> float:
@@ -144,14 +144,14 @@ class FusedExperts:
         return fused_launch(sms, left_free=left_free, capacity=capacity, columns=self.job.spec.hidden)
 
     def messages(self, load: float) -> Messages:
-        """Of entries, one way."""
+        """Messages of entries, one way."""
         s, latency_s = self.job.spec, self.oracle.hardware.inside_latency_s
         sent = self.tokens * load * min(1.0, self.mapping.rows_share(self.job)) * self.row_bytes
         whole = self.network.all_to_all_dedup(sent, self.span, top_k=s.top_k, num_experts=s.num_experts)
         return Messages(link_s=max(0.0, whole - latency_s), latency_s=latency_s)
 
     def one(self, load: float, direction: Direction) -> FusedPass:
-        """Of ranks that all have `load` times the even share of the rows."""
+        """Ranks that all have `load` times the even share of the rows."""
         s, o, f, item = self.job.spec, self.oracle, self.mapping.folding, self.mapping.item_bytes
         rows = self.tokens * s.top_k * self.mapping.rows_share(self.job) * load
         slots, h, n, up = max(1, round(s.num_experts / f.ep)), s.hidden, s.expert_ffn, s.ffn_matrices - 1

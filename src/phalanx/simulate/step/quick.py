@@ -47,7 +47,7 @@ class Half(NamedTuple):
     weight_grad: float
     kernels: int
     alone: float
-    """Of `forward`: what is no communication."""
+    """Part of `forward` that is no communication."""
     again: float
     """What selective recomputation repeats."""
 
@@ -87,11 +87,11 @@ class Places:
     ranks: tuple[tuple[int, ...], ...]
     """Pipeline ranks that hold each."""
     fullest: tuple[PipelinePlace, ...]
-    """Of ranks that hold the same, those that no other exceeds in what is in flight."""
+    """Those of the ranks that hold the same that no other exceeds in what is in flight."""
 
 
 def places_of(job: Job, mapping: Mapping) -> Places:
-    """Of a pipeline, whatever else the mapping is."""
+    """Places of a pipeline, whatever else the mapping is."""
     held, states = contents(job, mapping), states_of_ranks(mapping, mapping.num_microbatches(job))
     best: dict[StageContent, list[int]] = {}
     ranks: dict[StageContent, list[int]] = {}
@@ -279,7 +279,7 @@ class QuickPredictor:
         return max(late) + max(early) + replicas.vote_s
 
     def _ends(self, mapping: Mapping, places: Places, replicas: ReplicaTraffic) -> list[StepEnds]:
-        """Of those who hold something else, once for what they depend on."""
+        """Ends of those who hold something else, once for what they depend on."""
         m = mapping
         key = m.folding, m.sharding, m.shard_over_cp, m.holders, m.slots, self._pipeline(m)
         if key not in self.ends:

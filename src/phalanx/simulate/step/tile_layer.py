@@ -71,7 +71,7 @@ class TiledExperts:
         )
 
     def passes(self, layer: TileLayer, shared: Both) -> tuple[LayerPass, LayerPass]:
-        """On the clock. `shared`: seconds of the shared expert, which computes in a gap."""
+        """Passes on the clock. `shared`: seconds of the shared expert, which computes in a gap."""
         overlap = self.mapping.overlap
         assert overlap.ep in TILE_WAYS  # the only caller asks
         setting = parse_overlap(":".join([overlap.ep, *([overlap.tiles] if overlap.tiles else [])]))

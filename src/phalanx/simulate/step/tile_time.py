@@ -72,11 +72,12 @@ TileWay = Literal["tiles", "fine", "auto"]
 TILE_WAYS: tuple[TileWay, ...] = ("tiles", "fine", "auto")
 Direction = Literal["forward", "backward"]
 TILE_ROWS = 512
-"""As `runtime/moe/overlap.py` cuts them."""
+"""Rows of a tile, as `runtime/moe/overlap.py` cuts them."""
 UNITS = MOST_BLOCKS
 """Products into which the second product of a tile is cut by columns (`kernels/cpu/tiles.py: column_units`)."""
 FIRST_KERNELS: dict[Direction, int] = {"forward": 4, "backward": 12}
-"""Of a tile, besides its products and gathers: activation and row weights, backward with sums, as `kernels/cpu/tiles.py` writes them out on a device."""
+"""Kernels of a tile, besides its products and gathers: activation and row weights, backward with sums, as `kernels/cpu/tiles.py`
+writes them out on a device."""
 ROW_SMS = 20
 """Multiprocessors of a kernel that moves rows (DeepEP)."""
 MOST_GATEWAY_RANKS = 64
@@ -89,7 +90,7 @@ class TileLayer:
 
     tokens: int
     rows: int
-    """Of a rank's tokens that go to experts: about T K."""
+    """Rows of a rank's tokens that go to experts: about T K."""
     top_k: int
     experts: int
     ep: int
@@ -101,7 +102,7 @@ class TileLayer:
     gateways: bool = False
     """Ranks of a host may pass on what comes from other hosts: on processors."""
     most_blocks: int = MOST_BLOCKS
-    """Into which the columns of a row can be cut."""
+    """Most blocks into which the columns of a row can be cut."""
 
     @property
     def size(self) -> int:
@@ -113,7 +114,7 @@ class TileLayer:
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """Of the group's ranks, which stand side by side."""
+        """Hosts of the group's ranks, which stand side by side."""
         return tuple(rank // self.ranks_per_host for rank in range(self.size))
 
     def rows_PG(self, experts: int | None = None) -> Ints:
@@ -153,7 +154,7 @@ class LayerPass:
     """Its messages on the link, both ways, one after the other."""
     schedule: TileSchedule
     weights_s: float = 0.0
-    """Of `compute_s`: gradients of weights."""
+    """Part of `compute_s` for gradients of weights."""
     beside_s: float | None = None
     """What it is longer for beside the opposite pass of another micro-batch; None: it runs alone."""
 
@@ -218,7 +219,7 @@ def plan_of(layer: TileLayer, schedule: TileSchedule, direction: Direction, *, h
 
 @lru_cache(maxsize=4096)
 def _cut(layer: TileLayer) -> tuple[Counter[int], Counter[int]]:
-    """Of the first rank: how many tiles of how many rows it computes, and slots of how many."""
+    """Cut of the first rank: how many tiles of how many rows it computes, and slots of how many."""
     mine = layer.rows_PG(layer.slots)
     joint = [] if _route(layer) == "dedup_host" else list(joint_slots(_dispatch(layer), tile_rows=TILE_ROWS)[0])
     apart = np.delete(mine, joint, axis=1)
@@ -388,7 +389,7 @@ def _pair_s(layer: TileLayer, forward: Pieces, backward: Pieces, schedule: TileS
 
 @lru_cache(maxsize=4096)
 def _chosen(layer: TileLayer, pieces: Pieces, backward: Pieces | None = None) -> TileSchedule:
-    """By the forward pass, as a run chooses; with `backward` by the pair of both."""
+    """Schedule chosen by the forward pass, as a run chooses; with `backward` by the pair of both."""
 
     def of(schedule: TileSchedule) -> float:
         if backward is None:
@@ -401,7 +402,7 @@ def _chosen(layer: TileLayer, pieces: Pieces, backward: Pieces | None = None) ->
 
 
 def _cut_to(layer: TileLayer, schedule: TileSchedule) -> TileSchedule:
-    """With as many blocks as the columns of the layer can be cut into: an executor takes no more."""
+    """Schedule with as many blocks as the columns of the layer can be cut into: an executor takes no more."""
     return replace(schedule, blocks=min(schedule.blocks, layer.most_blocks))
 
 

@@ -82,13 +82,13 @@ class StepTime:
     microbatches: int
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
-    """Of each virtual stage."""
+    """Seconds of each virtual stage, backward."""
     passes: tuple[Pass, ...] = field(default=(), repr=False)
     """What the passes of each virtual stage consist of."""
     busy_s: tuple[float, ...] = ()
-    """Of each pipeline rank, in its passes."""
+    """Seconds that each pipeline rank is in its passes."""
     draws: tuple[float, ...] = field(default=(), repr=False)
-    """Over `seconds`: the same step with other draws of slow ranks (`simulate/mapping/slow_ranks.py`)."""
+    """Times of the same step with other draws of slow ranks (`simulate/mapping/slow_ranks.py`), over `seconds`."""
     timeline: Timeline | None = field(default=None, repr=False)
     """Only where all of its micro-batches were put on the schedule's clock."""
 
@@ -154,7 +154,7 @@ class Prediction:
         return per_token * self.tokens_per_s / self.cluster.world
 
     def mfu(self, convention: Convention) -> float:
-        """Of the bf16 peak, whatever the precision: as publications count."""
+        """Share of the bf16 peak, whatever the precision: as publications count."""
         return self.flops_per_s(convention) / self.cluster.hardware.bf16_flops_per_s
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from phalanx.simulate.mapping import Job, Mapping, StagedMapping
 
 
 def hop_seconds(job: Job, mapping: Mapping, network: Network) -> tuple[float, ...]:
-    """Of a pipeline whose stages are all alike: seconds of a transfer from each place to the next, from the last to the first. One that crosses hosts for any rank counts as one between hosts."""
+    """Seconds of a transfer from each place to the next, from the last to the first, in a pipeline whose stages are all alike. One
+    that crosses hosts for any rank counts as one between hosts."""
     f = mapping.folding
     if f.pp == 1:
         return (0.0,)
@@ -31,7 +32,7 @@ def hop_seconds(job: Job, mapping: Mapping, network: Network) -> tuple[float, ..
 
 @lru_cache(maxsize=1024)
 def _far_hops(ranks: int, pp: int, per_host: int) -> tuple[bool, ...]:
-    """Of each hop, whether any rank of a stage of so many is on another host than its partner in the next."""
+    """Whether, at each hop, any rank of a stage of so many is on another host than its partner in the next."""
     if ranks >= per_host:
         return (True,) * pp
     places = [(place, (place + 1) % pp) for place in range(pp)]
@@ -72,7 +73,7 @@ def edge_seconds(
 
 
 def _different_replicas(folding: StagedFolding, per_host: int) -> list[int]:
-    """Of pipelines that lie alike on hosts, the first: those whose stages begin at the same places of hosts."""
+    """The first of the pipelines that lie alike on hosts: those whose stages begin at the same places of hosts."""
     found: dict[tuple[int, ...], int] = {}
     for replica, stages in enumerate(folding.pipelines):
         found.setdefault(tuple(ranks[0] % per_host for ranks in stages), replica)

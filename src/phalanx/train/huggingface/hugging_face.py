@@ -55,7 +55,7 @@ class HfCheckpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors that are read."""
+        """Bytes of all tensors that are read."""
         return sum(link.part.num_elements * WIDTH[self.tensors[link.tensor].dtype] for link in self.links)
 
 

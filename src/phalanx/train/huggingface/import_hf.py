@@ -37,7 +37,7 @@ from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint
 from phalanx.train.setup import DTYPES, PATIENCE_S, RunFolder, versions
 
 KEPT_FOLDER = "hugging_face"
-"""In the run folder: the small files of the checkpoint, for its tokenizer and for the way back."""
+"""Folder in the run folder for the small files of the checkpoint, for its tokenizer and for the way back."""
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 LEFT_OUT = ("*.index.json",)
 TRAINING_SETTINGS = (

@@ -55,9 +55,9 @@ def _now(device: torch.device) -> float:
 
 
 BYTES_PER_S = 1e9
-"""Of a move for which all stand still, until one was measured."""
+"""Bytes per second of a move for which all stand still, until one was measured."""
 BESIDE_BYTES_PER_S = 3 * BYTES_PER_S
-"""Of a move beside a step: training stands still for the gradients alone, a third as much as the state."""
+"""Bytes per second of a move beside a step: training stands still for the gradients alone, a third as much as the state."""
 LAST = 5
 """Moves whose figures are kept."""
 MEMORY = 10
@@ -85,11 +85,11 @@ class PastMoves:
 
     @property
     def rebuild_s(self) -> float:
-        """To build modules and buffers; 0 where nothing is known."""
+        """Seconds to build modules and buffers; 0 where nothing is known."""
         return min((m.rebuild_s for m in self._moves), default=0.0)
 
     def bytes_per_s(self, *, beside: bool) -> float:
-        """Of state, in moves of that way."""
+        """Bytes per second of state, in moves of that way."""
         found = [m.bytes_per_s for m in self._moves if m.bytes_per_s is not None and m.beside == beside]
         return max(found, default=BESIDE_BYTES_PER_S if beside else BYTES_PER_S)
 

@@ -33,7 +33,7 @@ from phalanx.train.placement.state_transfer import move_state
 from phalanx.train.step import ReducedStep, StepParts
 
 Staged = dict[str, torch.Tensor]
-"""By parameter: (experts that come, ...)."""
+"""Experts that come, staged by parameter: (experts that come, ...)."""
 
 
 class IncomingExperts:
@@ -45,9 +45,9 @@ class IncomingExperts:
         self.whole, self.moves = tuple(moves), coming_moves(moves)
         self.received_bytes = self.beside_bytes = 0
         self.beside_s = self.waited_s = 0.0
-        """For which the state travelled beside the step, and for which training stood still, for plans and at its end."""
+        """Seconds for which the state travelled beside the step, and for which training stood still, for plans and at its end."""
         self.is_updated = False
-        """With the step beside which it came."""
+        """Whether it was updated with the step beside which it came."""
         self._comms = parts.comms.apart()
         self._resharder = Resharder(self._comms, axis)
         self._state_moves = of_all_kinds(self.moves)
@@ -94,7 +94,7 @@ class IncomingExperts:
         self.waited_s += time.perf_counter() - begin_s
 
     def update(self, parts: StepParts, step: ReducedStep) -> None:
-        """As those who held them do in `commit_step`. Needs nobody else."""
+        """Updates as those who held them do in `commit_step`. Needs nobody else."""
         scale, decays = step.clip_scale(parts.clip_norm), {p.name: p.decay for p in parameters(parts.spec)}
         with torch.no_grad():
             for name, gradient in self._gradients.items():
@@ -143,7 +143,7 @@ class IncomingExperts:
                 self._comms.escape.leave()
 
     def _room(self) -> Staged:
-        """For what comes to this rank, of one kind."""
+        """Room for what comes to this rank, of one kind."""
         rank, some = self._resharder.rank, next(iter(self.parts.state.families.values())).master
         return {
             move.name: some.new_empty(shape)

@@ -70,7 +70,7 @@ class _Way:
     """A step, where that can be."""
 
     def record(self, parts: StepParts, journey: _Journey) -> MoveRecorder | None:
-        """For its moves, where the next step is recorded."""
+        """Records its moves, where the next step is recorded."""
         if self.recorder is None:
             return None
         return self.recorder.moves(journey.step, lambda: expert_order(_folding(parts), journey.before, journey.after))
@@ -87,7 +87,7 @@ class _Told:
     bytes_per_s: float
     rebuild_s: float
     placement: LayerPlacements
-    """Of its stage."""
+    """Placement of its stage."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,9 +97,9 @@ class _Asked:
     step: int
     """It follows this one."""
     parts: StepParts
-    """As long as these are in use: their placement, on their members."""
+    """Parts whose placement, on their members, holds as long as these are in use."""
     before: Mapping[int, LayerPlacements]
-    """By stage."""
+    """Placements before, by stage."""
     stages: list[StageNow]
     costs: Costs
 
@@ -113,11 +113,11 @@ class _Journey:
     """The decision followed this one."""
     before: Mapping[int, LayerPlacements]
     after: Mapping[int, LayerPlacements]
-    """By stage."""
+    """Placements after, by stage."""
 
     @property
     def placements(self) -> tuple[LayerPlacements, ...]:
-        """Of each pipeline stage."""
+        """Placements of each pipeline stage."""
         return tuple(self.after[stage] for stage in sorted(self.after))
 
     @property
@@ -162,7 +162,7 @@ class Rebalancer:
         self.beside = config.move_beside and recipe.launch.device == "cpu"
         """Whether experts move beside a step where they can."""
         self._journey: tuple[_Journey, IncomingExperts] | None = None
-        """Under way, or there and not in use yet."""
+        """Journey under way, or there and not in use yet."""
         self._asked: _Asked | None = None
         self._is_warm = False
         """Whether the process beside was started in this generation."""
@@ -370,7 +370,7 @@ def _most_of_mean(recipe: Recipe) -> float | None:
 
 
 def _expert_bytes(spec: ModelSpec, parts: StepParts) -> int:
-    """Of the state of one expert of one layer on a rank."""
+    """Bytes of the state of one expert of one layer on a rank."""
     names = _expert_names(spec)
     elements = sum(
         math.prod(p.shape[1:]) for p in parameters(spec) if p.name in names and p.layer == spec.moe_layers[0]
@@ -414,7 +414,7 @@ def _rebuilt(parts: StepParts, rank: Rank, spec: ModelSpec, placement: LayerPlac
 
 
 def _moves_of(journey: _Journey, parts: StepParts) -> list[Move]:
-    """Of one kind of state."""
+    """Moves of one kind of state."""
     size = max(family.master.itemsize for family in parts.state.families.values())
     return expert_moves(
         parts.spec, _folding(parts), parts.pipeline.stages, before=journey.before, after=journey.after, itemsize=size

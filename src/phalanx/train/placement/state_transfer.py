@@ -38,7 +38,7 @@ class Everyone:
 
     comms: Collectives
     axis: Axis
-    """In the order of their ranks."""
+    """Axis in the order of their ranks."""
     peers: Peers
     """A group of their own, for control."""
     hosts: Hosts | None = None
@@ -52,7 +52,7 @@ class Examined:
     """What members said of the state that they hold."""
 
     plan: GenerationPlan
-    """Without the sources that are not to be trusted."""
+    """Plan without the sources that are not to be trusted."""
     suspects: Suspects
     cut: Mapping[str, Sequence[Box]]
     """Parameter -> the parts that are compared: who holds an element of one holds it whole."""
@@ -142,7 +142,7 @@ def take_state(
 
 
 def _tensors(state: ShardedState | None) -> dict[str, Any]:
-    """By kind and parameter, and buffers by name."""
+    """Tensors by kind and parameter, and buffers by name."""
     if state is None:
         return {}
     views = {f"{kind}/{name}": view for kind in STATE_KINDS for name, view in shard_views(state, kind).items()}
@@ -168,7 +168,7 @@ def move_state(
 
 
 def cut_of(plan: GenerationPlan) -> dict[str, list[Box]]:
-    """By parameter: the parts that all who hold them, before or afterwards, can compare."""
+    """Parts of each parameter that all who hold them, before or afterwards, can compare."""
     made: dict[tuple[TensorLayout, TensorLayout], list[Box]] = {}
     for m in plan.params:
         if (m.src, m.dst) not in made:
@@ -203,6 +203,6 @@ def compare(told: Sequence[Mapping[Any, int]]) -> int:
     if wrong:
         shown = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
         raise RunError(
-            f"members hold different values of {shown}, and nobody can say which are right; nothing was changed, and only the newest checkpoint is left"
+            f"members hold different values of {shown}, and it cannot be decided which are right; nothing was changed, and only the newest checkpoint is left"
         )
     return len(found)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from phalanx.plan.layout import Box
 
 NONE = -1
-"""In a row of checksums: the member holds no such piece."""
+"""Stands in a row of checksums where the member holds no such piece."""
 
 
 class StatePiece(NamedTuple):
@@ -70,7 +70,7 @@ class Suspects:
         return list(pairs)
 
     def explain(self, names: Sequence[str]) -> list[str]:
-        """For people. `names` of the members."""
+        """Explains the suspects for people. `names` of the members."""
         out = []
         if self.outvoted:
             who = ", ".join(dict.fromkeys(names[i] for i, _ in self.outvoted))
@@ -79,12 +79,12 @@ class Suspects:
         if self.doubted:
             who = ", ".join(dict.fromkeys(names[i] for i, _ in self.doubted))
             what = _few([str(piece) for _, piece in self.doubted])
-            out.append(f"{who} differ in {what}, and nobody can say which are right")
+            out.append(f"{who} differ in {what}, and it cannot be decided which are right")
         return out
 
 
 def find_suspects(told: Sequence[Sums]) -> Suspects:
-    """From what each member says of all that it holds."""
+    """Finds suspects from what each member says of all that it holds."""
     found: dict[StatePiece, list[tuple[int, int]]] = {}
     for who, sums in enumerate(told):
         for piece, value in sums.items():

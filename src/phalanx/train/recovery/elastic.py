@@ -66,7 +66,7 @@ from phalanx.train.setup import (
 from phalanx.train.step import StepResult
 
 WAIT_S = 0.5
-"""Between two looks whether there are enough members for a mapping."""
+"""Seconds between two looks whether there are enough members for a mapping."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,14 +107,14 @@ class ElasticMember:
         self.place: StateDescriptor | None = None
         """Where the state that it holds stands."""
         self.place_of: dict[str, StateDescriptor] = {}
-        """Of the members of the generation that this one has entered, but for those that are idle."""
+        """State descriptors of the members of the generation that this one has entered, but for those that are idle."""
         self._is_warm = False
         self._may_lack = joins
         """Whether this process has perhaps not imported what saves need (`elastic_run.py`: it would have kept it from taking part)."""
         self._plan: GenerationPlan | None = None
-        """Of the generation that forms."""
+        """Plan of the generation that forms."""
         self._entered: GenerationPlan | None = None
-        """Of the one that this member has entered; experts may lie elsewhere since."""
+        """Plan of the generation that this member has entered; experts may lie elsewhere since."""
         self._waits_for = ""
         self._everyone: Everyone | None = None
         self._escape: AbortableCall | None = None
@@ -244,7 +244,7 @@ class ElasticMember:
     def _move_recorder(
         self, team: GroupEpoch, found: Examined, everyone: Everyone, *, step: int
     ) -> MoveRecorder | None:
-        """For the move of state after `step` steps, where the next one is recorded. Collective."""
+        """Recorder of the move of state after `step` steps, where the next one is recorded. Collective."""
         traced = self.recipe.observe.trace_steps
         recorder = Recorder(traced, comms=everyone.comms, peers=everyone.peers, emit=self.sinks)
         recorder.rank, recorder.generation = team.rank, team.generation.number
@@ -318,7 +318,7 @@ class ElasticMember:
         return manager
 
     def _peak(self, peers: Peers, told: Sequence[float]) -> float:
-        """Of all ranks together. Who came later has not measured; where nobody is left who has, all do. Collective."""
+        """Peak FLOP/s of all ranks together. Who came later has not measured; where nobody is left who has, all do. Collective."""
         known = [rate for rate in told if rate]
         if not known:
             self.flops_per_s = matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
@@ -334,7 +334,7 @@ class ElasticMember:
         self.progress, self.hook = RunProgress(), Rebalancer(self.recipe, self.run.spec)
 
     def _adopt(self, trainer: Trainer | None, step: int, plan: GenerationPlan, *, announce: bool) -> None:
-        """From here on the new trainer's state is what this member holds; an idle one keeps what it has, until the others have gone on."""
+        """Makes the new trainer's state what this member holds; an idle one keeps what it has, until the others have gone on."""
         self.place_of = {uid: plan.standing(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
         self._idle, self._others_idle, self._entered = trainer is None, bool(plan.idle), plan
         self._pace.formed()
@@ -352,7 +352,7 @@ class ElasticMember:
             trainer.reporter.announce()
 
     def _wait_with_all(self, value: Any = None) -> list[Any]:
-        """Until every member of the generation is here; what each says."""
+        """Waits until every member of the generation is here; returns what each says."""
         assert self._everyone is not None
         return self._everyone.peers.gather(value)
 

@@ -34,7 +34,7 @@ def from_disk(trainer: Trainer, team: GroupEpoch, plan: GenerationPlan, *, commi
     found = newest_sound(trainer)
     if found is None:
         raise FinalError(
-            f"{what}, and there is no checkpoint of it; nothing is initialised anew. Start the run again under another --run.name, "
+            f"{what}, and there is no checkpoint of it; nothing is initialised again. Start the run again under another --run.name, "
             "with a smaller checkpoint.interval or a larger resilience.f"
         )
     tell_went_back(trainer, found, why=what, committed=committed, history=team.generation.number)
@@ -94,7 +94,8 @@ def _set_later_aside(trainer: Trainer, step: int) -> tuple[str, ...]:
 
 
 def tell_went_back(trainer: Trainer, found: Fallback, *, why: str, committed: int | None, history: int) -> None:
-    """To a person and to the ledger. Collective, as later checkpoints are set aside first, and whoever draws may not be back yet: then the first member says it."""
+    """Tells a person and the ledger. Collective, as later checkpoints are set aside first, and whoever draws may not be back yet:
+    then the first member says it."""
     aside, sinks = _set_later_aside(trainer, found.step), trainer.rank.sinks
     for step, err in zip(found.damaged_steps, found.damaged, strict=True):
         text = f"the checkpoint of step {step} cannot be used, the next older one is tried: {err}"

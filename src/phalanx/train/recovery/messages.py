@@ -27,7 +27,7 @@ class Telling:
     def __init__(self, emit: Emit) -> None:
         self.emit = emit
         self.entry: Entry | None = None
-        """Of the generation that this member has entered."""
+        """Entry of the generation that this member has entered."""
         self._broken_s = 0.0
         """When the last generation was seen broken, or this one was connected; 0 once a step was committed since."""
         self._lost_s = 0.0

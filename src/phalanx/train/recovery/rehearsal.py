@@ -31,7 +31,8 @@ from phalanx.train.step import commit_step, learning_rate, publish, reduce_step
 
 ALONE = Folding(world=1)
 VOCABULARY = 4096
-"""At most: tables of a whole one may be larger than all that a rank of the run holds, and more rows meet no other code."""
+"""Largest vocabulary: tables of a whole one may be larger than all that a rank of the run holds, and more rows meet no other
+code."""
 
 
 def rehearse(

@@ -56,7 +56,8 @@ from phalanx.train.setup import RunFolder, be_deterministic, resolve_pipeline, r
 GATHER_S = 5.0
 """How long the first generation waits for ranks that are not heard of; a run on several hosts begins without those that take longer."""
 LOCAL_GATHER_S = 60.0
-"""On one host, whose supervisor knows who is dead: a rank that takes long to start is waited for, so that all runs of a recipe begin alike."""
+"""Seconds for which, on one host, whose supervisor knows who is dead, a rank that takes long to start is waited for, so that all
+runs of a recipe begin alike."""
 
 
 def train_elastic(
@@ -262,7 +263,7 @@ def as_begun(recipe: Recipe) -> tuple[Recipe, bool]:
 
 
 def _of_all_hosts(launch: LaunchConfig) -> LaunchConfig:
-    """Without what one host says of itself alone."""
+    """The recipe without what one host says of itself alone."""
     return replace(launch, host=None, rack=None, keep_service=False)
 
 

@@ -25,7 +25,7 @@ from phalanx.core.files import write_json
 from phalanx.train.setup import RunFolder
 
 PATIENCE_S = 1.0
-"""For a host that takes its place at the same moment."""
+"""Patience for a host that takes its place at the same moment."""
 
 
 class RunHosts:

@@ -1,4 +1,4 @@
-"""From a recipe to everything that a rank trains with, in small steps that fail early and on all ranks alike.
+"""Leads from a recipe to everything that a rank trains with, in small steps that fail early and on all ranks alike.
 
     open_rank        join the others, make the run folder, open the sinks
     prepare_text     one process per host prepares, the others then find it done
@@ -6,7 +6,8 @@
     resolve_pipeline schedule and stages
     make_context     groups and what modules need
 
-Decides nothing about training itself (`train/loop.py`). Must never change: whatever is wrong with recipe, text or mapping is an error
+Decides nothing about training itself (`train/loop.py`). Must never change: whatever is wrong with recipe, text or mapping is an
+error
 before the first parameter exists.
 """
 
@@ -83,9 +84,9 @@ class Rank:
     lock: IO[str] | None
     """Open as long as this run is ours (first rank only)."""
     escape: AbortableCall | None = None
-    """Of an elastic run."""
+    """Abortable call of an elastic run."""
     told: Announced | None = None
-    """Of an elastic run: from the members' reports."""
+    """Announcement of an elastic run: from the members' reports."""
 
     @property
     def speaks(self) -> bool:
@@ -119,7 +120,8 @@ def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
 
 
 def be_deterministic(asked: bool) -> None:
-    """As `torch.use_deterministic_algorithms`, which imports the compiler (`torch._inductor`) in order to tell it too: 0.9 s of processor time for every rank, and nothing here is compiled by it."""
+    """Does what `torch.use_deterministic_algorithms` does, which imports the compiler (`torch._inductor`) in order to tell it too:
+    0.9 s of processor time for every rank, and nothing here is compiled by it."""
     torch.set_deterministic_debug_mode("error" if asked else "default")
 
 

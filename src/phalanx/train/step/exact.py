@@ -10,9 +10,9 @@ from phalanx.plan.mapping import AnyFolding
 from phalanx.plan.model import ModelSpec
 
 CHUNK_ROWS = 2048
-"""Without replicas: more rows than an expert gets from one micro-batch in practice, so that nothing is cut."""
+"""Rows of a chunk without replicas: more than an expert gets from one micro-batch in practice, so that nothing is cut."""
 REPLICA_CHUNKS = 4
-"""With replicas: chunks of an expert that gets the mean number of rows from a micro-batch, for its replicas share whole chunks."""
+"""Chunks, with replicas, of an expert that gets the mean number of rows from a micro-batch, for its replicas share whole chunks."""
 FEWEST_ROWS = 256
 """Below so many rows chunks cost too much, each being converted to fixed point by itself (measured in docs/explanation/exact-mode.md)."""
 FIXED_BITS = 52

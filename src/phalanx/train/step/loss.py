@@ -31,7 +31,7 @@ class LossShare:
 
     cross_entropy: torch.Tensor
     mtp_loss: torch.Tensor
-    """Of the tokens after the next one: mean over the blocks that predict them, without its weight."""
+    """Loss of the tokens after the next one: mean over the blocks that predict them, without its weight."""
     aux_loss: torch.Tensor
     z_loss: torch.Tensor
     counts_LE: torch.Tensor

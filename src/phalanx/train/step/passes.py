@@ -150,7 +150,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _own_shape(boundary: Boundary) -> tuple[int, ...]:
-    """Of what this rank gives to, and takes from, other stages: the same on every edge."""
+    """Shape of what this rank gives to, and takes from, other stages: the same on every edge."""
     shapes = {plan.forward[boundary.rank].shape for plan in boundary.edges.values() if boundary.rank in plan.forward}
     return next(iter(shapes), ())
 
@@ -199,9 +199,9 @@ class _Live:
 
     x_TH: torch.Tensor | None
     hidden: GradientEdge | None
-    """Of the output that another stage has; None on the last."""
+    """Edge of the output that another stage has; None on the last."""
     total: GradientEdge | None
-    """Of the stage's part of the objective, whose gradient is one; None where nothing of it depends on a parameter."""
+    """Edge of the stage's part of the objective, whose gradient is one; None where nothing of it depends on a parameter."""
 
 
 class _TrainingPasses:

@@ -103,7 +103,7 @@ class StepResult:
     mtp_loss: float
     """Mean over the blocks of multi-token prediction, per valid token, nats, without its weight; 0 where there are none."""
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradients before clipping."""
     lr: float
     tokens: int
     """Tokens of the step, those without a label included."""
@@ -116,13 +116,13 @@ class StepResult:
     stop: bool
     """Some rank asked to stop after this step."""
     exchange: ExchangeTimes
-    """Of dispatch and combine."""
+    """Times of dispatch and combine."""
     seconds: tuple[float, ...] = ()
     """What each rank took for its own share, waits left out; empty where it is not known."""
 
     @property
     def load_max_over_mean(self) -> tuple[float, ...]:
-        """Per MoE layer: tokens of the fullest expert over the mean."""
+        """Tokens of the fullest expert over the mean, per MoE layer."""
         return tuple(float(c.max() / max(c.mean(), 1e-9)) for c in self.counts_LE)
 
     @property
@@ -222,7 +222,8 @@ def _own_clock(parts: StepParts) -> Callable[[], float | None]:
 
 
 def _fewer_bits(parts: StepParts) -> int:
-    """As many binary places as leave room for the largest gradient of this step: a function of the samples, the same for any ranks."""
+    """Number of binary places that leave room for the largest gradient of this step: a function of the samples, the same for any
+    ranks."""
     assert parts.exact is not None
     top = torch.tensor([parts.buffers.top], dtype=torch.float64, device=parts.runner.device)
     parts.comms.all_reduce(top, parts.groups.axis("world"), op="max", op_id="largest_gradient")

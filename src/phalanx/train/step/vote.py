@@ -53,7 +53,7 @@ def own_times(
 
 
 def mean_times(summed_L5: torch.Tensor) -> ExchangeTimes:
-    """Of the sum over all ranks."""
+    """Mean times, made of the sum over all ranks."""
     means = summed_L5[:, :-1] / summed_L5[:, -1:].clamp(min=1.0)
     return ExchangeTimes(**{name: tuple(column) for name, column in zip(COLUMNS, means.T.tolist(), strict=True)})
 
@@ -65,7 +65,7 @@ LOSSES = ("cross_entropy", "aux_loss", "z_loss", "mtp_loss")
 LOSS_BITS = 40
 """Binary places of a loss in an exact ballot: 1e-12 nats, up to 4 million of them."""
 ENTROPY_BITS = 24
-"""Of the sum of entropies, which is over all tokens and layers."""
+"""Bits of the sum of entropies, which is over all tokens and layers."""
 NANOSECOND = 1e9
 
 

@@ -64,7 +64,7 @@ class PassTimes:
         self._host.setdefault(kind, []).append(time.perf_counter() - begin_s)
 
     def median_s(self, kind: str) -> float:
-        """Of the passes of one kind; 0 where there were none."""
+        """Median seconds of the passes of one kind; 0 where there were none."""
         for name, begin, end in self._device:
             end.synchronize()  # SYNC: the step is over, and its times are wanted on the host
             self._host.setdefault(name, []).append(begin.elapsed_time(end) / 1e3)
@@ -204,7 +204,7 @@ def choose(
 
 
 def _costs(seconds: Mapping[str, tuple[float, ...]], *, splits: bool, transfer_s: float) -> ScheduleCosts:
-    """By place of the pipeline; a backward pass is whole or divided, and what was not measured is its half or its sum."""
+    """Costs by place of the pipeline; a backward pass is whole or divided, and what was not measured is its half or its sum."""
     halves = tuple(b / 2 for b in seconds["B"])
     inputs, weights = (seconds["I"], seconds["W"]) if splits else (halves, halves)
     return ScheduleCosts(

@@ -58,7 +58,7 @@ class SyncPlan:
     step: int
     dtype: torch.dtype
     folding: Folding
-    """Of the receivers, over ranks of their own from 0 on."""
+    """Folding of the receivers, over ranks of their own from 0 on."""
     readers: int
     memory_bytes: int
     waves: tuple[Wave, ...]
@@ -74,12 +74,12 @@ class SyncPlan:
 
     @property
     def staging_bytes(self) -> int:
-        """Of the cap, what messages under way may take."""
+        """Part of the cap that messages under way may take."""
         return self.memory_bytes // 4
 
     @cached_property
     def layouts(self) -> dict[str, TensorLayout]:
-        """Of the receivers, by name: parameters, then buffers."""
+        """Layouts of the receivers, by name: parameters, then buffers."""
         stages = plain_pipeline(self.spec).stages
         state = StateLayouts(spec=self.spec, folding=self.folding, stages=stages, first_rank=self.readers)
         return {**state.parameters(), **state.buffers()}
@@ -93,7 +93,7 @@ class SyncPlan:
         return self.dtype if self.kinds[name] == "master" else torch.float32
 
     def read_type(self, name: str) -> torch.dtype:
-        """As the checkpoint has it."""
+        """Type that the checkpoint has."""
         return state_dtype(DTYPES[self.recipe.train.dtype]) if self.kinds[name] == "master" else torch.float32
 
     def moves(self, wave: Wave) -> list[Move]:
@@ -109,7 +109,7 @@ class SyncPlan:
         ]
 
     def file_of(self, rank: int) -> Path:
-        """Of a receiver, numbered in the target layout."""
+        """File of a receiver, numbered in the target layout."""
         return self.writing / f"rank-{rank:05d}.safetensors"
 
     def explain(self) -> str:
@@ -150,7 +150,7 @@ def plan_sync(
     if readers < 1:
         problems.append(Problem(where="--readers", value=readers, rule="must be at least 1", hint="use 2"))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        rule, hint = "is there already, and nothing is written over", "give a new folder"
+        rule, hint = "exists already, and nothing is overwritten", "give a new folder"
         problems.append(Problem(where="--out", value=str(target), rule=rule, hint=hint))
     raise_if(problems, ConfigError, subject="the sync")
     assert memory_bytes is not None  # else a problem was raised

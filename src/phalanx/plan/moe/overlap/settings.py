@@ -64,7 +64,7 @@ CANDIDATES = tuple(
 
 
 def most_blocks(hidden: int, columns: int = BLOCK_COLUMNS) -> int:
-    """Into how many equal blocks of at least `columns` columns the second product can be cut."""
+    """Most equal blocks of at least `columns` columns into which the second product can be cut."""
     return max((n for n in range(1, MOST_BLOCKS + 1) if hidden % n == 0 and hidden // n >= columns), default=1)
 
 
@@ -74,11 +74,11 @@ class OverlapSetting:
 
     kind: Kind
     chunks: int = 1
-    """Of `coarse`."""
+    """Chunks of `coarse`."""
     schedule: TileSchedule = IN_ORDER
-    """Of `tiles` and `fine`."""
+    """Schedule of `tiles` and `fine`."""
     rows: RowsOf | None = None
-    """Of `tiles`: what travels; None: whichever is fewer bytes."""
+    """What travels with `tiles`; None: whichever is fewer bytes."""
 
     @property
     def per_token(self) -> bool | None:
@@ -86,7 +86,7 @@ class OverlapSetting:
         return None if self.rows is None else self.rows == "tokens"
 
     def __str__(self) -> str:
-        """As a recipe writes it; what is left out has its default."""
+        """The setting as a recipe writes it; what is left out has its default."""
         if self.kind == "coarse":
             return f"coarse:{self.chunks}"
         if self.kind != "tiles":
@@ -274,6 +274,6 @@ def fused_setting_problems(
     if kernels != "fast":
         wrong(f'is a choice of kernels, which kernels.implementation = "{kernels}" replaces', 'use "serial"')
     if bucket_mb > 0:
-        rule = f"needs all multiprocessors in the backward pass, and optim.bucket_mb = {bucket_mb:g} reduces gradients beside it"
+        rule = f"needs all multiprocessors in the backward pass, and optim.bucket_mb = {bucket_mb:g} reduces gradients at the same time"
         wrong(rule, "optim.bucket_mb = 0")
     return problems

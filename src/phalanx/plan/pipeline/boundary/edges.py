@@ -55,7 +55,7 @@ class Route:
     """What one rank does for one tensor that crosses. On the side that has it `sends`, on the other `receives` and `relays`."""
 
     shape: tuple[int, ...]
-    """Of the local tensor that it sends from, or receives into."""
+    """Shape of the local tensor that it sends from, or receives into."""
     sends: tuple[BoundaryMessage, ...] = ()
     receives: tuple[BoundaryMessage, ...] = ()
     relays: tuple[Relay, ...] = ()

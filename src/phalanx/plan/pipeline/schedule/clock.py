@@ -47,7 +47,7 @@ def edge_problems(edges: Sequence[Edge], num_stages: int) -> list[Problem]:
         problems.append(Problem(where="edges", value=twice, rule="are given once each"))
     missing = [edge for edge in chain(num_stages) if edge not in edges]
     if missing:
-        rule = f"has no edge {missing[0]}: other edges come beside the chain of neighbouring stages"
+        rule = f"has no edge {missing[0]}: other edges come in addition to the chain of neighbouring stages"
         problems.append(Problem(where="edges", value=list(edges), rule=rule))
     return problems
 
@@ -71,12 +71,12 @@ class ScheduleCosts:
     p2p: float = 0.0
     blocking: bool = False
     edge_p2p: Mapping[Edge, float] = field(default_factory=dict)
-    """Of edges that cost something else than `p2p`."""
+    """Seconds of edges that cost something else than `p2p`."""
     channels: Literal["pair", "rank"] = "pair"
     """What carries one transfer at a time: each ordered pair of ranks, or each rank's link (one way in, one way out)."""
 
     def transfer_s(self, edge: Edge) -> float:
-        """Of one transfer along an edge, up or down."""
+        """Seconds of one transfer along an edge, up or down."""
         return self.edge_p2p.get(edge, self.p2p)
 
     @property
@@ -243,7 +243,7 @@ class _Run:
             "I": [len(found) for found in above],
             "W": [0] * schedule.num_stages,
         }
-        """Of a pass of each stage, from other stages."""
+        """Number of inputs of a pass of each stage, from other stages."""
         activations = [[self._to(e, e[1]) for e in found] for found in above]
         gradients = [[self._to(e, e[0]) for e in found] for found in below]
         nothing: list[list[tuple[int, int, float]]] = [[] for _ in above]

@@ -22,7 +22,7 @@ from phalanx.plan.pipeline.schedule.clock import ScheduleCosts, simulate
 from phalanx.plan.pipeline.schedule.make import make_schedule, most_extra, nearest_extra, schedule_problems
 
 TOLERANCE = 0.005
-"""Of the step's time: what a measurement cannot tell apart is not worth a micro-batch's memory."""
+"""Share of the step's time that a measurement cannot tell apart, and that is not worth a micro-batch's memory."""
 STEADY = 6
 """Micro-batches for each rank that are simulated at most: each one more repeats the same."""
 TRIED = 120

@@ -71,7 +71,7 @@ class Schedule:
     actions: tuple[Order, ...]
     max_live: tuple[int, ...]
     extra_warmup: tuple[int, ...] = ()
-    """Of the eager schedules: forwards of each rank before its first backward that 1F1B would do later."""
+    """Forwards of each rank of the eager schedules before its first backward that 1F1B would do later."""
 
     @property
     def pp(self) -> int:
@@ -212,7 +212,7 @@ SCHEDULES: Mapping[str, ScheduleRule] = {
         live=lambda r, p, v, m, e: min(v * m, p + (v - 1) * round_sizes(p, m)[0]),
     ),
     "eager_1f1b": ScheduleRule(
-        about="1f1b with forwards ahead, so that transfers travel beside passes (eager-1F1B)",
+        about="1f1b with forwards ahead, so that transfers overlap with passes (eager-1F1B)",
         order=lambda r, p, v, m, e: _eager(r, p, m, e),
         live=lambda r, p, v, m, e: min(m, p - r + e),
         virtual=1,
@@ -233,7 +233,7 @@ SCHEDULES: Mapping[str, ScheduleRule] = {
         vee=True,
     ),
     "dualpipev": ScheduleRule(
-        about="stages down the ranks and up again, each forward beside a backward of the other direction (DualPipeV)",
+        about="stages down the ranks and up again, each forward overlapped with a backward of the other direction (DualPipeV)",
         order=lambda r, p, v, m, e: dualpipev_order(r, pp=p, microbatches=m),
         live=lambda r, p, v, m, e: min(2 * p + 1, 2 * m, m + r + 1),
         virtual=2,

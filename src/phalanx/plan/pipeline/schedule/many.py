@@ -72,4 +72,4 @@ def ends_of_ranks(schedule: Schedule, costs: Sequence[ScheduleCosts]) -> tuple[F
 
 
 ENDS = ((0, "start"), (-1, "end"))
-"""Of the spans of a rank: the first begins, the last ends."""
+"""Ends of the spans of a rank: the first begins, the last ends."""

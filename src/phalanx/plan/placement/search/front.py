@@ -226,9 +226,11 @@ def _mended(table: NDArray[np.int64], floor: int, racks: NDArray[np.int64]) -> b
 
 
 def parted_placement(plan: HostPlacement, *, floor: int) -> HostPlacement:
-    """With copies of experts of one rack brought to others, as far as single moves do it: into a slot whose expert can spare it, else in exchange for another's copy.
+    """The placement with copies of experts of one rack brought to others, as far as single moves do it: into a slot whose expert
+    can spare it, else in exchange for another's copy.
 
-    Every move leaves one (layer, expert) less in one rack, brings no other there, and keeps every expert on as many hosts as it was, but for what it has beyond `floor`.
+    Every move leaves one (layer, expert) less in one rack, brings no other there, and keeps every expert on as many hosts as it
+    was, but for what it has beyond `floor`.
     """
     if not plan.num_in_one_rack(floor):
         return plan
@@ -283,7 +285,8 @@ def choose(
     max_copies: int | None = None,
     by: Callable[[Point], float] | None = None,
 ) -> Point:
-    """Within the limits, the point that survives most losses of 1, 2, 3, ... hosts (of equals the most level), or the one with the least `by`.
+    """The point within the limits that survives most losses of 1, 2, 3, ... hosts (of equals the most level), or the one with the
+    least `by`.
 
     Raises `PlanError` naming the nearest where no point keeps the limits.
     """

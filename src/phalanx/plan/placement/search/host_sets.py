@@ -77,7 +77,7 @@ def popcounts(num_hosts: int) -> NDArray[np.uint8]:
 
 
 def fatal_table(sets: Sequence[int], num_hosts: int) -> NDArray[np.bool_]:
-    """For every subset of the hosts (2^N of them), whether it contains one of `sets`."""
+    """Whether each subset of the hosts (2^N of them) contains one of `sets`."""
     fatal = np.zeros(1 << num_hosts, dtype=bool)
     fatal[np.array(sets, dtype=np.int64)] = True
     for n in range(num_hosts):

@@ -158,7 +158,8 @@ class HostPlacement:
 
 
 def max_over_mean(loads_LN: NDArray[np.float64], slots: Sequence[int]) -> float:
-    """Of (L, N) loads; a host with fewer slots is meant to have less load. 1.0 where there is no load at all."""
+    """Largest load over the mean of (L, N) loads; a host with fewer slots is meant to have less load. 1.0 where there is no load
+    at all."""
     per_slot = loads_LN / np.asarray(slots)
     mean = loads_LN.sum(1) / sum(slots)
     total = float(mean.sum())
@@ -199,12 +200,12 @@ def _problems(plan: HostPlacement) -> list[Problem]:
         few = np.flatnonzero((plan.copies[layer] > 0).sum(1) < plan.floor).tolist()
         if few:
             rule = f"each expert is on at least {plan.floor} hosts, so that any {plan.floor - 1} may be lost"
-            problems.append(Problem(where=where, value=few, rule=rule, hint="swap copies that lie beside each other"))
+            problems.append(Problem(where=where, value=few, rule=rule, hint="swap adjacent copies"))
     return problems
 
 
 def read_host_placement(data: Mapping[str, Any]) -> HostPlacement:
-    """From what `to_json` writes. Raises `PlanError` with all problems."""
+    """Reads what `to_json` writes. Raises `PlanError` with all problems."""
     try:
         hosts = data["hosts"]
         plan = HostPlacement(

@@ -23,7 +23,7 @@ Counts = tuple[int, ...]
 
 
 class FatalTable:
-    """For every set of lost hosts, the number of experts without a live holder. Experts of any number of layers."""
+    """Number of experts without a live holder for every set of lost hosts. Experts of any number of layers."""
 
     def __init__(self, num_hosts: int, sets: Iterable[int] = ()) -> None:
         self.num_hosts = num_hosts

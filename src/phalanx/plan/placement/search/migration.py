@@ -1,11 +1,15 @@
-"""From one placement to the next: which host takes which place, and which expert states travel.
+"""Leads from one placement to the next: which host takes which place, and which expert states travel.
 
-Decides the names of the hosts in a new plan (the plan is as good under any, but for racks), so that what they hold already serves: the assignment with the
-fewest copies over all layers together (Hungarian), because hosts are one order for all layers. With `rename`, experts with equally many replicas also trade
-rows, layer by layer, in turn with the hosts, until neither saves a copy: recovery stays as it is to the last digit, balance may not. Must never change: an
+Decides the names of the hosts in a new plan (the plan is as good under any, but for racks), so that what they hold already serves:
+the assignment with the
+fewest copies over all layers together (Hungarian), because hosts are one order for all layers. With `rename`, experts with equally
+many replicas also trade
+rows, layer by layer, in turn with the hosts, until neither saves a copy: recovery stays as it is to the last digit, balance may
+not. Must never change: an
 expert comes from a host that holds it and lives; one without any is named in `lost`, never made up.
 
-What travels is a whole expert: weights and moments. `plan/recovery/move_order.py` turns a change of placement into boxes for the reshard core, which chooses sources, order and messages.
+What travels is a whole expert: weights and moments. `plan/recovery/move_order.py` turns a change of placement into boxes for the
+reshard core, which chooses sources, order and messages.
 """
 
 from __future__ import annotations
@@ -160,7 +164,7 @@ def _named_hosts(plan: HostPlacement, copies: Ints, held: NDArray[np.bool_]) -> 
 
 
 def _named_rows(copies: Ints, held: NDArray[np.bool_]) -> Ints:
-    """In each layer, experts with equally many replicas take the rows that they hold most of already."""
+    """Rows renamed so that in each layer experts with equally many replicas take the rows that they hold most of already."""
     from scipy.optimize import linear_sum_assignment
 
     out = copies.copy()

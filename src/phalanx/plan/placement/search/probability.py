@@ -69,7 +69,7 @@ class Certificate:
 
     @property
     def probabilities(self) -> tuple[float, ...]:
-        """By k; the lower end where it is an interval."""
+        """Probabilities by k; the lower end where it is an interval."""
         return tuple(float(c.low) for c in self.chances)
 
     def explain(self, *, most: int = 6, what: str = "hosts") -> str:
@@ -81,7 +81,7 @@ class Certificate:
 
 
 def certify(sets: Iterable[int], num_hosts: int) -> Certificate:
-    """Of the holders (bits) of all experts of all layers."""
+    """Certifies the holders (bits) of all experts of all layers."""
     wanted = [math.comb(num_hosts, k) for k in range(num_hosts + 1)]
     distinct = set(sets)
     survived = _survived(distinct, num_hosts)
@@ -173,7 +173,7 @@ def _product(a: Sequence[int], b: Sequence[int]) -> list[int]:
 
 
 def _intervals(sets: set[int], num_hosts: int, last: Fraction) -> list[Chance]:
-    """For k = 4 .. N, around what cannot be counted; `last` is P for k = 3, and P never rises with k."""
+    """Intervals for k = 4 .. N, around what cannot be counted; `last` is P for k = 3, and P never rises with k."""
     sizes = np.bincount([s.bit_count() for s in sets], minlength=num_hosts + 1).tolist()
     apart: list[int] = []
     for mask in sorted(sets, key=lambda s: (s.bit_count(), s)):

@@ -3,7 +3,7 @@
 Decides the counts only; where they live is `plan/placement/search/hosts.py`. Source: arXiv 2407.04656 equation 1 (`paper_counts`). It leaves cases open, which are
 decided here:
 
-- no load at all: all experts count alike;
+- no load at all: all experts count equally;
 - more experts than slots: refused;
 - a floor that the slots cannot give (`experts * f > places`), or above the number of hosts: lowered to what they can, and said so;
 - more replicas than hosts: a copy beside a copy adds no safety, and an expert on every host is already shared evenly; so the surplus goes to the
@@ -179,7 +179,7 @@ def _notes(
         notes.append(f"f lowered from {asked} to {used}: {why}")
     idle = [layer for layer, row in enumerate(loads_LE) if not row.any()]
     if idle:
-        notes.append(f"{len(idle)} layer(s) without any load (first: {idle[0]}): all experts count alike")
+        notes.append(f"{len(idle)} layer(s) without any load (first: {idle[0]}): all experts count equally")
     over = max(int(row.max()) for row in rows)
     if over > fleet.num_hosts:
         notes.append(

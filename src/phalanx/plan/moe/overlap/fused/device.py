@@ -61,7 +61,7 @@ class SecondCost:
     programs: int
     """Thread blocks at work, one on each multiprocessor."""
     tiles: int
-    """Of the product, in all blocks."""
+    """Tiles of the product, in all blocks."""
     tile_s: float
     """One tile on one program."""
     blocks: int

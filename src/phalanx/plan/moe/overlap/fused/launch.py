@@ -19,7 +19,7 @@ LEFT_FREE = 16
 PARTS = 4
 """Flags for each source's entries, where there are as many entries."""
 BLOCKS = 4
-"""Of the columns on the way back."""
+"""Blocks of the columns on the way back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,14 @@ class FusedLaunch:
     second: int
     """Compute the second product and send its results."""
     senders: int
-    """Of these, those that only send."""
+    """Number of these that only send."""
     parts: int
     blocks: int
 
 
 def fused_launch(multiprocessors: int, *, left_free: int | None, capacity: int, columns: int) -> FusedLaunch:
-    """For a device. `left_free`: multiprocessors that carry rows while the others compute; None: `LEFT_FREE`, or half of a small device.
+    """Launch for a device. `left_free`: multiprocessors that carry rows while the others compute; None: `LEFT_FREE`, or half of a
+    small device.
 
     Raises `PlanError` where nothing is left to compute, or nobody carries rows.
     """

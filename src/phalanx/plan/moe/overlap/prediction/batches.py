@@ -22,7 +22,7 @@ from phalanx.plan.moe.overlap.tiles import gateways, members
 __all__ = ["BITS", "About", "about", "typical"]
 
 BITS = 4
-"""Of all rows and all bytes, which hardly differ from batch to batch: 1/16 of them at most is not seen."""
+"""Precision of all rows and all bytes, which hardly differ from batch to batch: 1/16 of them at most is not seen."""
 LEAST = 16
 """Steps are no smaller than the one asked for by more than this: counts of a few rows differ from batch to batch by as many."""
 _FINE = 64
@@ -37,7 +37,7 @@ class About(NamedTuple):
     ep: int
     etp: int
     slots: int
-    """Of a rank."""
+    """Slots of a rank."""
     step: int
     """Rows."""
     rows: int
@@ -114,7 +114,8 @@ def _spread(weights: Ints, total: int) -> Ints:
 
 
 def _loads(hot_Ee: Ints) -> Ints:
-    """Of the slots of each ep coordinate, in parts of their mean: hot ones from the middle of their power of two, the others equal shares of what is left."""
+    """Loads of the slots of each ep coordinate, in parts of their mean: hot ones from the middle of their power of two, the others
+    equal shares of what is left."""
     hot = np.where(hot_Ee > 0, 3 * _FINE << hot_Ee >> 1, 0)
     left_E = np.maximum(_FINE * hot.shape[1] - hot.sum(1), 0) // np.maximum((hot == 0).sum(1), 1)
     loads: Ints = np.where(hot_Ee > 0, hot, np.maximum(left_E, 1)[:, None])
@@ -134,7 +135,7 @@ def _to_slots(rows_PE: Ints, used_PE: Ints, loads_Ee: Ints) -> Ints:
 
 
 def _through_gateways(found: About, between_PP: Ints) -> WireBytes:
-    """As `wire_bytes` adds up the legs; `between_PP`: rows from source to rank."""
+    """Bytes through gateways, as `wire_bytes` adds up the legs; `between_PP`: rows from source to rank."""
     hosts = found.host_of_rank
     first, last, passed_on = np.zeros_like(between_PP), between_PP.copy(), []
     for source in range(len(hosts)):

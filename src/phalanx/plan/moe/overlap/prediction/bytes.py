@@ -124,9 +124,9 @@ class Legs:
     """Bytes of the two legs of a message between hosts. Those that stay in a host have the last leg only."""
 
     first_going_PP: Ints
-    """From each source to each of its gateways."""
+    """Bytes from each source to each of its gateways."""
     first_coming_PP: Ints
-    """From gateways back to sources."""
+    """Bytes from gateways back to sources."""
     last_going_PP: Ints
     """(source, rank): about the source's rows, from wherever they come to the rank. Of a gateway itself nothing."""
     last_coming_PP: Ints
@@ -139,16 +139,16 @@ class WireBytes:
 
     route: Route
     going_PP: Ints
-    """From sources to experts."""
+    """Bytes from sources to experts."""
     coming_PP: Ints
-    """From experts to sources."""
+    """Bytes from experts to sources."""
     host_of_rank: tuple[int, ...]
     legs: Legs | None = None
-    """With gateways: the same, message by message."""
+    """The same message by message, where there are gateways."""
 
     @property
     def leaving_PP(self) -> Ints:
-        """From each source to whom it sends by itself: to gateways what they pass on."""
+        """Bytes from each source to whom it sends by itself: to gateways what they pass on."""
         if self.legs is None:
             return self.going_PP
         hosts = np.asarray(self.host_of_rank)
@@ -170,7 +170,7 @@ class WireBytes:
 
     @property
     def sent_P(self) -> Ints:
-        """By each rank, both ways."""
+        """Bytes sent by each rank, both ways."""
         sent: Ints = self.total_PP.sum(1)
         return sent
 

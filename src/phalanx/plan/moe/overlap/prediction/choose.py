@@ -55,9 +55,9 @@ class ScheduleChoice:
 
     schedule: TileSchedule
     seconds: tuple[tuple[TileSchedule, float], ...]
-    """Of one pass; where passes run beside one another, of a forward and a backward pass together."""
+    """Seconds of one pass; where passes run beside one another, of a forward and a backward pass together."""
     alone_s: float
-    """Of one pass by the chosen schedule, with no other beside it."""
+    """Seconds of one pass by the chosen schedule, with no other beside it."""
 
     def explain(self) -> str:
         lines = [
@@ -94,7 +94,7 @@ class _Layer:
         self._tiles: dict[tuple[bool, bool], tuple[TileRows, TileTimes]] = {}
 
     def tiles(self, schedule: TileSchedule, *, through_hosts: bool) -> tuple[TileRows, TileTimes]:
-        """In the order of the slots, or the most loaded first."""
+        """Tiles in the order of the slots, or the most loaded first."""
         key = schedule.hot_first, through_hosts
         if key not in self._tiles:
             rows = self.outline.rows(schedule, through_hosts=through_hosts)
@@ -126,7 +126,7 @@ class _Passes:
         self.forward, self.backward, self.paired = forward, backward, paired
 
     def seconds(self, schedule: TileSchedule, wire: WireBytes) -> float:
-        """Of a forward and a backward pass, in the mean."""
+        """Mean seconds of a forward and a backward pass."""
         times = self.forward.time(schedule, wire), self.backward.time(schedule, wire)
         apart_s = times[0].alone_s + times[1].alone_s
         return self.paired * pair_s(*times, self.forward.cost) + (1 - self.paired) * apart_s
@@ -208,7 +208,7 @@ class Chooser:
         return self.choice(dispatch, wire).schedule
 
     def choice(self, dispatch: DispatchPlan, wire: WireBytes) -> ScheduleChoice:
-        """For a batch. The same for all whose counts are about equal, whichever of them comes first."""
+        """Choice for a batch. The same for all whose counts are about equal, whichever of them comes first."""
         key = about(dispatch, wire, step=self.step * self.tile_rows)
         if key not in self._found:
             self.num_computed += 1
@@ -278,7 +278,7 @@ class Fit:
     errors: tuple[float, ...]
     """|predicted / measured - 1| of each sample, in the order of the samples."""
     median_error: float
-    """Of the layers if there are any, else of all."""
+    """Median error of the layers if there are any, else of all."""
     searched: Mapping[str, float] = field(default_factory=dict)
     """What was found by search; empty without whole layers, where overheads and interference stay 0."""
 

@@ -51,9 +51,9 @@ class RankClock:
         self.returned: dict[tuple[int, int, int], float] = {}
         """Own results by (rank, part, block): when they are there."""
         self.passed: dict[int, float] = {}
-        """By part: when what this rank passed on was there."""
+        """When what this rank passed on was there, by part."""
         self.sums: dict[tuple[int, int], float] = {}
-        """By (part, block): when partial sums were at their gateway."""
+        """When partial sums were at their gateway, by (part, block)."""
         self.merged: dict[tuple[int, int], float] = {}
 
     def _near_arrivals(self, leaving_PP: Ints, near_s: float) -> dict[tuple[int, int], float]:

@@ -27,7 +27,7 @@ class LayerShape:
     """One MoE layer as its rank holds it."""
 
     tokens: int
-    """Of this rank."""
+    """Tokens of this rank."""
     hidden: int
     ffn: int
     """Width of an expert on this rank (an `etp` slice)."""
@@ -43,7 +43,7 @@ class LayerShape:
         return self.hidden * self.element_bytes
 
     def row_flop(self, direction: Literal["forward", "backward"]) -> tuple[int, int, int]:
-        """Of one row: first product, second product, gradients of weights (none forward)."""
+        """FLOP of one row: first product, second product, gradients of weights (none forward)."""
         product = 2 * self.hidden * self.ffn
         up = product * (2 if self.gated else 1)
         return (up, product, 0) if direction == "forward" else (product, up, product + up)
@@ -55,11 +55,11 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapCost:
-    """Of one kind of machine and link. Made by hand or by `overlap_choose.fit`."""
+    """Costs of one kind of machine and link. Made by hand or by `overlap_choose.fit`."""
 
     latency_s: float
     bytes_per_s: float
-    """Of one rank's link, each way."""
+    """Bytes per second of one rank's link, each way."""
     flops_by_rows: tuple[tuple[int, float], ...]
     """(rows of a product, floating-point operations per second), rows ascending."""
     op_s: float = 0.0
@@ -71,7 +71,8 @@ class OverlapCost:
     copy_bytes_per_s: float = inf
     """Rows that are gathered or added up in memory."""
     near_bytes_per_s: float | None = None
-    """Of a message inside a host, which leaves the link between hosts alone; None: it takes that link like any other."""
+    """Bytes per second of a message inside a host, which leaves the link between hosts alone; None: it takes that link like any
+    other."""
 
     def __post_init__(self) -> None:
         raise_if([*self._problems()], ConfigError, subject="cost of overlap")
@@ -123,10 +124,10 @@ class LayerWork:
     go: tuple[int, ...]
     """Parts that each rank has of this rank's rows."""
     share: list[list[float]]
-    """Of the rows of each source, by part."""
+    """Share of each source's rows, by part."""
     first_s: list[list[float]]
     second_s: list[list[float]]
-    """Of all blocks."""
+    """Seconds of all blocks."""
     copy_s: list[list[float]]
     """Rows gathered for the first product."""
     sum_s: list[list[float]]
@@ -137,10 +138,10 @@ class LayerWork:
     relay: tuple[int, ...] = ()
     """Parts of each source that this rank passes on, where messages go through gateways."""
     joint_s: Mapping[int, tuple[float, float, float]] = field(default_factory=dict)
-    """By joint slot: first product, second product of all blocks, copies."""
+    """Seconds of first product, second product of all blocks, and copies, by joint slot."""
 
     def seconds(self, op: TileOp, cost: OverlapCost) -> float:
-        """Of one operation by itself."""
+        """Seconds of one operation by itself."""
         kind, p, part = op.kind, op.peer, op.part
         if kind == "first":
             return cost.op_s + self.first_s[p][part] + self.copy_s[p][part]
@@ -177,9 +178,9 @@ class Joint:
     """What is multiplied together on a rank."""
 
     slots: Sequence[Sequence[int]] = ()
-    """Of the tiles of each source."""
+    """Slots of the tiles of each source."""
     tiles: Sequence[Tile] = ()
-    """Of the joint slots."""
+    """Tiles of the joint slots."""
 
 
 class TileTimes:

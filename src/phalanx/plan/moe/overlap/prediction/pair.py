@@ -36,15 +36,15 @@ class PassTime:
     """One pass of one layer on one rank."""
 
     alone_s: float
-    """With nothing beside it."""
+    """Seconds with nothing beside it."""
     computing_s: float
-    """Of its operations, with no byte moving."""
+    """Seconds of its operations, with no byte moving."""
     link_s: float
-    """Of its bytes."""
+    """Seconds of its bytes."""
 
 
 def pass_time(ops: Sequence[TileOp], work: LayerWork, cost: OverlapCost, wire: WireBytes) -> PassTime:
-    """Of the operations of a rank whose peers are as busy as it."""
+    """Time of the operations of a rank whose peers are as busy as it."""
     computing_s = sum(work.seconds(op, cost) for op in ops if op.kind not in _NO_COMPUTING)
     return PassTime(seconds_of(ops, work, cost, wire), computing_s, link_s(work.rank, cost, wire))
 

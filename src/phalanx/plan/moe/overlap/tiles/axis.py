@@ -36,7 +36,7 @@ class Access:
     together: tuple[tuple[str, str], ...] = ()
     """(loop, key): positions of the loop whose key is the same are used for one result, which the key indexes in place of the loop."""
     at_once: tuple[str, ...] = ()
-    """Of a producer: loops of its result whose positions are all finished together (a normalisation along them)."""
+    """Loops of a producer's result whose positions are all finished together (a normalisation along them)."""
     name: str = "consumer"
 
 
@@ -53,7 +53,7 @@ class AxisRule:
     axis: str
     kind: Literal["free", "grouped", "whole"]
     key: str = ""
-    """Of a grouped axis."""
+    """Key of a grouped axis."""
     reason: str = ""
 
     def may_cut_by(self, label: str, determines: Mapping[str, Sequence[str]]) -> bool:

@@ -25,7 +25,7 @@ def gateway(hosts: Sequence[int], source: int, host: int) -> int:
 
 
 def gateways(hosts: Sequence[int], source: int) -> list[int]:
-    """Of all other hosts, for one source."""
+    """Gateways of all other hosts, for one source."""
     return [gateway(hosts, source, host) for host in sorted(set(hosts) - {hosts[source]})]
 
 
@@ -43,7 +43,7 @@ def message_parts(hosts: Sequence[int], rank: int, parts: Sequence[int]) -> tupl
 
 
 def relay_parts(hosts: Sequence[int], rank: int, parts: Callable[[int, int], int]) -> tuple[int, ...]:
-    """By source: parts that this rank passes on; `parts(source, rank)` are those that a rank has of a source's tiles."""
+    """Parts of each source that this rank passes on; `parts(source, rank)` are those that a rank has of a source's tiles."""
     here = members(hosts, hosts[rank])
     return tuple(
         max(parts(source, peer) for peer in here)

@@ -1,21 +1,26 @@
-"""In which order one rank carries out the operations of one MoE layer.
+"""Decides in which order one rank carries out the operations of one MoE layer.
 
-Decides the order from a `TileSchedule` and from how many parts each rank has for each other, nothing else. Every order here keeps three promises, which
+Decides the order from a `TileSchedule` and from how many parts each rank has for each other, nothing else. Every order here keeps
+three promises, which
 `check.py` tests without this file:
 
 - what an operation needs stands before it in the same list, or is sent by a rank that never waits for it first;
-- all sends stand before the first wait and all returns before the first wait_return. So every message is on its way before anyone waits for an answer
+- all sends stand before the first wait and all returns before the first wait_return. So every message is on its way before anyone
+waits for an answer
   to it, and no set of ranks can wait in a circle, whatever the orders of the others;
 - `sum` is last.
 
-Distance: parts of ranks on the own host are expected before those of other hosts; within either, rank r sends to r+1, r+2, ... (no receiver is
+Distance: parts of ranks on the own host are expected before those of other hosts; within either, rank r sends to r+1, r+2, ... (no
+receiver is
 everybody's first), so rows from r-1 are expected first, then r-2. The way back mirrors that.
 
 With gateways (`hosts.py`) a rank also waits for what it passes on. No circle can close, because
 
-- `relay` needs nothing but a send, and parts from other hosts are waited for in the order of their numbers: a wait of part k stands behind all relays of parts up to
+- `relay` needs nothing but a send, and parts from other hosts are waited for in the order of their numbers: a wait of part k
+stands behind all relays of parts up to
   k. So whoever waits for part k from a gateway waits for a rank that waits, at most, for parts below k;
-- `merge` of part k stands behind all relays and all own returns of parts up to k to other hosts: a rank whose return of part k is missing waits, at most, for
+- `merge` of part k stands behind all relays and all own returns of parts up to k to other hosts: a rank whose return of part k is
+missing waits, at most, for
   merges of parts below k;
 - all merges stand before the first wait_return.
 """
@@ -33,12 +38,12 @@ from phalanx.core.errors import Problem
 from phalanx.plan.moe.overlap.tiles.types import Order, TileOp, TileSchedule
 
 NONE = -1
-"""In place of a part: no rows."""
+"""Stands in place of a part: no rows."""
 
 
 @dataclass(frozen=True)
 class JointSlot:
-    """In which parts the rows of a joint slot come, by source."""
+    """Parts in which the rows of a joint slot come, by source."""
 
     slot: int
     first: tuple[int, ...]
@@ -210,7 +215,7 @@ class _Way:
         self.missing = [(joint, set(joint.needs()) - {*parts.own()}) for joint in parts.joint]
         """Joint slots that have not been multiplied, and the (source, part) that have not come of them."""
         self.late: dict[tuple[int, int], int] = {}
-        """By (source, part): joint slots that its way back waits for."""
+        """Joint slots that the way back of (source, part) waits for."""
 
     def back(self, parts: Iterable[tuple[int, int]]) -> None:
         """Second product and way back of some parts, block by block."""
@@ -259,7 +264,7 @@ def _wait_returns(parts: Parts) -> list[TileOp]:
 
 
 def _needs(ops: Sequence[TileOp], parts: Parts) -> list[list[int]]:
-    """Of each operation the places in `ops` of what must stand before it; `sum` is not among them."""
+    """Places in `ops` of what must stand before each operation; `sum` is not among them."""
     place = {(op.kind, op.peer, op.part, op.block): at for at, op in enumerate(ops)}
     kinds = ("send", "return", "first", "first_all", "relay", "merge")
     all_of = {kind: [at for at, op in enumerate(ops) if op.kind == kind] for kind in kinds}

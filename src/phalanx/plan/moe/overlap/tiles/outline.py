@@ -33,7 +33,7 @@ class TileRows:
     come: list[list[int]]
     go: list[list[int]]
     slots: list[list[int]]
-    """Of the tiles that come."""
+    """Slots of the tiles that come."""
     joint: tuple[Tile, ...]
     """Tiles of the rows of all sources."""
     joint_slots: tuple[int, ...]
@@ -43,7 +43,7 @@ class TileParts(NamedTuple):
     """The same in the parts of one schedule."""
 
     ends: list[tuple[int, ...]]
-    """Of the tiles that come, by source."""
+    """Ends of the tiles that come, by source."""
     go: tuple[int, ...]
     is_far: tuple[bool, ...]
     relay: tuple[int, ...]
@@ -59,7 +59,7 @@ class TileOutline:
         self._is_far = tuple(host != hosts[rank] for host in hosts)
 
     def rows(self, schedule: TileSchedule, *, through_hosts: bool) -> TileRows:
-        """In the order of the slots, or the most loaded first: the same for all schedules that agree in that."""
+        """Rows in the order of the slots, or the most loaded first: the same for all schedules that agree in that."""
         ep = self.rank // self.dispatch.etp
         joint = [] if through_hosts else joint_slots(self.dispatch, tile_rows=self.tile_rows)
         orders = slot_orders(self.dispatch, schedule, joint=joint)
@@ -96,7 +96,7 @@ class TileOutline:
         has_shared: bool,
         direction: Literal["forward", "backward"],
     ) -> Sequence[TileOp]:
-        """In the order in which the rank does them."""
+        """Operations in the order in which the rank does them."""
         known = Parts(
             rank=self.rank,
             come=tuple(map(len, parts.ends)),

@@ -85,9 +85,9 @@ class SlotCounts:
     """Rows by local slot that one rank has to do with."""
 
     come: list[list[int]]
-    """From each source to this rank's slots."""
+    """Rows from each source to this rank's slots."""
     go: list[list[int]]
-    """From this rank to the slots of each ep coordinate."""
+    """Rows from this rank to the slots of each ep coordinate."""
 
 
 def rows_of(dispatch: DispatchPlan, *, rank: int) -> SlotCounts:
@@ -109,9 +109,10 @@ def slots_of(rows_G: Sequence[int], tile_rows: int, slots: Sequence[int] | None 
 
 
 def joint_slots(dispatch: DispatchPlan, *, tile_rows: int) -> list[tuple[int, ...]]:
-    """By ep coordinate: the local slots whose rows of all sources are multiplied together, ascending.
+    """Local slots of each ep coordinate whose rows of all sources are multiplied together, ascending.
 
-    Rows of the first slots, half of all, stay apart: they are what can be computed before everything has come, and after the last has left. Of the others those are joint
+    Rows of the first slots, half of all, stay apart: they are what can be computed before everything has come, and after the last
+    has left. Of the others those are joint
     that have fewer tiles so. Depends on nothing but counts and `tile_rows`.
     """
     loads_G = dispatch.rows_PG.sum(0)
@@ -125,7 +126,8 @@ def joint_slots(dispatch: DispatchPlan, *, tile_rows: int) -> list[tuple[int, ..
 def slot_orders(
     dispatch: DispatchPlan, schedule: TileSchedule, *, joint: Sequence[tuple[int, ...]]
 ) -> list[list[int] | None]:
-    """By ep coordinate: the local slots in the order in which their tiles are numbered, `joint` ones (of each coordinate; () for none) last. None: as they are."""
+    """Local slots of each ep coordinate in the order in which their tiles are numbered, `joint` ones (of each coordinate; () for
+    none) last. None: as they are."""
     num, none = dispatch.slots_per_rank, [()] * dispatch.ep
     if not schedule.hot_first:
         return [
@@ -244,14 +246,14 @@ def joint_tiles(
 
 
 def joint_parts(joint: Sequence[int], slots: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> list[JointSlot]:
-    """In which parts rows of joint slots come; `slots` of the tiles of each source, `ends` of its parts."""
+    """Parts in which rows of joint slots come; `slots` of the tiles of each source, `ends` of its parts."""
     where = [_slot_parts(frozenset(joint), *of_source) for of_source in zip(slots, ends, strict=True)] if joint else []
     nowhere = (NONE, NONE)
     return [JointSlot(slot, *zip(*(at.get(slot, nowhere) for at in where), strict=True)) for slot in joint]
 
 
 def _slot_parts(joint: frozenset[int], slots: Sequence[int], ends: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """By joint slot: first and last part with tiles of it, of one source. Joint slots come last."""
+    """First and last part of one source with tiles of each joint slot. Joint slots come last."""
     found: dict[int, tuple[int, int]] = {}
     part = len(ends) - 1
     for number in range(len(slots) - 1, -1, -1):

@@ -1,16 +1,24 @@
-"""In which order the ranks of one layer post their messages where a communicator carries them out in the order of posting: NCCL's rules.
+"""Decides in which order the ranks of one layer post their messages where a communicator carries them out in the order of posting:
+NCCL's rules.
 
-NCCL executes the point-to-point calls of a communicator one after the other, except those of one group (`ncclGroupStart`/`End`), which progress independently
-and end together (NCCL user guide, "Point-to-point communication"). So a message can hold up every later one, and ranks that post in different orders wait for each
+NCCL executes the point-to-point calls of a communicator one after the other, except those of one group (`ncclGroupStart`/`End`),
+which progress independently
+and end together (NCCL user guide, "Point-to-point communication"). So a message can hold up every later one, and ranks that post
+in different orders wait for each
 other for ever. Decides the order that all ranks share, from a rank's plan alone:
 
-    round   messages of one rank that are posted as one group: those of one kind, part and block with the next ranks of the ring (all of them, or as many as a group may have)
+    round   messages of one rank that are posted as one group: those of one kind, part and block with the next ranks of the ring
+    (all of them, or as many as a group may have)
 
-Rounds are ordered by (going before coming before dots, part, ring, block). Both ends of a message see the same four numbers, so their rounds have the same place among
-all rounds. No circle of waiting can close: going entries wait for nothing; a rank computes when going entries have come, none of which is behind a coming message; so every rank
-gets to its returns, and of the rounds that are not over yet the first one is at the head everywhere. `round_problems` (tests/oracles/overlap_rounds.py) shows the same without this argument, by carrying the rounds out.
+Rounds are ordered by (going before coming before dots, part, ring, block). Both ends of a message see the same four numbers, so
+their rounds have the same place among
+all rounds. No circle of waiting can close: going entries wait for nothing; a rank computes when going entries have come, none of
+which is behind a coming message; so every rank
+gets to its returns, and of the rounds that are not over yet the first one is at the head everywhere. `round_problems`
+(tests/oracles/overlap_rounds.py) shows the same without this argument, by carrying the rounds out.
 
-Only for plans whose messages go straight: with gateways (`hosts.py`) messages wait for others in orders that a rank's plan does not tell its peers.
+Only for plans whose messages go straight: with gateways (`hosts.py`) messages wait for others in orders that a rank's plan does
+not tell its peers.
 """
 
 from __future__ import annotations
@@ -25,7 +33,8 @@ from phalanx.plan.moe.overlap.tiles.types import RankPlan
 MessageKind = Literal["going", "coming", "dots"]
 _KINDS: tuple[MessageKind, ...] = ("going", "coming", "dots")
 MOST_MESSAGES = 250
-"""Of one group: with hundreds NCCL is said to hang (pytorch #174288). So up to 126 ranks there is one round for all peers."""
+"""Most messages of one group: with hundreds NCCL is said to hang (pytorch #174288). So up to 126 ranks there is one round for all
+peers."""
 
 
 @dataclass(frozen=True, slots=True)

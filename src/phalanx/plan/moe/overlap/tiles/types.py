@@ -88,9 +88,9 @@ class TileSchedule:
     """What may differ from one batch to the next without changing a bit of the result. The same on all ranks of the group."""
 
     parts: int = 1
-    """Into how many parts of about equal rows the tiles of a source are cut, at most."""
+    """Most parts of about equal rows into which the tiles of a source are cut."""
     blocks: int = 1
-    """Of the columns."""
+    """Blocks of the columns."""
     order: Order = "serial"
     """serial: everything has arrived before anything is computed, everything is computed before anything goes back. own_first: rows of this rank
     while others travel, then each part as it comes in ring order. arrival: own rows only until the first part is expected, the rest of them
@@ -113,11 +113,11 @@ class Tile:
     """ALL in the tiles of joint slots."""
     rows: int
     first_row: int
-    """Within the rows of (slot, source)."""
+    """First row within the rows of (slot, source)."""
 
 
 ALL = -1
-"""In place of a source."""
+"""Stands in place of a source for all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +129,11 @@ class RankPlan:
     """Ranks of `ep_etp`."""
     direction: Literal["forward", "backward"]
     tiles: tuple[tuple[Tile, ...], ...]
-    """By source: the tiles of its rows that are here."""
+    """Tiles of each source's rows that are here."""
     part_ends: tuple[tuple[int, ...], ...]
-    """By source: where its parts end in `tiles[source]`. A source without rows has no parts."""
+    """Ends of each source's parts in `tiles[source]`. A source without rows has no parts."""
     peer_part_ends: tuple[tuple[int, ...], ...]
-    """By peer: where the parts end of the tiles that *it* has of this rank's rows."""
+    """Ends of the parts of the tiles that each peer has of this rank's rows."""
     blocks: int
     ops: tuple[TileOp, ...]
     num_slots: int = 0
@@ -143,7 +143,7 @@ class RankPlan:
     hosts: tuple[int, ...] = ()
     """Host of each rank, where messages between hosts go through gateways; empty: every message goes straight."""
     relay_parts: tuple[int, ...] = ()
-    """By source: parts that this rank, being the gateway of a source on another host, passes on. Empty without gateways."""
+    """Parts of each source that this rank, being its gateway on another host, passes on. Empty without gateways."""
 
     joint_tiles: tuple[Tile, ...] = ()
     """Tiles of all sources' rows of the joint slots: `source` is ALL, `first_row` counts the slot's rows source by source."""
@@ -154,7 +154,7 @@ class RankPlan:
         return tuple(dict.fromkeys(tile.slot for tile in self.joint_tiles))
 
     def tiles_of_part(self, source: int, part: int) -> tuple[Tile, ...]:
-        """Of one part of a source."""
+        """Tiles of one part of a source."""
         ends = self.part_ends[source]
         return self.tiles[source][ends[part - 1] if part else 0 : ends[part]]
 
