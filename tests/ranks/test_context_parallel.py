@@ -260,7 +260,7 @@ def test_a_silent_peer_is_named() -> None:
 def test_nobody_to_exchange_with() -> None:
     comms, axis = Collectives(), Axis("cp", (0,), 0, None)
     comms.start_exchange([], [], axis).wait()
-    with pytest.raises(ValueError, match="nobody to exchange with"):
+    with pytest.raises(ValueError, match="no peer to exchange with"):
         comms.start_exchange([Message(torch.zeros(1), 0)], [], axis)
 
 

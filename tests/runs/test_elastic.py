@@ -98,7 +98,7 @@ def test_experts_of_a_single_holder_are_refused() -> None:
 
 def test_holders_that_differ_are_found() -> None:
     assert compare([{"a": 1, "b": 2}, {"a": 1}]) == 2
-    with pytest.raises(RunError, match="different values of a, and nobody"):
+    with pytest.raises(RunError, match="different values of a, and it cannot be decided"):
         compare([{"a": 1, "b": 2}, {"a": 3}])
 
 

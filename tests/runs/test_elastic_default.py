@@ -56,7 +56,7 @@ def test_settings_of_an_elastic_run_hold_where_it_is_elastic_by_default_and_are_
     assert choose_recovery(given).recipe.resilience == replace(given.resilience, heal=True, mode="fast")
     with pytest.raises(ConfigError, match="3 problems") as err:
         choose_recovery(replace(given, launch=LaunchConfig(ranks=1)))
-    assert "limit_s" in str(err.value) and "leaves nobody to go on" in str(err.value)
+    assert "limit_s" in str(err.value) and "leaves no rank to continue" in str(err.value)
     told = replace(given, resilience=replace(given.resilience, heal=False))
     assert [p.where for p in recipe_problems(told)] == ["resilience.minimum", "resilience.wait_s", "resilience.limit_s"]
 

@@ -81,5 +81,5 @@ def test_a_copy_with_a_wrong_bit_is_never_a_source(base: Path) -> None:
     assert train(base, "doubted", faults, launch__ranks="3", **plain) == set(faults)
     check_equal(base, "doubted", to="calm", steps=STEPS)
     said = notes(base, "doubted")
-    assert any("differ in master/" in text and "nobody can say which are right" in text for text in said), said
+    assert any("differ in master/" in text and "it cannot be decided which are right" in text for text in said), said
     assert any("goes back to the checkpoint of step 3, 1 steps before" in text for text in said), said

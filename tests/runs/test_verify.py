@@ -597,7 +597,7 @@ def test_settings_are_told_from_arguments() -> None:
         (("--steps", "0", "--folding.ep", "2"), "must be at least 1"),
         (("--steps", "5", "--folding.ep", "2", "--dtype", "float32"), "compared in float64"),
         (("--steps", "5", "--folding.eq", "2"), "folding.eq"),
-        (("--plant", "all", "--folding.ep", "2"), "has no effect beside a recipe"),
+        (("--plant", "all", "--folding.ep", "2"), "has no effect with a recipe"),
         (("--plant", "no-edp-reductoin"), "did you mean 'no-edp-reduction'"),
         (("--plant", "no-edp-reduction", "--ranks", "1"), "exists in no mapping of 1 rank;"),
         (("--ranks", "0"), "must be at least 1"),
@@ -606,7 +606,7 @@ def test_settings_are_told_from_arguments() -> None:
         (("--overlap", "coarse:1"), "--overlap = 'coarse:1': coarse takes a number of chunks"),
         (("--overlap", "fine", "--folding.ep", "2"), "set --dispatch.overlap instead"),
         (("--overlap", "fine", "--plant", "all"), "each with its own overlap"),
-        (("--plant", "all", "--dtype", "bfloat16"), "told from rounding in float64"),
+        (("--plant", "all", "--dtype", "bfloat16"), "told from rounding only in float64"),
         (("--ranks", "1", "--json", "/proc/none/v.json"), "cannot write /proc/none/v.json"),
     ],
 )
@@ -624,7 +624,7 @@ def test_recipe_that_does_not_fit_the_ranks(tmp_path: Path, capsys: pytest.Captu
     assert program(["verify", str(recipe), "--ranks", "4"]) == 2
     assert "folding.ep" in capsys.readouterr().err
     assert program(["verify", str(recipe), "--plant", "all"]) == 2
-    assert "has no effect beside a recipe" in capsys.readouterr().err
+    assert "has no effect with a recipe" in capsys.readouterr().err
 
 
 def test_fault_names_are_unique_and_found_by_name() -> None:

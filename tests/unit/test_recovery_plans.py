@@ -274,7 +274,7 @@ def test_the_majority_is_believed_and_without_one_nobody() -> None:
     assert found.all == [(2, "a", a.box), (0, "b", b.box), (1, "b", b.box)]
     outvoted, doubted = found.explain(["x", "y", "z"])
     assert outvoted.startswith("z had other bits than most holders of master/a[0:1, 0:4]")
-    assert doubted.startswith("x, y differ in exp_avg/b[2:3, 0:4], and nobody can say")
+    assert doubted.startswith("x, y differ in exp_avg/b[2:3, 0:4], and it cannot be decided")
     assert find_suspects([{a: 1}, {}, {a: 1}]).all == [] and find_suspects([{a: 1}, {a: 2}]).outvoted == ()
 
 
