@@ -14,6 +14,7 @@ all) tier="--tier all" PHALANX_TESTS=all && export PHALANX_TESTS ;;
 *) echo "$0: '$1' is not a tier; give core, drawn or all" >&2 && exit 2 ;;
 esac
 PHALANX_SEED=${PHALANX_SEED:-$(date -u +%Y%m%d)} && export PHALANX_SEED # one seed for all processes, past midnight too
+unset PYTHONDONTWRITEBYTECODE # each `phalanx train` would compile the whole package again
 failed=0
 tests() { # NAME WORDS...
     name=$1 && shift
