@@ -67,7 +67,7 @@ from phalanx.plan.moe.overlap.tiles.types import TileSchedule  # noqa: E402
 from phalanx.runtime.comm.collectives import Collectives, Message  # noqa: E402
 from phalanx.runtime.comm.groups import GroupCache, build_groups  # noqa: E402
 from phalanx.runtime.moe.dispatch import Dispatcher  # noqa: E402
-from phalanx.runtime.moe.experts import ExpertWeights, run_experts  # noqa: E402
+from phalanx.runtime.moe.experts import ExpertWeights, MoeCall, run_experts  # noqa: E402
 from phalanx.runtime.moe.overlap import TILE_ROWS, run_overlapped  # noqa: E402
 from phalanx.runtime.moe.overlap_tuner import measure  # noqa: E402
 from phalanx.runtime.moe.streams import streams_of  # noqa: E402
@@ -121,12 +121,12 @@ class Layer:
         leaves = [self.x, self.weights, self.w13, self.w2]
         for leaf in leaves:
             leaf.grad = None
-        common: dict[str, Any] = {"experts": ExpertWeights(self.w13, self.w2), "dispatcher": self.dispatcher}
-        routed = self.x, self.weights, self.experts
+        weights = ExpertWeights(self.w13, self.w2)
+        call = MoeCall(x_TH=self.x, weights_TK=self.weights, experts_TK=self.experts, experts=weights)
         if schedule is None:
-            y, _ = run_experts(*routed, lanes=SERIAL, **common)
+            y, _ = run_experts(call, dispatcher=self.dispatcher, lanes=SERIAL)
         else:
-            y, _ = run_overlapped(*routed, schedule=schedule, lanes=SERIAL, **common)
+            y, _ = run_overlapped(call, dispatcher=self.dispatcher, schedule=schedule, lanes=SERIAL)
         if backward:
             y.backward(self.dy.detach())
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]

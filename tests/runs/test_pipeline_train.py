@@ -164,9 +164,10 @@ def test_a_run_goes_on_without_its_pipeline_and_with_another(base: Path) -> None
     assert losses(base / "runs" / "travels", [5, 6]) == losses(base / "runs" / "travels", [5, 6], rank=3)
     starts = [r for r in read_events(log_path(base / "runs" / "travels", 0)) if r["kind"] == "RunStarted"]
     assert [r["folding"].split("|")[0] for r in starts] == ["dp2.pp2", "dp2", "dp2.pp2"]
+    check_samples_are_told_of_once(base)
 
 
-def test_samples_are_told_of_once(base: Path) -> None:
+def check_samples_are_told_of_once(base: Path) -> None:
     """Ranks of one pipeline read the same micro-batches; the first keeps the ledger."""
     places = sorted(
         (record["step"], number)
