@@ -36,7 +36,7 @@ SCRATCH = HERE / ".against" / "mutants"
 SIDES = ("before", "after")
 FLOORS = ("plan", "runtime")
 LIMIT_S = 300.0
-"""Of the tests of one mutant on one side."""
+"""Seconds for the tests of one mutant on one side."""
 ORDER = ("unit", "ranks", "runs", "lab")
 """Folders of tests, the quick ones first."""
 MOST_FAILING = 10
@@ -149,7 +149,7 @@ def _without_docstring(body: Sequence[ast.stmt]) -> list[ast.stmt]:
 
 
 def mutations_of(function: Body) -> dict[str, list[Mutation]]:
-    """By kind."""
+    """Mutations that a function allows, by kind."""
     found: dict[str, list[Mutation]] = defaultdict(list)
     for place, node in enumerate(nodes_of(function)):
         for kind, change in MUTATIONS.items():

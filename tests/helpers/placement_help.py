@@ -1,6 +1,6 @@
 """Slow and plain twins of the placement planners: all losses one by one, all placements one by one.
 
-`python tests/placement_help.py random 10000` compares that many random cases with the printed rule and spread; `... brute 6` all allocations of up to 6 hosts
+`python tests/helpers/placement_help.py random 10000` compares that many random cases with the printed rule and spread; `... brute 6` all allocations of up to 6 hosts
 with all placements.
 """
 

@@ -1,7 +1,7 @@
 """A way out of calls that gloo never ends: the call is made by a thread beside, which is left behind once the team is aborted.
 
 gloo (torch 2.13) tells an error to those who wait for a message that has not begun, and to nobody who waits for one that is partly there: a peer that dies, or a socket that is
-shut, in the middle of a message makes its receiver wait for the whole timeout of the collective (`tests/test_escape.py` shows it). Nothing in the process can end that wait, so the
+shut, in the middle of a message makes its receiver wait for the whole timeout of the collective (`tests/ranks/test_escape.py` shows it). Nothing in the process can end that wait, so the
 rank's own thread must not be the one in it.
 
 Must never change: a thread that was left behind is never used again, and nothing it may still write is read.

@@ -1,7 +1,7 @@
 """What a micro-batch leaves in memory on one rank: kept by each layer for the backward pass, and needed only while something runs.
 
 Every function mirrors one place of the code, named in its docstring, and returns the sizes in bytes of the tensors that live there: lists and
-not sums, because the C library treats large blocks unlike small ones (`simulate/memory/memory.py`). tests/test_memory_terms.py counts the real
+not sums, because the C library treats large blocks unlike small ones (`simulate/memory/memory.py`). tests/ranks/test_memory_terms.py counts the real
 tensors. Must never change without the code that it mirrors.
 
 Legend: T tokens of a rank's micro-batch, N = T before a sequence-parallel split, H hidden, A/G query and key/value heads of this rank, D head dim,

@@ -1,6 +1,6 @@
 """Facts of kernels and of the machine that the memory estimate rests on: what is mirrored from code, and what was measured.
 
-Mirrored: block sizes and paddings of `kernels/`, which `simulate` may not import. tests/test_memory_terms.py compares each with its original.
+Mirrored: block sizes and paddings of `kernels/`, which `simulate` may not import. tests/ranks/test_memory_terms.py compares each with its original.
 
 Measured: memory that no tensor of ours holds. Each constant is per rank (or per piece of generated code) and says where it comes from;
 none depends on a model's shape. Measured with torch 2.13 (oneDNN, gloo) and glibc 2.36 on x86-64 with AMX, and where it says so on a Cascade Lake,

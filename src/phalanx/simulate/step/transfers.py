@@ -1,7 +1,7 @@
 """Seconds of what crosses between pipeline stages.
 
 Decides which transfers go between hosts, and how long one takes: where stages are all alike, that of one rank to its partner; where they have foldings of their own, what the run's plan says
-(`plan/pipeline/stage_edges.py`): all messages of a rank go at once, those inside its host beside those between hosts, and the edge takes what its busiest rank does.
+(`plan/pipeline/boundary/stage_edges.py`): all messages of a rank go at once, those inside its host beside those between hosts, and the edge takes what its busiest rank does.
 """
 
 from __future__ import annotations

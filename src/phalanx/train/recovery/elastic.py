@@ -110,7 +110,7 @@ class ElasticMember:
         """State descriptors of the members of the generation that this one has entered, but for those that are idle."""
         self._is_warm = False
         self._may_lack = joins
-        """Whether this process has perhaps not imported what saves need (`elastic_run.py`: it would have kept it from taking part)."""
+        """Whether this process has perhaps not imported what saves need (`run.py`: it would have kept it from taking part)."""
         self._plan: GenerationPlan | None = None
         """Plan of the generation that forms."""
         self._entered: GenerationPlan | None = None
