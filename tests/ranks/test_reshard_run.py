@@ -22,7 +22,7 @@ from ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks
 WORLD = 8
-CASES, IN_BATCHES = times(320, 80), 60
+CASES, IN_BATCHES = times(320, 48), times(60, 32)
 
 
 def axis_of(rank, cache, world=WORLD):

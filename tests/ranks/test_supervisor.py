@@ -26,7 +26,7 @@ def test_a_storm_loses_nothing(tmp_path: Path) -> None:
     result = storm(StormArgs(faults=12, seed=3, between_s=0.4), tmp_path)
     assert result.failures == []
     assert (result.faults, result.hung, result.orphans, result.bitwise_equal) == (12, 0, 0, True)
-    refused = [p for p in tmp_path.glob("stderr-*") if "was put out of the run" in p.read_text()]
+    refused = [p for p in tmp_path.glob("stderr-*") if "was removed from the run" in p.read_text()]
     assert refused, "a thawed member must hear that it is out"
 
 

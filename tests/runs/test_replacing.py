@@ -47,9 +47,9 @@ from test_trace import problems_of
 from tiers import some
 from train_help import write_text
 
-WORLD, SHIFT, INTERVAL, STEPS = 4, 8, 4, 16
+WORLD, SHIFT, INTERVAL, STEPS = 4, 6, 3, 12
 ROUTER = {"force": "imbalanced", "force_skew": 1.5, "z_loss": 1e-3}
-"""Drawn for steps 0 to 7, and again for steps 8 to 15."""
+"""Drawn for the first `SHIFT` steps, and again for the others."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def test_experts_follow_the_load_and_no_bit_changes(way: Way) -> None:
 
 
 def check_moves(way: Way, moved: list[dict[str, Any]], calm: list[dict[str, Any]]) -> None:
-    """Decisions to move after steps 4 and 12 (the first after each draw that has seen it), none at 8; what was predicted came. Beside a step experts are where they are to be one step
+    """Decisions to move after steps 3 and 9 (the first after each draw that has seen it), none at 6; what was predicted came. Beside a step experts are where they are to be one step
     later, and what they hold has come beside it but for the gradients, a third as much."""
     (first, second), late = moved[0]["moves"], int(way.beside)
     assert (first.step, second.step) == (INTERVAL + late, SHIFT + INTERVAL + late)

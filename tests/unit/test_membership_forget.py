@@ -53,7 +53,7 @@ def test_an_emptied_generation_keeps_its_number() -> None:
     assert [g.number for g in between] == [2, 3, 4, 5, 6, 7] and [g.forgotten for g in between][:2] == [True, True]
     assert all(
         "a.0" not in g.uids for g in between if g.forgotten
-    )  # so whoever missed it is put out (`MembershipWatcher._check_missed`)
+    )  # so whoever missed it is removed (`MembershipWatcher._check_missed`)
 
 
 def test_a_proposal_that_meets_an_emptied_number_goes_on_from_the_newest() -> None:
@@ -145,7 +145,7 @@ def test_whether_the_run_goes_on_is_asked_when_all_were_put_out(over: bool, code
 
 
 class Refused(Supervisor):
-    """Whose workers, which are no processes, were put out at once."""
+    """Whose workers, which are no processes, were removed at once."""
 
     def _start(self, slot: int) -> None:
         self.started += 1

@@ -66,7 +66,7 @@ RULE = FirstRule(wanted=6, minimum=1, gather_s=5.0, lone_s=600.0)
 
 
 def test_the_smaller_part_does_not_begin_soon() -> None:
-    """Two of six: the other four may have put them out and trained on."""
+    """Two of six: the other four may have removed them and trained on."""
     few = [announcement("c.0", LAST), announcement("c.1", LAST)]
     assert RULE.members(few, above=None, dead=(), waited_s=60.0) is None
     assert RULE.members(few, above=None, dead=("a.0", "a.1", "b.0", "b.1"), waited_s=0.0) is not None, "all others died"

@@ -21,7 +21,7 @@ def test_batches_under_adversarial_arrivals():
     """10,000 with all tests. Each tile once, never before its inputs, no deadlock: whatever the routing, the schedule and the order of arrival."""
     rng = np.random.default_rng(0)
     kinds, overtaken, late, joint = set(), 0, 0, 0
-    count = times(10_000, 2000)
+    count = times(10_000, 1000)
     for number in range(count):
         dispatch, schedule = random_dispatch(rng), random_schedule(rng)
         direction = ("forward", "backward")[number % 2]

@@ -49,7 +49,7 @@ def draw(rng):
 def test_batches_under_adversarial_arrivals():
     rng = np.random.default_rng(0)
     relayed = merged = 0
-    count = times(2000, 500)
+    count = times(2000, 250)
     for number in range(count):
         dispatch, schedule, hosts = draw(rng)
         plans = plans_of_group(

@@ -1,4 +1,4 @@
-"""Members that reach the service and not each other: who is put out, how that is found out, and that it is decided once."""
+"""Members that reach the service and not each other: who is removed, how that is found out, and that it is decided once."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_random_plans_pass_the_check(seed: int) -> None:
     assert plan.rho >= 1 - 1e-9
 
 
-@settings(max_examples=times(150, 60), deadline=None)
+@settings(max_examples=times(150, 30), deadline=None)
 @given(seed=st.integers(0, 2**32), method=st.sampled_from(("best", *METHODS)))
 def test_random_plans_bring_everything(seed: int, method: str) -> None:
     """An oracle that knows nothing of boxes: whole tensors, every element of its own value."""

@@ -309,13 +309,13 @@ class ResilienceConfig:
     wait_s: float = 600.0
     """How long it waits for them, then it ends."""
     limit_s: float = 3.0
-    """A rank, or a host, that says nothing for so long is put out of the run and replaced."""
+    """A rank, or a host, that says nothing for so long is removed from the run and replaced."""
     straggler: float = 0.0
-    """A host (on one machine: a rank) that takes so many times as long for its work as the others do is put out, for good order after a hand-over. 0: it is told of only, from 2 on."""
+    """A host (on one machine: a rank) that takes so many times as long for its work as the others do is removed after a hand-over. 0: only reported, from a factor of 2 on."""
     straggler_steps: int = 20
     """So many steps in a row it must be slow."""
     straggler_rest_s: float = 600.0
-    """How long a host that was put out for being slow stays away before it may come back."""
+    """How long a host that was removed for being slow stays away before it may come back."""
     state_gb: float | None = None
     """GB of a rank that parameters, gradients and optimizer state may take: after a loss no mapping is taken that needs more; ranks are rather idle, or degrees change. Leave room for activations. Default: the run does not ask."""
     chunk_rows: int | None = None

@@ -304,7 +304,7 @@ class TeamFormed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Straggling(Event):
-    """A host (on one machine: a rank) has been slow for long enough that a person should know, or that it is put out."""
+    """A host (on one machine: a rank) has been slow for long enough that a person should know, or that it is removed."""
 
     step: int
     """Steps committed."""

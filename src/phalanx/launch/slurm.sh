@@ -36,7 +36,7 @@ trap '[ -n "$service_pid" ] && kill "$service_pid"' EXIT
 echo "membership service at $PHALANX_SERVICE"
 
 # Nodes below one switch fail together, where SLURM knows its switches (topology/tree: SLURM_TOPOLOGY_ADDR is then "switch.switch.node"): each node names those above it as its rack.
-# Each node starts its supervisor again where that was lost although the node was not, or where the others put its ranks out and no new ones were started (69); it ends by itself when the run is over (0), when the recipe or the
+# Each node starts its supervisor again where that was lost although the node was not, or where the others removed its ranks and no new ones were started (69); it ends by itself when the run is over (0), when the recipe or the
 # folder is wrong (2), when too few ranks are left (75) and after SIGTERM.
 supervise='
     trap "kill -TERM \$pid; wait \$pid; exit" TERM

@@ -176,7 +176,7 @@ def _slow(args: argparse.Namespace, predicted: Prediction, left: HostsLeft) -> S
 
 
 def _limit_s(path: Path, overrides: Sequence[str]) -> float:
-    """Silence after which a host is put out."""
+    """Silence after which a host is removed."""
     return load_recipe(path, list(overrides)).resilience.limit_s
 
 

@@ -65,7 +65,7 @@ def _recovery_planner(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: 
 
 
 def straggler_rule(recipe: Recipe, planner: RecoveryPlanner) -> StragglerRule:
-    """Whom the run puts out for being slow: `resilience.straggler` and `straggler_steps`, as far as the others make the mapping and keep the state."""
+    """Whom the run removes for being slow: `resilience.straggler` and `straggler_steps`, as far as the others make the mapping and keep the state."""
     r = recipe.resilience
 
     @cache

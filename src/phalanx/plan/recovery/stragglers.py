@@ -8,9 +8,9 @@ of two expectations:
     median seconds per FLOP of the others, times its own FLOPs    so a rank that has the busy experts, or more micro-batches, is not slow
 
 "The others" are the ranks of all other hosts (on one machine: all other ranks), so where everybody is slow nobody is. A host is as slow as its slowest rank, for which all wait.
-It counts as a straggler after `steps` steps in a row. It is put out if that is asked for and pays: all by the same figures, so all members decide alike.
+It counts as a straggler after `steps` steps in a row. It is removed if that is asked for and pays: all by the same figures, so all members decide alike.
 
-Must never change: a function of its arguments alone. Nobody is put out below what the run needs, and never half of the hosts or more: then it is not they who are out of order.
+Must never change: a function of its arguments alone. Nobody is removed below what the run needs, and never half of the hosts or more: then it is not they who are out of order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RankPace:
 
     uid: str
     host: str
-    """Failure domain that is put out as a whole."""
+    """Failure domain that is removed as a whole."""
     seconds: float
     """Seconds of its own computation, without waits."""
     work: float
@@ -44,7 +44,7 @@ class StragglerRule:
     """What the recipe asks for, and what the run needs."""
 
     factor: float
-    """`resilience.straggler`; 0: nobody is put out."""
+    """`resilience.straggler`; 0: nobody is removed."""
     steps: int
     """Number of steps in a row."""
     least_ranks: int = 1
@@ -67,7 +67,7 @@ class Verdict:
     steps: int
     put_out: bool
     why: str
-    """Why it is put out, or why it is not."""
+    """Why it is removed, or why it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -260,7 +260,7 @@ class HostAgent:
         self._forget_dead(membership, newest)
 
     def _note_taken(self, membership: Membership, newest: Generation) -> None:
-        """Also those between: a member may have come and been put out while this host was not reached.
+        """Also those between: a member may have come and been removed while this host was not reached.
 
         Where one between was forgotten, so were the announcements of all who were in it and are out (`Membership.forget`, before it empties it): `_may_join` misses them.
         """

@@ -38,7 +38,7 @@ class MembershipError(ProblemsError):
 
 
 class StaleMember(RunError):
-    """This member was put out of the run while it did not answer: what it holds is out of date and must not be used."""
+    """This member was removed from the run while it did not answer: what it holds is out of date and must not be used."""
 
 
 class TooFewMembers(RunError):
@@ -355,7 +355,7 @@ class FirstRule:
         """(members, number that theirs must be above), or None to wait on. `above` is the newest generation that the caller knows of.
 
         A run that was under way begins again with those that took part in it last, with more than half of those that may live: a few of them
-        may have been put out and not know it. Without any of them it does not begin.
+        may have been removed and not know it. Without any of them it does not begin.
         """
         last = self.last(heard, above)
         alive = [a for a in heard if a.member.uid not in dead]

@@ -1,10 +1,10 @@
-"""Who can reach whom. Members that all reach the service and not each other would renew their generation for ever; so somebody of them is put out.
+"""Who can reach whom. Members that all reach the service and not each other would renew their generation for ever; so somebody of them is removed.
 
 A member has a *door*: a socket that listens and is never served, because the kernel answers for it, also for a process that is stopped. Where a generation breaks, or could not
 be formed, and nobody is known to be lost, each member knocks at the doors of the others and writes down whom it could not reach (`unreached/GENERATION/MEMBER`). `put_out` decides from all that
-is written, the first writer of the next generation makes it so, and one who was put out comes back only once it reaches everybody.
+is written, the first writer of the next generation makes it so, and one who was removed comes back only once it reaches everybody.
 
-A door that refuses says that the process behind it is gone: whoever hears that first puts it out, long before anybody misses the heartbeats of its host.
+A door that refuses says that the process behind it is gone: whoever hears that first removes it, long before anybody misses the heartbeats of its host.
 
 Must never change: only silence and "no route" make a member unreachable, and only a refusal makes it gone.
 """
@@ -33,7 +33,7 @@ LINK_S = 4.0
 
 
 def put_out(uids: Sequence[str], told: Mapping[str, Collection[str]]) -> tuple[str, ...]:
-    """Members to put out so that the others reach each other: again and again the one with the most broken pairs, of equals the one with the last rank.
+    """Members to remove so that the others reach each other: again and again the one with the most broken pairs, of equals the one with the last rank.
 
     `told`: what each member could not reach; a pair is broken where either says so. At least one member always stays.
     """

@@ -3,9 +3,9 @@
 It runs no tensor operation and has no thread, so that it may fork at any time; it waits for processes, for the pipes of its workers, and for
 signals. One of all supervisors also keeps the service where that is a TCPStore (`runtime/membership/service.py`), and starts it again when it ends.
 
-    a worker ends             known by its process handle; put out of the run, and a new one started in its place
-    a worker says nothing     put out after `limit_s`; where it wakes up again it finds itself refused; its process is ended after `zombie_s`
-    a whole host says nothing the other supervisors put its members out (heartbeats of supervisors pass through the service)
+    a worker ends             known by its process handle; removed from the run, and a new one started in its place
+    a worker says nothing     removed after `limit_s`; where it wakes up again it finds itself refused; its process is ended after `zombie_s`
+    a whole host says nothing the other supervisors remove its members (heartbeats of supervisors pass through the service)
     SIGTERM, SIGINT           all members of this host leave: the step under way ends, they hand over, they go; alone, the run stops in good order
     a second one              ends everything at once
 
@@ -42,7 +42,7 @@ from phalanx.runtime.processes import STOP_SIGNALS, STOPPED
 TICK_S = 0.05
 """Longest time between two looks at what no handle announces."""
 PUT_OUT = 69
-"""Exit code of a host whose workers the others put out and whose places stayed empty, of a run that goes on: start it again (`EX_UNAVAILABLE` of sysexits.h)."""
+"""Exit code of a host whose workers the others removed and whose places stayed empty, of a run that goes on: start it again (`EX_UNAVAILABLE` of sysexits.h)."""
 ROUNDS = 3
 """A cause that ends all workers of a host, however many slots it has, may do so this often before the host gives up."""
 
@@ -60,13 +60,13 @@ class SupervisorSettings:
     """The run waits while it has fewer members."""
     heartbeat_s: float = 0.1
     limit_s: float = 3.0
-    """A worker, or a host, that says nothing for so long is put out."""
+    """A worker, or a host, that says nothing for so long is removed."""
     gather_s: float = 5.0
     """How long the first generation (of a run, or after the service lost its values) waits for members that are not heard of."""
     wait_s: float = 600.0
     """How long a run with fewer members than `minimum` waits before it ends; before it begins, `gather_s` longer."""
     zombie_s: float = 30.0
-    """A process that was put out while it did not answer is ended after so long."""
+    """A process that was removed while it did not answer is ended after so long."""
     respawns: int = 100
     """New workers in the place of those that ended, at most."""
     quick_deaths: int = 10
@@ -76,7 +76,7 @@ class SupervisorSettings:
     alone: bool = True
     """No other host can take part: a stop of this one, before the run begins, is a stop of the run."""
     rest_s: float = 600.0
-    """How long the place of a worker stays empty that the others put out for being slow."""
+    """How long the place of a worker stays empty that the others removed for being slow."""
     away: Callable[[], frozenset[int]] = frozenset
     """Slots that are to have no worker for now, asked again and again (`train/recovery/drained_slots.py`)."""
     agent: AgentSettings = field(default_factory=AgentSettings)
@@ -187,7 +187,7 @@ class Supervisor:
 
         0: the run is over, or this host has left it in good order. 130: stopped at once. Else that of a worker that failed, or 128
         + the signal that killed one whose place
-        stayed empty (what it held was not handed over), as a shell says it, or `PUT_OUT` where the others put one out whose place
+        stayed empty (what it held was not handed over), as a shell says it, or `PUT_OUT` where the others removed one whose place
         stayed empty.
         """
         with self._listening():

@@ -255,7 +255,7 @@ class MembershipWatcher:
         for generation in membership.between(self.last, found):
             if self.uid not in generation.uids:
                 raise StaleMember(
-                    f"{self.uid} was put out of the run: generation {generation.number} ({generation.why}) is without it; "
+                    f"{self.uid} was removed from the run: generation {generation.number} ({generation.why}) is without it; "
                     "what it holds is not used"
                 )
 

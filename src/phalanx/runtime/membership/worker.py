@@ -39,7 +39,7 @@ class Worker:
         self.uid = member.uid
         self.heard_s = time.monotonic()
         self.put_out = 0.0
-        """When it was put out of the run although its process is there; 0: it was not."""
+        """When it was removed from the run although its process is there; 0: it was not."""
         self.status: int | None = None
         self._rest = b""
         self._error: str | None = None
@@ -103,7 +103,7 @@ class Worker:
             with contextlib.suppress(ValueError):
                 return f"killed by {signal.Signals(os.WTERMSIG(self.status)).name}"
         if self.code == STALE_CODE:
-            return "refused, because it was put out before"
+            return "refused, because it was removed before"
         if self._error is not None:
             return str(self.error()).strip().splitlines()[0]
         return f"ended with exit code {self.code}"

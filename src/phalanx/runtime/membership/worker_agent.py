@@ -45,7 +45,7 @@ from phalanx.runtime.membership.watcher import (
     later,
 )
 
-SLOW = "put out, "
+SLOW = "removed, "
 """How the reason begins of a member that the others go on without because it is slow: its place stays empty for a while."""
 WISH_AGAIN_S = 10.0
 """A hand-over that the disk refused: after so long it is tried again."""
@@ -326,7 +326,7 @@ class WorkerAgent(MembershipWatcher):
             raise Left(f"{self.uid} has left the run")
         if self.last is not None:
             raise StaleMember(
-                f"{self.uid} was put out of the run: generation {found.number} ({found.why}) is without it and its last one was "
+                f"{self.uid} was removed from the run: generation {found.number} ({found.why}) is without it and its last one was "
                 f"{self.last.number}; what it holds is not used"
             )
         return False

@@ -53,7 +53,7 @@ class Practice:
     pace: float = 1.0
     """Pace of the job with its slow ranks, over the usual one."""
     put_out: tuple[tuple[float, float], ...] = ()
-    """(when, pace from then on): with replicas a slow host is put out, and replaced as a lost one is. Nothing is lost, and nobody waits to detect it."""
+    """(when, pace from then on): with replicas a slow host is removed, and replaced as a lost one is. Nothing is lost, and nobody waits to detect it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ class _Job:
     down: float = 0.0
     failures: int = 0
     gone: int = 0
-    """Slow hosts that were put out."""
+    """Slow hosts that were removed."""
 
     @property
     def pace(self) -> float:
@@ -193,7 +193,7 @@ class _Job:
 
     @property
     def _next_out_s(self) -> float:
-        """When the next slow host is put out: never without replicas."""
+        """When the next slow host is removed: never without replicas."""
         p = self.practice
         return p.put_out[self.gone][0] if p.recovery == "replicas" and self.gone < len(p.put_out) else math.inf
 

@@ -1,4 +1,4 @@
-"""What an elastic run makes of the hosts of a cluster, for the clock of failures (`goodput.py`): the mapping of those that are left, and whom it puts out.
+"""What an elastic run makes of the hosts of a cluster, for the clock of failures (`goodput.py`): the mapping of those that are left, and whom it removes.
 
 Decides nothing: mappings are the run's own (`plan/recovery/generation.py: RecoveryPlanner.choose`), and so is its rule about slow hosts (`plan/recovery/recipe.py`). On a cluster of several hosts the run is
 told how many ranks a host has, and that hosts meet at a service. A run asks whether the mapping of those that are left has room only where its recipe says how much (`resilience.state_gb`), and ends
@@ -40,7 +40,7 @@ class HostsLeft:
 
     @cached_property
     def rule(self) -> StragglerRule:
-        """Who is put out for being slow."""
+        """Who is removed for being slow."""
         return straggler_rule(self.recipe, self.planner)
 
     def ranks(self, hosts: int) -> int:

@@ -1,7 +1,7 @@
-"""Slow hosts in a job that runs for days: at which pace it goes, and which of them its rule puts out (`resilience.straggler`).
+"""Slow hosts in a job that runs for days: at which pace it goes, and which of them its rule removes (`resilience.straggler`).
 
 Decides nothing about who goes: that is the run's own rule (`plan/recovery/stragglers.py: judge`), asked again and again with the paces of one draw of all ranks until it lets the rest be. A generation's steps are counted anew, so
-hosts go one after another. Whoever takes the place of one that went is usual; while the rule is asked, such places count as empty. Must never change: the rule is that of the run, and with nobody put out the pace is that of `slow_step.py`.
+hosts go one after another. Whoever takes the place of one that went is usual; while the rule is asked, such places count as empty. Must never change: the rule is that of the run, and with nobody removed the pace is that of `slow_step.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SlowHosts:
 
     pace: float
     put_out: tuple[tuple[float, float], ...]
-    """(seconds since the job began, pace from then on) of each host that is put out."""
+    """(seconds since the job began, pace from then on) of each host that is removed."""
     names: tuple[int, ...]
     """Those hosts."""
     kept: str
@@ -38,7 +38,7 @@ class SlowHosts:
         if self.put_out:
             hosts = ", ".join(map(str, self.names[:8])) + ", ..." * (len(self.names) > 8)
             last_s, pace = self.put_out[-1]
-            text += f"; replicas put hosts out ({hosts}), the last after {format_seconds(last_s)}, and go on at {pace:.1%} of what as many usual hosts do"
+            text += f"; replicas remove hosts ({hosts}), the last after {format_seconds(last_s)}, and go on at {pace:.1%} of what as many usual hosts do"
         return text + (f"; the slowest{' of the others' * bool(self.put_out)}: {self.kept}" if self.kept else "")
 
 
@@ -75,7 +75,7 @@ def _step_s(prediction: Prediction, factors: NDArray[np.float64]) -> float:
 def _next(
     factors: NDArray[np.float64], cluster: GpuCluster, gone: Sequence[int], rule: StragglerRule
 ) -> tuple[int | None, str]:
-    """The host that the rule puts out next, if any, else why it keeps the slowest. All ranks have the same work."""
+    """The host that the rule removes next, if any, else why it keeps the slowest. All ranks have the same work."""
     without, per_host = set(gone), cluster.hardware.ranks_per_host
     hosts = [rank // per_host for rank in range(cluster.world)]
     paces = [
