@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "lab")]
 
 SECTIONS = {
     "check": "whole layers on virtual ranks against one rank, fp32 and bf16; the same bits at every division",
@@ -72,16 +72,15 @@ from phalanx.kernels.triton.index import Arranged  # noqa: E402
 from phalanx.kernels.triton.layer import (  # noqa: E402
     ArrivalCounts,
     LaunchShape,
-    VirtualLayer,
     begin,
-    enqueue_virtual,
     reference_layer,
-    run_virtual,
 )
 from phalanx.kernels.triton.second_product import Division, fused_second  # noqa: E402
-from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory, virtual_arenas  # noqa: E402
+from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory  # noqa: E402
 from phalanx.kernels.triton.tiles import SendShape, TileShape, check_status  # noqa: E402
-from phalanx.plan.moe.overlap.fused.device import SecondCost, division, predicted_s  # noqa: E402
+from phalanx.plan.moe.overlap.fused.device import SecondCost, predicted_s  # noqa: E402
+from phalanx_lab.bench.layer.device_division import division  # noqa: E402
+from phalanx_lab.bench.layer.virtual import VirtualLayer, enqueue_virtual, run_virtual, virtual_arenas  # noqa: E402
 
 DEVICE = torch.device("cpu" if ARGS.interpret else "cuda")
 RANKS, TOP_K, PARTS, BLOCKS = 8, 2, 2, 8

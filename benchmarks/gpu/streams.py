@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "lab")]
 
 SECTIONS = {
     "check": "bits of output and gradients over 20 schedules; against the serial layer; 200 passes with changing routing",
@@ -58,7 +58,6 @@ from phalanx.plan.mapping.folding import make_folding  # noqa: E402
 from phalanx.plan.mapping.placement import plain_placement  # noqa: E402
 from phalanx.plan.moe.dispatch import DispatchPlan, DispatchSpec  # noqa: E402
 from phalanx.plan.moe.overlap.prediction.bytes import WireBytes  # noqa: E402
-from phalanx.plan.moe.overlap.prediction.carve import DeviceShare, choose_left_free  # noqa: E402
 from phalanx.plan.moe.overlap.prediction.choose import Fit, fit  # noqa: E402
 from phalanx.plan.moe.overlap.prediction.cost import LayerShape  # noqa: E402
 from phalanx.plan.moe.overlap.settings import FINE  # noqa: E402
@@ -72,6 +71,7 @@ from phalanx.runtime.moe.overlap import TILE_ROWS, run_overlapped  # noqa: E402
 from phalanx.runtime.moe.overlap_tuner import measure  # noqa: E402
 from phalanx.runtime.moe.streams import streams_of  # noqa: E402
 from phalanx.runtime.processes.world import WorldInfo, close_world, init_world, read_world  # noqa: E402
+from phalanx_lab.bench.layer.device_division import DeviceShare, choose_left_free  # noqa: E402
 
 TOP_K = 2
 LEFT_FREE = (4, 8, 16, 24, 32)

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from phalanx.kernels.triton.layer import LaunchShape, VirtualLayer, reference_layer, run_virtual
+from phalanx.kernels.triton.layer import LaunchShape, reference_layer
 from phalanx.kernels.triton.second_product import Division
-from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory, virtual_arenas
+from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory
 from phalanx.kernels.triton.tiles import SendShape, TileShape
+from phalanx_lab.bench.layer.virtual import VirtualLayer, run_virtual, virtual_arenas
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest difference, relative to the largest element of the reference."""

@@ -1,9 +1,10 @@
 """Random batches and schedules for the tests of `plan/overlap*.py`."""
 
 import numpy as np
+from copies import count_copies
 
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.prediction.bytes import count_copies, traffic_of
+from phalanx.plan.moe.overlap.prediction.bytes import traffic_of
 from phalanx.plan.moe.overlap.tiles.plan import plan_overlap
 from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 

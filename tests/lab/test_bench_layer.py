@@ -17,7 +17,6 @@ import torch
 from phalanx.core.errors import ConfigError, DataError, TestbedError
 from phalanx.plan.moe.overlap.prediction.choose import SERIAL
 from phalanx.plan.moe.overlap.settings import CANDIDATES, parse_overlap, setting_problems
-from phalanx.plan.reshard.cluster import ClusterSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.moe.overlap_tuner import candidates
@@ -40,6 +39,7 @@ from phalanx_lab.bench.layer.methods import COARSE, METHODS, OURS, Inside, overl
 from phalanx_lab.bench.layer.rank import LayerShape
 from phalanx_lab.bench.layer.scores import figures, regret
 from phalanx_lab.testbed.bed import Testbed
+from phalanx_lab.testbed.cluster import ClusterSpec
 
 
 def emulated_hosts() -> None:

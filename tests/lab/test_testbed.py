@@ -16,8 +16,8 @@ import pytest
 import phalanx
 from phalanx.cli.main import main as program
 from phalanx.core.errors import TestbedError
-from phalanx.plan.reshard.cluster import ClusterSpec
 from phalanx_lab.testbed.bed import Testbed
+from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.measure import Traffic, measure
 from phalanx_lab.testbed.owner import parse_tag, processes_of
 from phalanx_lab.testbed.play import play
@@ -338,7 +338,7 @@ def test_latency_is_added_or_refused() -> None:
 OWNER = """
 import sys, time
 from pathlib import Path
-from phalanx.plan.reshard.cluster import ClusterSpec
+from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.bed import Testbed
 bed = Testbed(ClusterSpec(hosts=2, ranks_per_host=2), access=sys.argv[1])
 job = bed.run(["sh", "-c", "setsid sleep 62 & sleep 63"])
@@ -443,7 +443,7 @@ def can_run(interpreter: str) -> bool:
 def test_a_machine_that_refuses_namespaces() -> None:
     """For real: inside a user namespace whose limits are zero, neither way is left, and the error says what to change."""
     code = (
-        "from phalanx.plan.reshard.cluster import ClusterSpec\n"
+        "from phalanx_lab.testbed.cluster import ClusterSpec\n"
         "from phalanx_lab.testbed.bed import Testbed\n"
         "from phalanx.core.errors import TestbedError\n"
         "try:\n    Testbed(ClusterSpec())\nexcept TestbedError as error:\n    print(error)\n"

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from phalanx.core.errors import PlanError, TestbedError
-from phalanx.plan.reshard.cluster import ClusterSpec, cluster_problems, parse_rate
+from phalanx.core.units import parse_rate
 from phalanx_lab.testbed import links
 from phalanx_lab.testbed.access import machine_problems, refusal, ways_out
+from phalanx_lab.testbed.cluster import ClusterSpec, cluster_problems
 from phalanx_lab.testbed.owner import VARIABLE, Owner, new_owner, parse_tag, processes_of, reap_stale
 from phalanx_lab.testbed.progress import StepWatcher
 from phalanx_lab.testbed.scenario import Action, Progress, Scenario, load_scenario, parse_scenario

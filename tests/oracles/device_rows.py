@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.plan.moe import Ints
-from phalanx.plan.moe.overlap.fused.device import EMPTY, part_of, problem_room, row_room
+from phalanx.plan.moe.overlap.fused.device import EMPTY, part_places, problem_room, row_room
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,3 +98,8 @@ def arrange(
     for i, (flags, slot, start, rows) in enumerate(problems):
         table[i] = (slot, start, rows, flags)
     return Arranged(entry_of_row, row_of_copy, table, len(problems), len(copies), overflow)
+
+
+def part_of(entry: int, capacity: int, parts: int) -> int:
+    """Part of an entry: places are cut, not entries, so that copies have sizes that the host knows."""
+    return entry // part_places(capacity, parts)

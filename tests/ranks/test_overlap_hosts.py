@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import test_dispatch as dense
 import torch
+from copies import count_copies
 from moe_help import context, moe_spec
 from overlap_bytes_by_hand import count_host_copies
 from tiers import times
@@ -17,7 +18,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.events import Collective
 from phalanx.kernels.cpu.lanes import SERIAL
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.prediction.bytes import count_copies, traffic_of, wire_bytes
+from phalanx.plan.moe.overlap.prediction.bytes import traffic_of, wire_bytes
 from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.peers import Peers, own_group

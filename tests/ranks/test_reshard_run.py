@@ -16,8 +16,8 @@ from phalanx.plan.layout.tensors import whole_layout
 from phalanx.plan.reshard.types import Move
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.reshard.counts import gather_counts
 from phalanx.runtime.reshard.resharder import KEPT_PLANS, PlanOptions, Resharder
+from phalanx_lab.bench.reshard.counts import gather_counts
 from ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -19,10 +19,10 @@ from phalanx.plan.layout.tensors import whole_layout
 from phalanx.plan.reshard.types import Hop, Move, MovePart, Reduction
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.reshard.counts import distinct_bytes, host_counts, union_elements
 from phalanx.runtime.reshard.executor import Transport, batches, run_program
 from phalanx.runtime.reshard.program import rank_program
 from phalanx.runtime.reshard.staging import Staging
+from phalanx_lab.bench.reshard.counts import distinct_bytes, host_counts, union_elements
 from ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from checkpoint_help import Mapping, model_fields, run_state
+
 from phalanx.core.config import ModelConfig, OptimConfig, RouterConfig
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.model.model import ModelSpec, resolve_model
 from phalanx.plan.mapping.placement import plain_placement
+from phalanx.plan.model.model import ModelSpec, resolve_model
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.collectives import Collectives

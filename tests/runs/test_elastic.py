@@ -16,21 +16,21 @@ from typing import Any
 
 import pytest
 import torch
+from test_trace import problems_of
+from train_help import Running, phalanx, train_args, write_text
 
 from phalanx.cli.main import main
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import RunError
 from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.recovery.generation import RecoveryPlanner, GenerationPlan, recovery_problems
 from phalanx.plan.model.model import resolve_model
+from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner, recovery_problems
+from phalanx.plan.recovery.state_descriptor import Fact, StateDescriptor
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import equal_hosts
-from phalanx.plan.recovery.state_descriptor import Fact, StateDescriptor
-from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.runtime.checkpoint.manager import CheckpointManager
+from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.placement.state_transfer import compare
-from test_trace import problems_of
-from train_help import Running, phalanx, train_args, write_text
 
 
 def planner(*, ep: int = 2, floor: int = 2) -> RecoveryPlanner:
@@ -142,8 +142,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     from phalanx.runtime.state.gradients import GradientBuffers
     from phalanx.train import loop
     from phalanx.train.placement import incoming as coming, rebalancer as replacing
-    from phalanx.train.recovery import elastic
-    from phalanx.train.recovery import run as elastic_run
+    from phalanx.train.recovery import elastic, run as elastic_run
 
     victims = [(phase, slot) for phase, (slots, _) in faults.items() if phase != "corruption" for slot in slots]
     done, here = mmap.mmap(-1, len(victims) + 1), {"slot": -1, "step": -1, "size": 0}

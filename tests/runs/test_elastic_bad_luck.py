@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_elastic import SETTINGS, STEPS, Faults, _command, base, check_equal, events, losses, train
+from train_help import Running, phalanx, train_args
 
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Event
@@ -21,8 +23,6 @@ from phalanx.observe.sinks import Sinks
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
 from phalanx.runtime.membership.votes import MemberReport, resolve
 from phalanx.train.recovery.fallback import Fallback, tell_went_back
-from test_elastic import SETTINGS, STEPS, Faults, _command, base, check_equal, events, losses, train
-from train_help import Running, phalanx, train_args
 
 __all__ = ["base"]
 HOLDERS: Faults = {"reduction": ((1, 3), 9)}

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_elastic import base, events, losses, state_at_the_end, train
+from train_help import phalanx, train_args
 
 from phalanx.core.config import FoldingConfig, LaunchConfig, Recipe, ResilienceConfig
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import load_recipe
 from phalanx.core.rules import recipe_problems
 from phalanx.plan.recovery_choice import choose_recovery
-from test_elastic import base, events, losses, state_at_the_end, train
-from train_help import phalanx, train_args
 
 __all__ = ["base"]
 FOUR = Recipe(launch=LaunchConfig(ranks=4), folding=FoldingConfig(ep=2))

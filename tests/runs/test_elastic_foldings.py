@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from test_elastic import check_equal, events, losses, train
 from train_help import write_text
 

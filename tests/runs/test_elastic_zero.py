@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from test_elastic import STEPS, base, check_equal, check_samples, events, losses, train
 from train_help import phalanx, train_args
 

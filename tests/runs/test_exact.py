@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from exact_help import Ranks, Run, ended
-from phalanx.plan.moe.dispatch import DispatchSpec
 from tiers import some
+
+from phalanx.plan.moe.dispatch import DispatchSpec
 
 pytestmark = pytest.mark.ranks
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from exact_help import Ranks, Run, ended
+from tiers import some
+
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.moe.dispatch import DispatchSpec
-from tiers import some
 
 pytestmark = pytest.mark.ranks
 

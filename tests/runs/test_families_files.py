@@ -11,25 +11,25 @@ from typing import Any
 
 import pytest
 import torch
+from hf_help import CONFIGS, hf_model, parts_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from train_help import phalanx, write_text
 
-from hf_help import CONFIGS, hf_model, parts_of
 from phalanx.core.errors import CheckpointError, ConfigError, DataError, RunError
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.plan.mapping.folding import Folding, make_folding
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.groups import GroupCache
-from phalanx.runtime.processes.world import WorldInfo
-from phalanx.runtime.processes.launch import StopRequest
 from phalanx.runtime.comm.peers import own_group
+from phalanx.runtime.processes.launch import StopRequest
+from phalanx.runtime.processes.world import WorldInfo
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.huggingface import export_hf
 from phalanx.train.huggingface.hf_tokenizer import byte_tokenizer_json
 from phalanx.train.huggingface.hugging_face import INDEX_FILE, BoxReader, HfCheckpoint, open_checkpoint
 from phalanx.train.huggingface.import_hf import import_rank, plan_import, share_of
 from ranks import run_ranks
-from train_help import phalanx, write_text
 
 pytestmark = [
     pytest.mark.ranks,
@@ -222,11 +222,10 @@ def test_an_imported_run_generates_trains_and_goes_out(folders: dict[str, Path],
 
 def test_a_run_trained_here_goes_out(tmp_path: Path) -> None:
     """From a preset, with the byte tokenizer: config and tokenizer are made, and transformers computes the same next token."""
+    from train_help import train_args
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from phalanx.train.generation import next_logits
-    from phalanx.train.generation import load_model
-    from train_help import train_args
+    from phalanx.train.generation import load_model, next_logits
 
     write_text(tmp_path / "text", files=4)
     done = phalanx("train", *train_args(tmp_path, train__steps=2, launch__ranks=1, checkpoint__interval=0))

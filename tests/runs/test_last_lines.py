@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from train_help import train_args, write_text
 
 from phalanx_lab.bench.cluster import workers_of
-from train_help import train_args, write_text
 
 pytestmark = pytest.mark.ranks
 TIMEOUT_S = 240.0

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from train_help import Running, start_program
 
 from phalanx.core.errors import RunError
 from phalanx.runtime.processes.launch import listening_socket, threads_per_rank, usable_cores
-from train_help import Running, start_program
 
 pytestmark = pytest.mark.ranks
 

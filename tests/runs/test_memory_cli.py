@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from memory_help import bench
 from rich.console import Console
 
-from memory_help import bench
 from phalanx.cli.allocator import TUNABLE, start_again, with_tunable
 from phalanx.cli.predicting.dry_run import Machine, available_bytes, dry_run
 from phalanx.core.config import Recipe
@@ -30,7 +30,9 @@ def shown(recipe: Recipe, machine: Machine = PLENTY, *, world: int = 4) -> str:
 @pytest.mark.parametrize("overlap", ["fused", "fine"])
 def test_the_recipe_of_fused_kernels_in_the_guide_has_an_estimate(tmp_path: Path, overlap: str) -> None:
     (text,) = re.findall(
-        r"```toml[^\n]*\n(\[dispatch\].*?)```", (ROOT / "docs" / "explanation" / "overlap-gpu.md").read_text(), re.DOTALL
+        r"```toml[^\n]*\n(\[dispatch\].*?)```",
+        (ROOT / "docs" / "explanation" / "overlap-gpu.md").read_text(),
+        re.DOTALL,
     )
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(text)

@@ -5,16 +5,15 @@ import math
 from pathlib import Path
 
 import pytest
-
 from memory_help import bench, local_of, small_recipe, small_spec
+
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import ConfigError
 from phalanx.kernels.cpu import block_attention
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.runtime.pipeline import boundary
-from phalanx.simulate.memory import kernel_facts as facts
-from phalanx.simulate.memory import activations as act
+from phalanx.simulate.memory import activations as act, kernel_facts as facts
 from phalanx.simulate.memory.balance import expected_balance, most_uneven, plain_shares
 from phalanx.simulate.memory.passes import RankPasses, pass_moments
 from phalanx_lab.bench.memory.foldings import (

@@ -3,10 +3,9 @@
 import ctypes
 
 import pytest
-from tiers import times
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
+from tiers import times
 
 from phalanx.core.processor import MULTIPLIES_BF16, Processor, this_processor
 from phalanx.kernels.cpu.attention import causal_attention
@@ -14,8 +13,8 @@ from phalanx.kernels.cpu.grouped import _pieces, expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.models.context import ModelContext
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.model.model import ModelSpec
 from phalanx.plan.mapping.placement import plain_placement
+from phalanx.plan.model.model import ModelSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups

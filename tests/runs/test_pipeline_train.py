@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-
 from checkpoint_help import model_fields, run_state
+from pipeline_help import PipelineCase, batches_of, build
+from tiers import some
+from train_help import phalanx, train_args, write_text
+
 from phalanx.core.config import PipelineConfig
 from phalanx.observe.event_log import log_path, read_events, read_history
 from phalanx.plan.mapping.folding import make_folding
@@ -24,10 +27,7 @@ from phalanx.train.generation import Sampling, generate, next_logits
 from phalanx.train.step.transaction import StepParts
 from phalanx.verify.reference import run_step
 from phalanx.verify.setups import Setup, small_model
-from pipeline_help import PipelineCase, batches_of, build
 from ranks import run_ranks
-from tiers import some
-from train_help import phalanx, train_args, write_text
 
 pytestmark = pytest.mark.ranks
 

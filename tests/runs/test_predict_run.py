@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+from program_help import Run
+from test_program_work import programs
+from train_help import phalanx, train_args, write_text
 
 from phalanx.cli.main import main
 from phalanx.core.config import Recipe
@@ -21,9 +24,6 @@ from phalanx.simulate.program.clock import ProgramTimeline, run_programs
 from phalanx.simulate.program.compare_run import MeasuredOp, compare, table_of
 from phalanx.simulate.program.cost import ProgramOracle, kind_of
 from phalanx.simulate.program.recipe import oracle_of, programs_of_recipe
-from program_help import Run
-from test_program_work import programs
-from train_help import phalanx, train_args, write_text
 
 
 @pytest.mark.parametrize(

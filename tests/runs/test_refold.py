@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-
 from checkpoint_help import logical, small_spec
+from tiers import some
+
 from phalanx.core.config import PipelineConfig
 from phalanx.plan.layout.parameters import flat_layouts, local_param, stage_params
 from phalanx.plan.layout.state import STATE_KINDS, StateLayouts
-from phalanx.plan.model.model import ModelSpec
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.mapping.stage_foldings import AnyFolding, parse_stage, parse_stages
+from phalanx.plan.model.model import ModelSpec
 from phalanx.plan.pipeline.run import Pipeline, make_pipeline
 from phalanx.plan.reshard.types import Move
 from phalanx.runtime.comm.collectives import Collectives
@@ -23,7 +24,6 @@ from phalanx.runtime.reshard.resharder import Resharder
 from phalanx.runtime.state.optimizer import ShardedState
 from phalanx.runtime.state.views import ShardPart, ShardView, shard_views
 from ranks import run_ranks
-from tiers import some
 
 pytestmark = pytest.mark.ranks
 WORLD = 8

@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-from phalanx_lab.bench.storm.trainer import Setup, recipe_words
 from train_help import write_text
+
 from phalanx.core.processor import this_processor
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.model.model import PRESETS, ModelSpec, model_problems
-from phalanx.train.recovery import rehearsal
-from phalanx.train.recovery import run as elastic_run
-from phalanx.train.recovery.run import prepare_run
+from phalanx.train.recovery import rehearsal, run as elastic_run
 from phalanx.train.recovery.rehearsal import rehearse, small_model
+from phalanx.train.recovery.run import prepare_run
 from phalanx.train.setup.run_folder import RunFolder
+from phalanx_lab.bench.storm.trainer import Setup, recipe_words
 
 pytestmark = pytest.mark.ranks
 WIDTHS = (

@@ -14,8 +14,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-
 from exact_help import SEQ, SEQUENCES, Run, _box, shares
+from test_elastic import ROW_S, Faults, check_equal, events, train
+from test_trace import problems_of
+from tiers import some
+from train_help import write_text
+
 from phalanx.cli.predicting.against import compare_with_run
 from phalanx.core.config import FoldingConfig, OptimConfig, Recipe, ResilienceConfig, TrainConfig
 from phalanx.core.errors import ConfigError
@@ -25,27 +29,23 @@ from phalanx.models import router
 from phalanx.models.moe import MoE
 from phalanx.observe.recorded.lanes import read_recording
 from phalanx.observe.recorded.trace import perfetto_trace
+from phalanx.plan.layout.state import STATE_KINDS
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.pipeline.run import plain_pipeline
-from phalanx.plan.layout.state import STATE_KINDS
 from phalanx.runtime.comm.groups import GroupCache
-from phalanx.runtime.processes.world import WorldInfo
 from phalanx.runtime.comm.peers import Peers, own_group
-from phalanx.train.placement import rebalancer as replacing
+from phalanx.runtime.processes.world import WorldInfo
 from phalanx.train.build import make_parts
-from phalanx.train.step_hook import NOWHERE
-from phalanx.train.setup.machine import MemoryMeter
-from phalanx.train.placement.rebalancer import Rebalancer
+from phalanx.train.placement import rebalancer as replacing
 from phalanx.train.placement.expert_figures import placement_in_use
-from phalanx.train.setup.run_folder import RunFolder
+from phalanx.train.placement.rebalancer import Rebalancer
+from phalanx.train.setup.machine import MemoryMeter
 from phalanx.train.setup.rank import Rank
+from phalanx.train.setup.run_folder import RunFolder
 from phalanx.train.step.transaction import StepParts, commit_step, publish, reduce_step
+from phalanx.train.step_hook import NOWHERE
 from phalanx.verify.replicas import not_alike
 from ranks import RankError, run_ranks
-from test_elastic import ROW_S, Faults, check_equal, events, train
-from test_trace import problems_of
-from tiers import some
-from train_help import write_text
 
 WORLD, SHIFT, INTERVAL, STEPS = 4, 6, 3, 12
 ROUTER = {"force": "imbalanced", "force_skew": 1.5, "z_loss": 1e-3}

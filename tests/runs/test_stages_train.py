@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline_help import PipelineCase, batches_of, build, findings, reference, report
+from test_pipeline import watch_activations
+from tiers import some
+from train_help import phalanx, train_args, write_text
 
 from phalanx.core.config import PipelineConfig
 from phalanx.plan.mapping.stage_foldings import parse_stages
-from phalanx.plan.pipeline.boundary.edges import EdgePlan, BoundaryMessage, Route
+from phalanx.plan.pipeline.boundary.edges import BoundaryMessage, EdgePlan, Route
 from phalanx.plan.pipeline.schedule.clock import Edge
 from phalanx.plan.reshard.types import Hosts
 from phalanx.runtime.comm.groups import GroupCache
@@ -20,11 +24,7 @@ from phalanx.train.step import passes
 from phalanx.train.step.transaction import StepParts
 from phalanx.verify.reference import run_step
 from phalanx.verify.setups import Case, staged_cases
-from pipeline_help import PipelineCase, batches_of, build, findings, reference, report, verify
 from ranks import run_ranks
-from test_pipeline import watch_activations
-from tiers import some
-from train_help import phalanx, train_args, write_text
 
 pytestmark = pytest.mark.ranks
 

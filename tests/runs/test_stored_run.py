@@ -11,10 +11,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from train_help import phalanx
 
 from phalanx.cli.main import main
 from phalanx.observe.event_log import read_history
-from train_help import phalanx
 
 pytestmark = pytest.mark.ranks
 STORED = Path(__file__).parent / "stored" / "run-48a5eed.tar.xz"

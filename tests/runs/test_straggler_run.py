@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from phalanx_lab.bench.cluster import workers_of
 from test_elastic import RANKS, SETTINGS, _command
 from train_help import Running, train_args, write_text
+
+from phalanx_lab.bench.cluster import workers_of
 
 pytestmark = pytest.mark.ranks
 STEPS, SLOT = 60, 2

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from train_help import phalanx, train_args, write_text
 
 from phalanx.cli.main import main
 from phalanx.train.generation import load_model
-from train_help import phalanx, train_args, write_text
 
 pytestmark = pytest.mark.ranks
 

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-
 from fake_events import ended, started
+from program_help import TINY, Run, one_step
+from rich.console import Console
+from train_help import phalanx, train_args, write_text
+
 from phalanx.cli.main import main
 from phalanx.core.clock import now_s
 from phalanx.core.events import ClockCompared, Collective, Event, Operation, StepRecorded
@@ -26,10 +28,10 @@ from phalanx.core.recipe import load_recipe
 from phalanx.core.trace_file import TraceFile
 from phalanx.observe.console import ConsoleSink
 from phalanx.observe.event_log import JsonlSink, log_path, read_events, read_history
+from phalanx.observe.metrics import samples
 from phalanx.observe.recorded.exposure import by_axis, by_layer
 from phalanx.observe.recorded.intervals import in_rows, innermost, total_s, union, without
 from phalanx.observe.recorded.lanes import read_recording
-from phalanx.observe.metrics import samples
 from phalanx.observe.recorded.trace import perfetto_trace
 from phalanx.plan.mapping.folding import Folding, make_folding
 from phalanx.plan.program.ops import op_id
@@ -39,9 +41,7 @@ from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.comm.peers import Peers, own_group
 from phalanx.runtime.comm.waiting import LayerTimes
 from phalanx.train.setup import machine
-from program_help import TINY, Run, one_step
 from ranks import run_ranks
-from train_help import phalanx, train_args, write_text
 
 AT = 1_800_000_000.0
 """When the hand-made steps happen."""

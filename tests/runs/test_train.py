@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from train_help import SETTINGS, Running, phalanx, start, train_args, write_text
 
 from phalanx.cli.main import main
 from phalanx.core.errors import RunError
 from phalanx.observe.event_log import log_path, read_events, read_history
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
 from phalanx_lab.bench.kill import ledger_problems
-from train_help import SETTINGS, Running, phalanx, start, train_args, write_text
 
 pytestmark = pytest.mark.ranks
 

@@ -6,11 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from train_help import phalanx, train_args, write_text
 
 from phalanx.cli.main import main
 from phalanx.observe.event_log import read_history
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
-from train_help import phalanx, train_args, write_text
 
 pytestmark = pytest.mark.ranks
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from functools import cache
 import json
 import re
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
+from train_help import phalanx as program_in_time
 
 from phalanx.cli.main import main as program
 from phalanx.cli.verify import split_overrides
@@ -24,22 +24,22 @@ from phalanx.core.errors import RunError
 from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.mapping.folding import Folding, fit_problems, legal_foldings
-from phalanx.plan.model.model import PRESETS
 from phalanx.plan.mapping.placement import LayerPlacements
 from phalanx.plan.mapping.stage_foldings import staged_problems
+from phalanx.plan.model.model import PRESETS
 from phalanx.plan.moe.dispatch import DispatchSpec, plan_dispatch
 from phalanx.runtime.state.boxes import BoxTensor
-from phalanx.train.step.vote import ExchangeTimes
 from phalanx.train.step.transaction import StepResult
+from phalanx.train.step.vote import ExchangeTimes
 from phalanx.verify import session
 from phalanx.verify.compare import RankReport, errors, not_saved_once, uncovered
-from phalanx.verify.many_steps import Curve, judge
 from phalanx.verify.forced import force_overlap
+from phalanx.verify.many_steps import Curve, judge
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.pairwise import pairwise
 from phalanx.verify.reference import Reference, reference_run
 from phalanx.verify.replicas import NEARER, Listener, placement_of
-from phalanx.verify.session import VerifyJob, CaseTask, run_job
+from phalanx.verify.session import CaseTask, VerifyJob, run_job
 from phalanx.verify.setups import (
     AXES,
     FACTORS,
@@ -58,9 +58,7 @@ from phalanx.verify.setups import (
     small_model,
 )
 from phalanx.verify.store import load_outline, load_reference, save_reference
-from phalanx_lab.faults.faults import FAULTS, fault_named
-from phalanx_lab.faults.faults import Fault
-from train_help import phalanx as program_in_time
+from phalanx_lab.faults.faults import FAULTS, Fault, fault_named
 
 
 def phalanx(*args: str) -> subprocess.CompletedProcess[str]:
@@ -397,7 +395,9 @@ def _leaves(parts):
 def test_a_case_that_ends_the_ranks_is_reported_and_the_others_run() -> None:
     case = next(c for c in default_cases(2) if c.folding.ep == 2)
     away = Fault(name="away", summary="rank 1 raises", alter=_leaves)
-    job = VerifyJob(tasks=[CaseTask(case), CaseTask(case, away), CaseTask(case)], world=2, dtype=torch.float64, timeout_s=10)
+    job = VerifyJob(
+        tasks=[CaseTask(case), CaseTask(case, away), CaseTask(case)], world=2, dtype=torch.float64, timeout_s=10
+    )
     sound, ended, after = run_job(job)
     assert not sound.failures and not after.failures
     assert ended.crashed and "a rank went away" in ended.failures[0] and "rank 1 failed" in ended.failures[0]
@@ -601,7 +601,10 @@ def test_settings_are_told_from_arguments() -> None:
         (("--plant", "no-edp-reductoin"), "did you mean 'no-edp-reduction'"),
         (("--plant", "no-edp-reduction", "--ranks", "1"), "exists in no mapping of 1 rank;"),
         (("--ranks", "0"), "must be at least 1"),
-        (("--overlap", "fien"), "--overlap = 'fien': must be serial, coarse:N, tiles, tiles:KEY=VALUE,..., fine, auto or fused"),
+        (
+            ("--overlap", "fien"),
+            "--overlap = 'fien': must be serial, coarse:N, tiles, tiles:KEY=VALUE,..., fine, auto or fused",
+        ),
         (("--overlap", "fused"), "runs on GPUs only"),
         (("--overlap", "coarse:1"), "--overlap = 'coarse:1': coarse takes a number of chunks"),
         (("--overlap", "fine", "--folding.ep", "2"), "set --dispatch.overlap instead"),

@@ -7,13 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from device_rows import arrange, going
+from device_rows import arrange, going, part_of
 
 from phalanx.core.errors import RunError
 from phalanx.kernels.triton import index as fused_index
 from phalanx.kernels.triton.tiles import check_status, new_status
-from phalanx.plan.moe.overlap.fused.device import EMPTY, SecondCost, division, part_of, predicted_s
+from phalanx.plan.moe.overlap.fused.device import EMPTY, SecondCost, predicted_s
 from phalanx.runtime.moe.overlap_lists import outgoing
+from phalanx_lab.bench.layer.device_division import division
 
 
 def slots_of(rng: np.random.Generator, tokens: int, top_k: int, experts: int) -> np.ndarray:

@@ -24,10 +24,11 @@ from fused_help import SHAPE, TILE, TOLERANCE, Case, Layer, error, layer, poison
 
 from phalanx.core.errors import PlanError, RunError
 from phalanx.kernels.triton.first_product import Arrivals, fused_first
-from phalanx.kernels.triton.layer import begin, compute, finish, route, send, tell_virtual
+from phalanx.kernels.triton.layer import begin, compute, finish, route, send
 from phalanx.kernels.triton.second_product import Division
-from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory, symmetric_arena, virtual_arenas
+from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory, symmetric_arena
 from phalanx.kernels.triton.tiles import TileShape, check_status, is_interpreted
+from phalanx_lab.bench.layer.virtual import tell_virtual, virtual_arenas
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="Triton was told to compile (TRITON_INTERPRET=0)")
 

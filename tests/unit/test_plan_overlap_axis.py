@@ -6,11 +6,18 @@ import pytest
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.overlap.tiles import axis
-from phalanx.plan.moe.overlap.tiles.axis import BACKWARD, FORWARD, Access, access_of, axis_rules, cuts_of
+from phalanx.plan.moe.overlap.tiles.axis import BACKWARD, FORWARD, Access, axis_rules, cuts_of
 from phalanx.plan.moe.overlap.tiles.plan import plan_overlap
 from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 
 pytestmark = pytest.mark.unit
+
+
+def access_of(einsum: str, *, operand: int = 0, name: str = "consumer") -> Access:
+    """The access of one operand of an einsum such as `rc,ci->ri`, a letter a loop."""
+    inputs, _, result = einsum.replace(" ", "").partition("->")
+    return Access(tuple(inputs.split(",")[operand]), tuple(result), name=name)
+
 
 ROWS, COLUMNS = 6, 4
 TOKEN_OF_ROW = np.array([0, 1, 1, 2, 0, 2])

@@ -29,13 +29,13 @@ from phalanx.core.errors import RunError
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_rate
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.reshard.cluster import ClusterSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups, with_second_groups
 from phalanx.runtime.processes.world import close_world, init_world, read_world
 from phalanx_lab.bench.ours import OPTIM, Ours
 from phalanx_lab.bench.workload import Shape
 from phalanx_lab.testbed.bed import Testbed
+from phalanx_lab.testbed.cluster import ClusterSpec
 
 What = Literal["gradients", "ring", "pair"]
 SHAPES = {

@@ -31,7 +31,6 @@ from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_rate
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.reshard.cluster import ClusterSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups, with_second_groups
 from phalanx.runtime.processes.allocator import keep_freed_memory
@@ -40,6 +39,7 @@ from phalanx_lab.bench.ours import Ours
 from phalanx_lab.bench.rates import request, serve, tell, told
 from phalanx_lab.bench.workload import Shape
 from phalanx_lab.testbed.bed import Testbed
+from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.links import COARSE
 
 SHAPE = Shape(layers=4, hidden=256, heads=4, kv_heads=4, experts=8, top_k=2, ffn=512, vocab=1024, batch=8, seq_len=256)

@@ -23,9 +23,9 @@ from types import TracebackType
 from typing import Literal
 
 from phalanx.core.errors import Problem, TestbedError, raise_if
-from phalanx.plan.reshard.cluster import ClusterSpec, cluster_problems
 from phalanx_lab.testbed import links
 from phalanx_lab.testbed.access import find_tools, machine_problems, refusal
+from phalanx_lab.testbed.cluster import ClusterSpec, cluster_problems
 from phalanx_lab.testbed.cpu_groups import CpuGroups
 from phalanx_lab.testbed.host import Host, Tools
 from phalanx_lab.testbed.job import Job, RankState

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.core.errors import Problem
-from phalanx.plan.reshard.cluster import ClusterSpec
+from phalanx_lab.testbed.cluster import ClusterSpec
 
 INTERFACE = "eth0"
 """Name of a host's link inside the host."""

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import Problem, TestbedError, nearest, raise_if
-from phalanx.core.units import format_rate, format_seconds
-from phalanx.plan.reshard.cluster import ClusterSpec, read_rate
+from phalanx.core.units import format_rate, format_seconds, read_rate
+from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.links import MAX_RATE, MIN_RATE
 
 RANK_OR_HOST = ("kill", "terminate", "freeze", "thaw", "start")

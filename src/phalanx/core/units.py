@@ -8,8 +8,14 @@ from __future__ import annotations
 import math
 import re
 
+from phalanx.core.errors import PlanError, Problem, ProblemsError, raise_if
+
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
+_RATE = re.compile(r"(?P<number>\d+(\.\d+)?([eE][+-]?\d+)?)\s*(?P<unit>[kmgt]?bit)?(/s|ps)?", re.IGNORECASE)
+
+
+_RATE_FACTORS = {"": 1.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _SHORT_SCALE = ("", "K", "M", "B", "T")
 
 
@@ -91,3 +97,19 @@ def read_bytes(text: str) -> int | None:
         return None
     count = int(float(match["number"]) * _BYTE_UNITS[match["unit"].lower().removesuffix("b")])
     return count if count > 0 else None
+
+
+def parse_rate(text: str, *, where: str, error: type[ProblemsError] = PlanError) -> float:
+    """Bits per second from `1gbit`, `200 Mbit/s`, `1e9`. Raises `error` naming `where`."""
+    rate, problem = read_rate(text, where=where)
+    raise_if([problem] if problem else [], error, subject=where)
+    return rate
+
+
+def read_rate(text: object, *, where: str) -> tuple[float, Problem | None]:
+    """The rate, or a problem for a list of problems. Bytes are refused: a link that is 8 times off is no small mistake."""
+    match = _RATE.fullmatch(str(text).strip())
+    if match is None or isinstance(text, bool) or not float(match["number"]) > 0:
+        rule = "is not a rate in bits per second above 0"
+        return 1.0, Problem(where=where, value=text, rule=rule, hint="write 1gbit, 200mbit or 1e9")
+    return float(match["number"]) * _RATE_FACTORS[(match["unit"] or "").lower()], None

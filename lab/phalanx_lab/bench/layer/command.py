@@ -39,7 +39,6 @@ from rich.table import Table
 from phalanx.core.errors import ConfigError, DataError, Problem, raise_if
 from phalanx.core.files import check_writable, read_json, write_json
 from phalanx.core.units import format_bytes, format_rate
-from phalanx.plan.reshard.cluster import ClusterSpec
 from phalanx.runtime.processes.world import close_world
 from phalanx_lab.bench.layer import cells as layer_cells
 from phalanx_lab.bench.layer.loads import load_vector
@@ -49,6 +48,7 @@ from phalanx_lab.bench.layer.scores import figures, medians, regret
 from phalanx_lab.bench.rates import serve, tell, told
 from phalanx_lab.testbed import links
 from phalanx_lab.testbed.bed import Testbed
+from phalanx_lab.testbed.cluster import ClusterSpec
 
 LONGEST_S = 1500.0
 COMPUTE = f"compute {SERIAL}"

@@ -41,9 +41,8 @@ from phalanx.plan.pipeline.boundary.edges import EdgePlan, planned_edge
 from phalanx.plan.pipeline.comm import PipelinePlan, plan_pipeline
 from phalanx.plan.pipeline.schedule.clock import Edge, ScheduleCosts, chain, simulate
 from phalanx.plan.pipeline.schedule.make import make_schedule
-from phalanx.plan.reshard.cluster import ClusterSpec
 from phalanx.plan.reshard.plan import plan_reshard
-from phalanx.plan.reshard.types import Move, hosts_of
+from phalanx.plan.reshard.types import Move
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.comm.peers import own_group
@@ -53,6 +52,7 @@ from phalanx.runtime.processes.world import close_world, init_world, read_world
 from phalanx.train.step.warmup import transfer_seconds
 from phalanx_lab.bench.pipeline.models import MODELS, STAGES, ModelShape, Pace, PacedPasses, StageModel, gradient_digest
 from phalanx_lab.testbed.bed import Testbed
+from phalanx_lab.testbed.cluster import ClusterSpec, hosts_of
 
 REPLICAS = 2
 """Ranks of a stage."""

@@ -24,8 +24,7 @@ import tyro
 
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.files import check_writable, write_json
-from phalanx.core.units import format_seconds
-from phalanx.plan.reshard.cluster import ClusterSpec, read_rate
+from phalanx.core.units import format_seconds, read_rate
 from phalanx.runtime.processes.launch import run_local
 from phalanx.runtime.processes.world import read_world
 from phalanx.simulate.calibration.fit import TimedCollective, with_links
@@ -39,6 +38,7 @@ from phalanx_lab.bench.predict.plans import PLANS, WORLD, Glue, Plan, Prediction
 from phalanx_lab.bench.predict.rank import SIZES, rank_report
 from phalanx_lab.bench.predict.spans import recorded_step
 from phalanx_lab.testbed.bed import Testbed
+from phalanx_lab.testbed.cluster import ClusterSpec
 
 PACED_BARS = {"median": 0.05, "worst": 0.12, "kendall_tau": 0.9}
 REAL_BARS = {"median": 0.12, "worst": 0.12, "kendall_tau": 0.9}

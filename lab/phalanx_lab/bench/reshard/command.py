@@ -31,11 +31,11 @@ from rich.table import Table
 
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import check_writable, write_json
-from phalanx.core.units import format_bytes, format_rate
-from phalanx.plan.reshard.cluster import ClusterSpec, parse_rate
+from phalanx.core.units import format_bytes, format_rate, parse_rate
 from phalanx_lab.bench.reshard.nine import CASES, DEST_HOSTS, SOURCE_HOSTS
 from phalanx_lab.bench.reshard.rank import Job, host_main
 from phalanx_lab.testbed.bed import Testbed
+from phalanx_lab.testbed.cluster import ClusterSpec
 
 METHODS = {"ours": "best", "naive": "naive", "gather": "local_all_gather", "sendrecv": "send_recv"}
 """Name here -> method of `plan_reshard`."""

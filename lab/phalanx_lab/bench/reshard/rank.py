@@ -24,10 +24,10 @@ from phalanx.runtime.comm.exchange import Exchange, Message
 from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.processes.launch import StopRequest, run_local
 from phalanx.runtime.processes.world import WorldInfo, close_world, init_world, read_world
-from phalanx.runtime.reshard.counts import gather_counts
 from phalanx.runtime.reshard.executor import ReshardReport
 from phalanx.runtime.reshard.resharder import PlanOptions, Resharder
 from phalanx_lab.bench.reshard.cases import even_hosts
+from phalanx_lab.bench.reshard.counts import gather_counts
 from phalanx_lab.bench.reshard.nine import CASES, FIRST_DEST_RANK, RANKS_PER_HOST, Case
 
 PATIENCE_S = 300.0

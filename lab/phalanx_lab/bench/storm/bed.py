@@ -18,7 +18,6 @@ from typing import Self
 
 from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
-from phalanx.plan.reshard.cluster import ClusterSpec
 from phalanx.runtime.membership.keys import ServiceLost, TcpService
 from phalanx.train.recovery.watch import PHASES
 from phalanx_lab.bench.storm.arena import Arena
@@ -26,6 +25,7 @@ from phalanx_lab.bench.storm.board import Board
 from phalanx_lab.bench.storm.trainer import Setup
 from phalanx_lab.testbed import links
 from phalanx_lab.testbed.bed import Testbed
+from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.job import Job
 
 PORT = 29400

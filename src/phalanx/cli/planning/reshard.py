@@ -14,11 +14,11 @@ import tyro
 
 from phalanx.core.errors import PlanError, Problem, nearest
 from phalanx.core.files import check_writable, write_json, write_text
-from phalanx.core.units import format_seconds
+from phalanx.core.units import format_seconds, read_rate
 from phalanx.observe.pictures import svg_picture, text_picture
 from phalanx.plan.layout import TensorLayout
 from phalanx.plan.layout.mesh import mesh_sizes, read_layout
-from phalanx.plan.reshard import METHODS, Hosts, Move, ReshardPlan, plan_reshard, read_rate
+from phalanx.plan.reshard import METHODS, Hosts, Move, ReshardPlan, plan_reshard
 
 
 @dataclass(frozen=True, kw_only=True)

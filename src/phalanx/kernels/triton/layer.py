@@ -8,14 +8,13 @@
                 each block sent back while the next is computed
     finish      add up the ranks
 
-`run_virtual` does this for all ranks of one process, one after the other: the way it is checked on a CPU, and against `reference_layer`.
+`reference_layer` is the same without an exchange. The lab runs all ranks of a layer in one process to compare the two.
 
 Legend: T tokens of this rank, K choices, H hidden, f expert width, e local slots, P ranks, C capacity, M rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +25,7 @@ from phalanx.kernels.triton.first_product import Arrivals, fused_first
 from phalanx.kernels.triton.index import Arranged, Going, arrange, going
 from phalanx.kernels.triton.second_product import Division, add_ranks, fused_second, send_entries
 from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory
-from phalanx.kernels.triton.tiles import SendShape, TileShape, check_status
+from phalanx.kernels.triton.tiles import SendShape, TileShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,56 +137,6 @@ def finish(to: Going, arena: SymmetricMemory, *, shape: LaunchShape) -> torch.Te
     return add_ranks(
         to, arena, programs=shape.send_programs, shape=shape.send, patience=shape.patience, impl=shape.impl
     )
-
-
-def tell_virtual(goings: Sequence[Going], weights: Sequence[torch.Tensor]) -> list[ArrivalCounts]:
-    """What an all-to-all of fixed size does between processes, for ranks of one process."""
-    packed = [pack_weights(w, to) for w, to in zip(weights, goings, strict=True)]
-    return [
-        ArrivalCounts(
-            torch.stack([to.slots_PCK[rank] for to in goings]),
-            torch.stack([p[rank] for p in packed]),
-            torch.stack([to.counts_P[rank] for to in goings]),
-        )
-        for rank in range(len(goings))
-    ]
-
-
-@dataclass(frozen=True, eq=False)
-class VirtualLayer:
-    """Operands of one layer on all ranks of one process. Lists by rank."""
-
-    x: Sequence[torch.Tensor]
-    slots: Sequence[torch.Tensor]
-    weights: Sequence[torch.Tensor]
-    w13: Sequence[torch.Tensor]
-    w2: Sequence[torch.Tensor]
-
-
-def enqueue_virtual(
-    layer: VirtualLayer, arenas: Sequence[SymmetricMemory], *, shape: LaunchShape
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The layer's output on each rank, and what found no room. Reads nothing on the host, so all of it can be captured in a CUDA graph."""
-    spec = arenas[0].spec
-    goings = [route(s, shape=shape, spec=spec) for s in layer.slots]
-    told = tell_virtual(goings, layer.weights)
-    orders = [begin(t, arena, shape=shape) for t, arena in zip(told, arenas, strict=True)]
-    for arena in arenas:
-        arena.next_call()
-    for rank, arena in enumerate(arenas):
-        send(layer.x[rank], goings[rank], arena, shape=shape)
-    for rank, arena in enumerate(arenas):
-        compute(arena, told[rank], orders[rank], layer.w13[rank], layer.w2[rank], shape=shape)
-    out = [finish(to, arena, shape=shape) for to, arena in zip(goings, arenas, strict=True)]
-    return out, [to.overflow for to in goings] + [order.overflow for order in orders]
-
-
-def run_virtual(layer: VirtualLayer, arenas: Sequence[SymmetricMemory], *, shape: LaunchShape) -> list[torch.Tensor]:
-    """The layer's output on each rank. Raises `RunError` if anything found no room or a flag never came."""
-    out, overflows = enqueue_virtual(layer, arenas, shape=shape)
-    for arena in arenas:
-        check_status(arena.status_2, *overflows)
-    return out
 
 
 def reference_layer(

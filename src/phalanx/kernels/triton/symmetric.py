@@ -5,7 +5,7 @@
     arrived_F      one flag for each (stage, part) of `received`
     done_F         one flag for each (rank, block of columns) of `returned`
 
-Two makers of the same thing: `virtual_arenas` puts all ranks into one process on one device (a CPU under Triton's interpreter, or one GPU, where copies on a side
+Two makers of the same thing: `virtual_arenas` of the lab puts all ranks into one process on one device (a CPU under Triton's interpreter, or one GPU, where copies on a side
 stream stand in for the links); `symmetric_arena` shares memory between the processes of a group through `torch.distributed._symmetric_memory`,
 which torch calls alpha, so all use of it is in that function. Not yet run on a GPU.
 
@@ -147,12 +147,6 @@ def _cut(spec: ArenaSpec, rank: int, whole: torch.Tensor) -> RankMemory:
     for name, (first, shape, dtype) in spec.regions().items():
         views[name] = whole[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
     return RankMemory(rank, **views)
-
-
-def virtual_arenas(spec: ArenaSpec, device: torch.device | str = "cpu") -> list[SymmetricMemory]:
-    """One arena for each of `spec.ranks` ranks that live in this process."""
-    whole = [torch.zeros(spec.num_bytes, dtype=torch.uint8, device=device) for _ in range(spec.ranks)]
-    return [SymmetricMemory(spec, rank, whole) for rank in range(spec.ranks)]
 
 
 def symmetric_arena(spec: ArenaSpec, group: Any, device: torch.device, *, symm_mem: Any = None) -> SymmetricMemory:

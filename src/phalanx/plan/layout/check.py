@@ -21,17 +21,8 @@ MOST_ELEMENTS = 1 << 56
 """Most elements of a tensor: its bytes are counted in 64 bits."""
 
 
-def layout_problems(layout: TensorLayout, *, where: str = "layout") -> list[Problem]:
-    """What is wrong with a layout by itself: lengths, bounds, boxes of a rank that overlap, terms without a holder."""
-    problems = box_problems(layout, where=where)
-    if not problems and layout.terms and set(layout.terms) != set(range(max(layout.terms) + 1)):
-        rule = "each term from 0 on has a holder"
-        problems.append(Problem(where=f"{where}.terms", value=sorted(set(layout.terms)), rule=rule))
-    return problems
-
-
 def box_problems(layout: TensorLayout, *, where: str = "layout") -> list[Problem]:
-    """The same, but for terms: that one has no holder (left) is named by `coverage_problems`, with its boxes."""
+    """What is wrong with a layout by itself: lengths, bounds, boxes of a rank that overlap. That a term has no holder (left) is named by `coverage_problems`, with its boxes."""
     problems = _length_problems(layout, where)
     if problems:
         return problems

@@ -178,10 +178,6 @@ class Folding:
         found = dict.fromkeys(group for name in GROUP_NAMES for group in self.groups(name) if len(group) > 1)
         return tuple(found)
 
-    def hosts_spanned(self, name: str, *, ranks_per_host: int) -> int:
-        """Most hosts that one group called `name` lies on, hosts holding consecutive ranks."""
-        return max(len({rank // ranks_per_host for rank in group}) for group in self.groups(name))
-
     def check(self) -> None:
         """Raise `PlanError` with all problems, if the degrees do not tile the world."""
         raise_if(folding_problems(self), PlanError, subject="folding")

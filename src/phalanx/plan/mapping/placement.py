@@ -170,16 +170,6 @@ def _problems(placement: Placement) -> list[Problem]:
     return problems
 
 
-def placement_problems(placement: Placement, folding: Folding) -> list[Problem]:
-    """Why `placement` cannot be laid over `folding`, besides what is wrong with itself."""
-    shape = (len(placement.slots), *sorted({len(group) for group in placement.slots}))
-    if shape == (folding.edp, folding.ep):
-        return _problems(placement)
-    rule = f"must have edp {folding.edp} expert-parallel groups of ep {folding.ep} ranks"
-    hint = "plan it for this folding"
-    return [*_problems(placement), Problem(where="placement.slots", value=shape, rule=rule, hint=hint)]
-
-
 def plain_placement(num_experts: int, folding: Folding) -> Placement:
     """Expert `j` in slot `j` of every expert-parallel group: rank ep holds experts [ep*E/EP, (ep+1)*E/EP)."""
     if num_experts % folding.ep:

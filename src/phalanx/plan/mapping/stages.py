@@ -91,10 +91,6 @@ class StagePlan:
         """Stages that a pipeline rank holds, in order."""
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
-    def stage_of_layer(self, layer: int) -> int:
-        """The stage that holds a block."""
-        return next(stage.index for stage in self.stages if layer in stage.layers)
-
     def check(self) -> None:
         """Raise `PlanError` where the stages do not cover the model once and in order."""
         raise_if(stage_problems(self), PlanError, subject=f"stages of {self.model}")

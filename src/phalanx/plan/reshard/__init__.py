@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.plan.reshard.cluster import read_rate as read_rate
     from phalanx.plan.reshard.plan import METHODS as METHODS, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
     from phalanx.plan.reshard.types import (
         WHOLE as WHOLE,

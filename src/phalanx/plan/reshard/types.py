@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.layout import Box, TensorLayout
-from phalanx.plan.reshard.cluster import ClusterSpec
 
 WHOLE = -1
 """`MovePart.term` of values that need no more adding up."""
@@ -71,12 +70,6 @@ class Reduction(NamedTuple):
     rank: int
     move: int
     box: Box
-
-
-def hosts_of(cluster: ClusterSpec) -> Hosts:
-    """The hosts of a cluster, all with the same links (1 byte per second where they are not limited: only ratios count then)."""
-    rate = 1.0 if cluster.link_bit_per_s is None else cluster.link_bit_per_s / 8
-    return equal_hosts([cluster.host_of(rank) for rank in range(cluster.world)], rate=rate)
 
 
 def equal_hosts(host_of_rank: Sequence[int], *, rate: float = 1.0) -> Hosts:

@@ -1,8 +1,8 @@
 """Clusters of accelerators as numbers: what a device computes, moves and holds, and what links carry.
 
 A cluster is a file of constants, each with its source (`simulate/data/clusters/*.toml`), and a number of ranks: `h100x128`, or
-`my.toml:128`; `phalanx calibrate` writes such a file of the machine that it runs on. Must never change: no constant without a source, and none that depends on a model. `plan/reshard/cluster.py` has the emulated
-cluster of hosts and links that testbed and planners use; this is the same idea with rates of devices.
+`my.toml:128`; `phalanx calibrate` writes such a file of the machine that it runs on. Must never change: no constant without a source, and none that depends on a model. The testbed's
+emulated hosts and links are another thing.
 """
 
 from __future__ import annotations

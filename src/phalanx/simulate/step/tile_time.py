@@ -243,7 +243,7 @@ def link_cost(
 ) -> OverlapCost:
     """The link as the clock of tiles takes it: an all-to-all of `num_bytes` a rank takes as long as `Network` says where nothing runs beside it.
 
-    `taken`: the share of a device that messages take while they move; `left_free`: multiprocessors that products leave to them all along, and which they keep to (`plan/moe/overlap/prediction/carve.py`).
+    `taken`: the share of a device that messages take while they move; `left_free`: multiprocessors that products leave to them all along, and which they keep to (`dispatch.left_free`).
     """
     h, n = network.hardware, layer.size
     span = GroupSpan(min(n, layer.ranks_per_host), layer.hosts[-1] + 1)

@@ -1,4 +1,4 @@
-"""One schedule on the clock under many costs at once: the makespans that `schedule_time.simulate` gives, one after another, in a hundredth of the time.
+"""One schedule on the clock under many costs at once: the ends that `clock.simulate` gives, one after another, in a hundredth of the time.
 
 Decides nothing. Where each ordered pair of ranks has a channel of its own, no pass waits for a transfer that it does not need, so what comes before what on ranks and channels is the schedule's
 order whatever passes cost; and ends are longest paths, one vector operation for each step of all costs. Must never change: the makespan of each cost is the clock's (test).
@@ -18,11 +18,6 @@ from phalanx.plan.pipeline.schedule.clock import ScheduleCosts, chain, cost_prob
 from phalanx.plan.pipeline.schedule.make import Schedule
 
 Floats = NDArray[np.float64]
-
-
-def makespans(schedule: Schedule, costs: Sequence[ScheduleCosts]) -> Floats:
-    """(n,) seconds until the last pass of any rank has ended, in a chain of stages. Raises `PlanError` as `simulate` does."""
-    return ends_of_ranks(schedule, costs)[1].max(axis=1)  # type: ignore[no-any-return]
 
 
 def ends_of_ranks(schedule: Schedule, costs: Sequence[ScheduleCosts]) -> tuple[Floats, Floats]:

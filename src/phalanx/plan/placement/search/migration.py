@@ -246,7 +246,3 @@ def _problems(made: Migration) -> list[Problem]:
 
 
 # ---- as boxes -------------------------------------------------------------------------------------------------------------------
-
-
-RankHosts = Sequence[tuple[int, int]]
-"""(global rank, name of its host) of every ep rank of a stage, in the order of the expert-parallel group."""

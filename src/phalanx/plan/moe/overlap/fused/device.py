@@ -1,8 +1,8 @@
 """The rule by which a device orders one MoE layer's rows by itself: what depends on the routing of a batch, without telling the host.
 
-Kernels that wait on flags need three things of a batch: which tokens go to which rank (`going`), in which order this rank computes with the
-rows that come (`arrange`), and how many thread blocks send rather than compute (`division`). The first two are built on the device
-(`kernels/triton/index.py`, so that a step can be captured in a graph; their twin in NumPy, written for reading, is in tests/oracles/device_rows.py).
+Kernels that wait on flags need two things of a batch: which tokens go to which rank (`going`), and in which order this rank computes with the
+rows that come (`arrange`). Both are built on the device (`kernels/triton/index.py`, so that a
+step can be captured in a graph; their twin in NumPy, written for reading, is in tests/oracles/device_rows.py). How many thread blocks send rather than compute is what `predicted_s` weighs.
 
 The order (flux's idea of problems with a least size, arXiv 2502.19811 section 3; the rules are ours):
 
@@ -32,11 +32,6 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 EMPTY = -1
-
-
-def part_of(entry: int, capacity: int, parts: int) -> int:
-    """Part of an entry: places are cut, not entries, so that copies have sizes that the host knows."""
-    return entry // part_places(capacity, parts)
 
 
 def part_places(capacity: int, parts: int) -> int:
@@ -69,14 +64,6 @@ class SecondCost:
     """All of the sending by one program alone."""
     link_s: float
     """All of the sending at the rate of the link, however many programs send."""
-
-
-def division(cost: SecondCost) -> int:
-    """How many programs send while the others compute, for the least predicted time; 0 is: all compute, then all send. Ties go to fewer."""
-    bad = [f"{name} {value}" for name, value in vars(cost).items() if value < (name in ("programs", "blocks"))]
-    if bad:
-        raise ValueError(f"division: {', '.join(bad)} must not be negative, programs and blocks at least 1")
-    return min(range(cost.programs), key=lambda senders: predicted_s(cost, senders))
 
 
 def predicted_s(cost: SecondCost, senders: int) -> float:

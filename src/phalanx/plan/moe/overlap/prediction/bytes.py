@@ -54,21 +54,6 @@ class Traffic:
         return int(self.copies_PH.shape[1])
 
 
-def count_copies(slots_TK: ArrayLike, *, ep: int, etp: int, slots_per_rank: int) -> Ints:
-    """(P,) distinct tokens of one source for each rank; `slots_TK` is the slot of the group for each pair, -1 where it was dropped."""
-    slots = np.asarray(slots_TK, dtype=np.int64)
-    return np.repeat(_distinct(slots, np.repeat(np.arange(ep), slots_per_rank), ep), etp)
-
-
-def _distinct(slots_TK: Ints, place_of_slot_G: Ints, num_places: int) -> Ints:
-    """(places,) tokens that have a slot at each place."""
-    token, k = np.nonzero(slots_TK >= 0)
-    seen = np.zeros((len(slots_TK), num_places), dtype=bool)
-    seen[token, place_of_slot_G[slots_TK[token, k]]] = True
-    found: Ints = seen.sum(0).astype(np.int64)
-    return found
-
-
 def traffic_of(
     dispatch: DispatchPlan,
     copies_PP: ArrayLike | None = None,
@@ -167,12 +152,6 @@ class WireBytes:
     @property
     def total_PP(self) -> Ints:
         return self.going_PP + self.coming_PP
-
-    @property
-    def sent_P(self) -> Ints:
-        """Bytes sent by each rank, both ways."""
-        sent: Ints = self.total_PP.sum(1)
-        return sent
 
     @property
     def total(self) -> int:

@@ -40,12 +40,6 @@ class Access:
     name: str = "consumer"
 
 
-def access_of(einsum: str, *, operand: int = 0, name: str = "consumer") -> Access:
-    """The access of one operand of an einsum such as `rc,ci->ri`, a letter a loop."""
-    inputs, _, result = einsum.replace(" ", "").partition("->")
-    return Access(tuple(inputs.split(",")[operand]), tuple(result), name=name)
-
-
 @dataclass(frozen=True)
 class AxisRule:
     """What may be done with one axis of the tensor between a producer and a consumer."""

@@ -1,21 +1,18 @@
 """The machines a job runs on: hosts, ranks on each, and the links between and inside them.
 
 Decides which host holds which rank: consecutive ranks share a host (`rank = host * ranks_per_host + local_rank`), as torchrun
-numbers them. A *host* is the failure domain. The testbed builds an emulated cluster from this spec, the simulator puts times on it.
+numbers them. A *host* is the failure domain. The testbed builds an emulated cluster from this spec.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import asdict, dataclass
 
-from phalanx.core.errors import PlanError, Problem, ProblemsError, raise_if
+from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.units import format_rate, format_seconds
-
-_RATE = re.compile(r"(?P<number>\d+(\.\d+)?([eE][+-]?\d+)?)\s*(?P<unit>[kmgt]?bit)?(/s|ps)?", re.IGNORECASE)
-_FACTORS = {"": 1.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+from phalanx.plan.reshard import Hosts, equal_hosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +88,7 @@ def cluster_problems(spec: ClusterSpec) -> list[Problem]:
     return problems
 
 
-def parse_rate(text: str, *, where: str, error: type[ProblemsError] = PlanError) -> float:
-    """Bits per second from `1gbit`, `200 Mbit/s`, `1e9`. Raises `error` naming `where`."""
-    rate, problem = read_rate(text, where=where)
-    raise_if([problem] if problem else [], error, subject=where)
-    return rate
-
-
-def read_rate(text: object, *, where: str) -> tuple[float, Problem | None]:
-    """The rate, or a problem for a list of problems. Bytes are refused: a link that is 8 times off is no small mistake."""
-    match = _RATE.fullmatch(str(text).strip())
-    if match is None or isinstance(text, bool) or not float(match["number"]) > 0:
-        rule = "is not a rate in bits per second above 0"
-        return 1.0, Problem(where=where, value=text, rule=rule, hint="write 1gbit, 200mbit or 1e9")
-    return float(match["number"]) * _FACTORS[(match["unit"] or "").lower()], None
+def hosts_of(cluster: ClusterSpec) -> Hosts:
+    """The hosts of a cluster, all with the same links (1 byte per second where they are not limited: only ratios count then)."""
+    rate = 1.0 if cluster.link_bit_per_s is None else cluster.link_bit_per_s / 8
+    return equal_hosts([cluster.host_of(rank) for rank in range(cluster.world)], rate=rate)

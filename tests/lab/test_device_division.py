@@ -10,10 +10,10 @@ from overlap_plan_help import plans_of_group
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.overlap.prediction.bytes import traffic_of, wire_bytes
-from phalanx.plan.moe.overlap.prediction.carve import DeviceShare, choose_left_free, shared_cost
 from phalanx.plan.moe.overlap.prediction.cost import LayerShape, OverlapCost
 from phalanx.plan.moe.overlap.tiles.plan import backward_of
 from phalanx.plan.moe.overlap.tiles.types import TileSchedule
+from phalanx_lab.bench.layer.device_division import DeviceShare, choose_left_free, shared_cost
 
 pytestmark = pytest.mark.unit
 

@@ -1,4 +1,5 @@
-"""How many of a device's multiprocessors products leave to messages, for the least predicted time of a layer.
+"""How a device is divided between computing and communication, for the least predicted time: how many multiprocessors products leave to NCCL's messages, and how many programs of the
+fused second product send. `benchmarks/gpu` measures the rates and compares; a recipe gives the result (`dispatch.left_free`).
 
 NCCL's messages are kernels: while one moves bytes, it takes multiprocessors from products. A product whose thread blocks fill the whole device then needs a second wave for the few that found
 no place, and may take twice as long (pytorch #147966). Two ways out, which this file weighs for a plan at hand:
@@ -9,6 +10,8 @@ no place, and may take twice as long (pytorch #147966). Two ways out, which this
 
 The trade is that of COMET's division point (arXiv 2502.19811, section 3.2), made on the host: products and messages stay the library's. The clock is that of every other choice
 (`clock.py`), so order, parts and blocks count. The rates must be measured (`benchmarks/gpu/streams.py`). None of it has been on a GPU.
+
+Programs that send (`division`) are the other case: the second product's own kernel does both.
 """
 
 from __future__ import annotations
@@ -17,12 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.moe.overlap.prediction.bytes import WireBytes
-from phalanx.plan.moe.overlap.prediction.clock import seconds_of
-from phalanx.plan.moe.overlap.prediction.cost import LayerShape, OverlapCost, work_of
+from phalanx.plan.moe.overlap.fused import SecondCost, predicted_s
+from phalanx.plan.moe.overlap.prediction import LayerShape, OverlapCost, WireBytes, seconds_of
+from phalanx.plan.moe.overlap.prediction.cost import work_of
 from phalanx.plan.moe.overlap.tiles import RankPlan
-
-__all__ = ["DeviceShare", "choose_left_free", "shared_cost"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,3 +70,11 @@ def choose_left_free(
         shared = shared_cost(cost, device, n)
         seconds[n] = sum(seconds_of(plan.ops, work_of(plan, shape, shared), shared, wire) for plan in plans)
     return min(seconds, key=lambda n: (seconds[n], n)), seconds
+
+
+def division(cost: SecondCost) -> int:
+    """How many programs send while the others compute, for the least predicted time; 0 is: all compute, then all send. Ties go to fewer."""
+    bad = [f"{name} {value}" for name, value in vars(cost).items() if value < (name in ("programs", "blocks"))]
+    if bad:
+        raise ValueError(f"division: {', '.join(bad)} must not be negative, programs and blocks at least 1")
+    return min(range(cost.programs), key=lambda senders: predicted_s(cost, senders))
