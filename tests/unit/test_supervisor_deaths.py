@@ -9,9 +9,13 @@ import pytest
 from membership_help import MemoryService
 
 from phalanx.core.errors import RunError
+from phalanx.core.events import Event
+from phalanx.runtime.membership import supervisor
 from phalanx.runtime.membership.membership import Member
-from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
+from phalanx.runtime.membership.supervisor import ServiceRestarted, Supervisor, SupervisorSettings
+from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker import STALE_CODE, Worker
+from phalanx.runtime.processes import listening_socket
 
 pytestmark = pytest.mark.unit
 
@@ -94,3 +98,85 @@ def test_a_worker_is_one_process() -> None:
     for pid in (-1, 0):
         with pytest.raises(ValueError, match="is no process"):
             Worker(Member("h.0.x", "h"), slot=0, pid=pid, pipe=-1)
+
+
+def forked() -> Worker:
+    """A worker whose process has ended and whose status nobody has collected."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(3)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return Worker(Member("h.0.x", "h"), slot=0, pid=pid, pipe=-1)
+
+
+@pytest.mark.parametrize("first", ["reap", "kill"])
+def test_a_signal_handler_may_kill_a_worker_whose_status_is_being_collected(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler of the second Ctrl-C comes behind `waitpid`, before its result is kept."""
+    worker, wait = forked(), os.waitpid
+
+    def interrupted(pid: int, options: int) -> tuple[int, int]:
+        monkeypatch.setattr(os, "waitpid", wait)
+        found = wait(pid, options)
+        worker.kill()
+        return found
+
+    monkeypatch.setattr(os, "waitpid", interrupted)
+    getattr(worker, first)()
+    assert worker.code == 3
+
+
+def test_a_kill_that_a_signal_handler_was_faster_with_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pid, kill = os.fork(), os.kill
+    if pid == 0:
+        signal.pause()
+    worker = Worker(Member("h.0.x", "h"), slot=0, pid=pid, pipe=-1)
+
+    def interrupted(pid: int, number: int) -> None:
+        monkeypatch.setattr(os, "kill", kill)
+        worker.kill()
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", interrupted)
+    worker.kill()
+    assert worker.code == -signal.SIGKILL
+
+
+def test_a_worker_that_is_forked_while_a_second_stop_comes_is_not_waited_for() -> None:
+    found = host(2)
+    found.stops = 2
+    assert not found._has_work
+
+
+def test_a_service_whose_port_is_taken_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Event] = []
+    settings = SupervisorSettings(slots=1, wanted=1, agent=AgentSettings(service_s=60.0))
+    found = Supervisor(lambda agent: 0, settings, tell=told.append)
+    store = found.store
+    assert store is not None
+    try:
+        os.kill(store.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, store.pid, os.WEXITED | os.WNOWAIT)
+        monkeypatch.setattr(supervisor, "SERVICE_RETRY_S", 0.0)
+        with listening_socket(port=store.address.port):
+            found._keep_service()
+            assert found.store is store and not told
+        found._keep_service()
+        assert found.store is not store and [type(event) for event in told] == [ServiceRestarted]
+    finally:
+        assert found.store is not None
+        found.store.stop()
+
+
+def test_a_service_that_stays_away_ends_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SupervisorSettings(slots=1, wanted=1, agent=AgentSettings(service_s=0.0))
+    found = Supervisor(lambda agent: 0, settings)
+    store = found.store
+    assert store is not None
+    store.stop()
+    monkeypatch.setattr(supervisor, "SERVICE_RETRY_S", 0.0)
+    with listening_socket(port=store.address.port):
+        found._keep_service()
+        with pytest.raises(RunError, match="could not be restarted for 0 s"):
+            found._keep_service()

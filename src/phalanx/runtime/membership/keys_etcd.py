@@ -4,7 +4,7 @@ torch's own client (`torch.distributed.elastic.rendezvous.etcd_store`) speaks th
 of etcd here is one transaction (create where nothing stands), reads, writes and deletions. Values outlive a restart of etcd: `epoch` stays the same,
 votes and decisions stand, and nobody announces again.
 
-Every run needs a name of its own; `forget_run` deletes what it left.
+Every run needs a name of its own; its values stay in etcd until somebody deletes those below `phalanx/NAME/` (`etcdctl del --prefix`).
 """
 
 from __future__ import annotations
@@ -130,10 +130,6 @@ class EtcdKeys:
         if old and old[-1]:
             self._revisions = [(at_s, r) for at_s, r in self._revisions if r > old[-1]]
             self._ask("kv/compaction", {"revision": str(old[-1])}, refused=True)
-
-    def forget_run(self) -> None:
-        """Delete all values of the run. Only when all its processes have ended."""
-        self._ask("kv/deleterange", self._below(""))
 
     def close(self) -> None:
         self._lost = self._lost or "this connection was given up"

@@ -43,6 +43,8 @@ TICK_S = 0.05
 """Longest time between two looks at what no handle announces."""
 PUT_OUT = 69
 """Exit code of a host whose workers the others removed and whose places stayed empty, of a run that goes on: start it again (`EX_UNAVAILABLE` of sysexits.h)."""
+SERVICE_RETRY_S = 0.5
+"""Seconds between two attempts to restart the membership service."""
 ROUNDS = 3
 """A cause that ends all workers of a host, however many slots it has, may do so this often before the host gives up."""
 
@@ -71,8 +73,6 @@ class SupervisorSettings:
     """New workers in the place of those that ended, at most."""
     quick_deaths: int = 10
     """So many deaths in one slot, or by faults of their own in all slots (`ROUNDS` in each at least), with no step committed in between, end this host's part."""
-    service_back_s: float = 0.0
-    """How long a service that ended stays away before it is started again."""
     alone: bool = True
     """No other host can take part: a stop of this one, before the run begins, is a stop of the run."""
     rest_s: float = 600.0
@@ -177,7 +177,10 @@ class Supervisor:
         self._cause: PhalanxError | None = None
         """Error of the first worker that ended with one since the last step: what its successors say follows from it."""
         self._told_to_stop = False
-        self._back_at_s = 0.0
+        self._service_ended_s = 0.0
+        """When the service was seen to have ended; 0: it runs."""
+        self._try_service_s = 0.0
+        """When to try to start it again, after an attempt that failed."""
         self._short_since_s = 0.0
         self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -195,7 +198,7 @@ class Supervisor:
             for slot in range(self.settings.slots):
                 self._start_or_wait(slot)
             try:
-                while any(not w.ended for w in self.workers) or (self.empty and self._goes_on and not self._all_rest):
+                while self._has_work:
                     self._turn()
                 over = self.host_agent.finished is not None or (any(self.codes) and self.host_agent.is_over())
             finally:
@@ -205,6 +208,13 @@ class Supervisor:
         if self.error is not None and self.host_agent.finished is None:
             raise self.error
         return exit_code(self.codes, finished=self.host_agent.finished is not None, over=over)
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether a worker runs or may still be started. A worker that was forked while a second stop came is ended with the run."""
+        if self.stops > 1:
+            return False
+        return any(not w.ended for w in self.workers) or bool(self.empty and self._goes_on and not self._all_rest)
 
     # -- one turn
 
@@ -232,9 +242,10 @@ class Supervisor:
             poll.register(self._wake, select.POLLIN)
             for worker in self.workers:
                 if not worker.ended and hasattr(os, "pidfd_open"):
-                    handle = os.pidfd_open(worker.pid)
-                    stack.callback(os.close, handle)
-                    poll.register(handle, select.POLLIN)
+                    with contextlib.suppress(ProcessLookupError):  # a signal handler has collected its status
+                        handle = os.pidfd_open(worker.pid)
+                        stack.callback(os.close, handle)
+                        poll.register(handle, select.POLLIN)
                 if worker.pipe >= 0:
                     poll.register(worker.pipe, select.POLLIN)
             asked_s = time.monotonic()
@@ -346,15 +357,24 @@ class Supervisor:
                 worker.kill()
 
     def _keep_service(self) -> None:
+        """Start a service that has ended again. Raises `RunError` where that fails for `AgentSettings.service_s`, after which the workers end too."""
         if self.store is None or not self.store.reap():
             return
-        if not self._back_at_s:
-            self._back_at_s = time.monotonic() + self.settings.service_back_s
-        if time.monotonic() >= self._back_at_s:
-            where = self.store.address
+        now = time.monotonic()
+        self._service_ended_s = self._service_ended_s or now
+        if now < self._try_service_s:
+            return
+        where = self.store.address
+        try:
             self.store = start_store(where.host, where.port)
-            self._back_at_s = 0.0
-            self.tell(ServiceRestarted(at_s=now_s(), pid=self.store.pid))
+        except RunError as err:  # another process may have the port for a moment
+            limit_s = self.settings.agent.service_s
+            if now - self._service_ended_s > limit_s:
+                raise RunError(f"{err}; the membership service could not be restarted for {limit_s:g} s") from None
+            self._try_service_s = now + SERVICE_RETRY_S
+            return
+        self._service_ended_s = self._try_service_s = 0.0
+        self.tell(ServiceRestarted(at_s=now_s(), pid=self.store.pid))
 
     def _report_lost(self) -> None:
         for lost in self.host_agent.take_lost():

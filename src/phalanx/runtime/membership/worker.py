@@ -109,10 +109,12 @@ class Worker:
         return f"ended with exit code {self.code}"
 
     def kill(self) -> None:
-        """End it at once, and collect its status."""
+        """End it at once, and collect its status. A signal handler may call this while `reap` or `kill` runs: whichever of the two
+        collects the status sets it."""
         if not self.reap():
-            os.kill(self.pid, signal.SIGKILL)
-            self.status = os.waitpid(self.pid, 0)[1]
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self.pid, signal.SIGKILL)
+                self.status = os.waitpid(self.pid, 0)[1]
 
     def close(self) -> None:
         """Close the pipe."""
