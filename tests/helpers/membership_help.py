@@ -10,7 +10,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,12 +280,12 @@ class SimulatedMember:
         if keys.epoch != generation.epoch:
             raise ServiceLost("lost")
         report = MemberReport(uid=self.uid, step=len(self.state), holds=self.holds, doubt=self.doubt > 0)
-        keys.put(ready_keys(generation)[generation.uids.index(self.uid)], json.dumps(asdict(report)))
+        keys.put(ready_keys(generation)[generation.uids.index(self.uid)], report.to_json())
         while not keys.all_there(ready_keys(generation)):
             self.look()
             if self.agent._newer(generation):
                 raise PeerError("newer")
-        reports = [MemberReport(**json.loads(keys.get(k) or "")) for k in ready_keys(generation)]
+        reports = [MemberReport.from_json(keys.get(k) or "") for k in ready_keys(generation)]
         begun = keys.get(BEGUN) is not None
         self.enter(generation, reports, begun=begun)
         votes = Votes(keys, generation, self.uid)

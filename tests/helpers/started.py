@@ -199,7 +199,9 @@ def _one_generation(cache: GroupCache, agent: _Agent, body: elastic.ElasticMembe
     generation = Generation(number=1, epoch="life", members=tuple(Member(name, "local") for name in names))
     told: list[Any] = [None] * len(names)
     dist.all_gather_object(told, body.describe()[1])
-    reports = [MemberReport(uid=name, step=0, holds=False, data=data) for name, data in zip(names, told, strict=True)]
+    reports = [
+        MemberReport(uid=name, step=0, holds=False, about=about) for name, about in zip(names, told, strict=True)
+    ]
     uids = order(generation, reports)
     team = GroupEpoch(generation, agent.uid, timeout_s=60, uids=uids, reports=reports)
     team.groups = _Groups(cache)  # type: ignore[assignment]

@@ -353,7 +353,7 @@ def test_who_waits_for_a_generation_after_one_that_did_not_form_may_wait(
 
     monkeypatch.setattr(agent, "form", form)
     monkeypatch.setattr(place, "_keys_of", lambda generation: SimpleNamespace(put=lambda key, value: None))
-    report = MemberReport(uid="h.0", step=0, holds=False, doubt=False, sum="", data={})
+    report = MemberReport(uid="h.0", step=0, holds=False, doubt=False, sum="")
     with pytest.raises(PeerError):
         place._form(generation, report, as_listed)
     assert made[0].aborted_s

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ def generation(keys: Keys, uids: list[int], number: int) -> Generation:
 
 
 def report(uid: str) -> str:
-    return json.dumps(asdict(MemberReport(uid=uid, step=0, holds=False)))
+    return MemberReport(uid=uid, step=0, holds=False).to_json()
 
 
 def connect(keys: Keys, who: Generation, rank: int, **rest: Any) -> GroupEpoch:

@@ -20,6 +20,7 @@ from train_help import Running, phalanx, train_args
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Event
 from phalanx.observe.sinks import Sinks
+from phalanx.plan.recovery import StateReport
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
 from phalanx.runtime.membership.votes import MemberReport, resolve
 from phalanx.train.recovery.fallback import Fallback, tell_went_back
@@ -32,7 +33,7 @@ HOLDERS: Faults = {"reduction": ((1, 3), 9)}
 
 
 def report(uid: str, step: int, *, history: int = 0, doubt: bool = False, holds: bool = True) -> MemberReport:
-    return MemberReport(uid=uid, step=step, holds=holds, doubt=doubt, data={"history": history})
+    return MemberReport(uid=uid, step=step, holds=holds, doubt=doubt, about=StateReport(history=history))
 
 
 def test_what_is_held_of_a_history_that_was_given_up_counts_for_nothing() -> None:

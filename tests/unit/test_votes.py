@@ -12,7 +12,9 @@ import pytest
 from membership_help import MemoryService, World
 from tiers import times
 
-from phalanx.core.errors import RunError
+from phalanx.core.errors import PlanError, RunError
+from phalanx.plan.mapping import Folding
+from phalanx.plan.recovery import StateDescriptor, StateReport
 from phalanx.runtime.membership import host_agent as host_agent
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.membership import Generation, Member
@@ -97,6 +99,15 @@ def test_a_lost_service_leaves_a_voter_in_doubt() -> None:
 
 def report(uid: str, step: int, **rest: Any) -> MemberReport:
     return MemberReport(uid=uid, step=step, holds=rest.pop("holds", True), **rest)
+
+
+def test_a_report_is_read_as_it_was_written() -> None:
+    standing = StateDescriptor(folding=Folding(world=4, tp=2, ep=2), rank=1, slots=((3, (0, 2)),), hosts=(0, 0, 1, 1))
+    about = StateReport(standing=standing, idle=True, history=3, rack="r1", flops_per_s=1.5)
+    said = report("a", 4, about=about)
+    assert MemberReport.from_json(said.to_json()) == said and said.history == 3
+    with pytest.raises(PlanError, match="no state descriptor of a member"):
+        MemberReport.from_json(said.to_json().replace('"slots"', '"places"'))
 
 
 def test_doubts_are_settled_by_who_went_on() -> None:

@@ -224,7 +224,7 @@ def _work(case: Case, runs: dict[Mode, ElasticRun], path: Path, agent: WorkerAge
         bodies = {mode: ElasticMember(runs[mode], sinks) for mode in MODES if mode != "plain"}
         agent.announce(plan_hash="heal-cost", version="1")
         _, about = bodies["fast"].describe()
-        report = MemberReport(uid=agent.uid, step=0, holds=False, data=about)
+        report = MemberReport(uid=agent.uid, step=0, holds=False, about=about)
         team = agent.next_team(report, order=bodies["fast"].order)
         for body in bodies.values():
             body.order(team.generation, team.reports)

@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -200,7 +200,7 @@ class _Meeting:
 
     def _form(self, generation: Generation) -> GroupEpoch:
         keys = self.agent.keys()
-        keys.put(ready_keys(generation)[generation.uids.index(self.agent.uid)], json.dumps(asdict(self.report)))
+        keys.put(ready_keys(generation)[generation.uids.index(self.agent.uid)], self.report.to_json())
         return form(generation, self.agent.uid, keys, timeout_s=TIMEOUT_S)
 
     def _all_here(self, what: str, said: str = "1") -> list[str]:

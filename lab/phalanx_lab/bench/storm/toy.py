@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import RunError
+from phalanx.plan.recovery import StateReport
 from phalanx.runtime.membership.rendezvous import GroupEpoch
 from phalanx.runtime.membership.votes import Resolution
 from phalanx_lab.bench.storm.board import Board as AnyBoard
@@ -73,9 +73,9 @@ class ToyBody:
         if share:
             time.sleep(self.pause_s * share)
 
-    def describe(self) -> tuple[str, dict[str, Any]]:
+    def describe(self) -> tuple[str, StateReport]:
         self._now("waits")
-        return (checksum(self.state.numpy()) if self.holds else ""), {}
+        return (checksum(self.state.numpy()) if self.holds else ""), StateReport()
 
     def enter(self, team: GroupEpoch, resolution: Resolution) -> None:
         self._now("enter")

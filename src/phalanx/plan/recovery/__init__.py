@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from phalanx.plan.recovery.state_descriptor import (
         Fact as Fact,
         StateDescriptor as StateDescriptor,
-        read_standing as read_standing,
+        StateReport as StateReport,
     )
     from phalanx.plan.recovery.stragglers import (
         RankPace as RankPace,

@@ -78,6 +78,40 @@ def read_standing(data: Mapping[str, Any]) -> StateDescriptor:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateReport:
+    """What a member says to all members of a new generation of the state that it holds and of the process that it is."""
+
+    standing: StateDescriptor | None = None
+    """Where its state stands; None: it has none, or is idle."""
+    then: StateDescriptor | None = None
+    """Where its state stands once the step that it voted for is committed, where experts move with that step."""
+    idle: bool = False
+    """The mapping had no rank for it: it holds the state before the step that it voted for."""
+    history: int = 0
+    """Generation in which the run last went back to a checkpoint, as far as its state knows; 0: it never did."""
+    host: str = ""
+    """Its machine and network: the same for members whose messages need no link."""
+    node: str = ""
+    """Name of its machine in the network."""
+    rack: str = ""
+    """Rack of its machine; empty: not known."""
+    kernels: str = ""
+    """Kernels that it computes with."""
+    flops_per_s: float = 0.0
+    """Measured rate of its processor; 0: not measured."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for a report."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StateReport:
+        """Reads what `to_dict` writes. Raises `PlanError` where a state descriptor is none, `TypeError` where there are other fields."""
+        places = {name: None if data[name] is None else read_standing(data[name]) for name in ("standing", "then")}
+        return cls(**{**data, **places})
+
+
 def slots_of(placement: AnyPlacement, folding: Folding, rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """`StateDescriptor.slots` of a rank whose stage has `placement`: nothing where that is no placement of its own for each layer."""
     if not isinstance(placement, LayerPlacements):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Emit, Event, ignore
+from phalanx.plan.recovery import StateReport
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.rendezvous import GroupEpoch, Order, as_listed
 from phalanx.runtime.membership.votes import ABORT, GO_ON, Decision, InDoubt, MemberReport, Resolution, resolve
@@ -36,8 +37,8 @@ class Body(Protocol):
     def holds(self) -> bool:
         """Whether it has state."""
 
-    def describe(self) -> tuple[str, dict[str, Any]]:
-        """(checksum, small data) for the report to the others."""
+    def describe(self) -> tuple[str, StateReport]:
+        """(checksum, what else the others must know) for the report to them."""
 
     def enter(self, team: GroupEpoch, resolution: Resolution) -> None:
         """Take the state of `resolution.step` where this member lacks it, from `resolution.holders`; build groups, plans. Collective.
@@ -164,14 +165,14 @@ class _Loop:
                 return why
 
     def _report(self) -> MemberReport:
-        checksum, data = self.body.describe()
+        checksum, about = self.body.describe()
         return MemberReport(
             uid=self.agent.uid,
             step=self.body.step,
             holds=self.body.holds,
             doubt=self.doubt > 0,
             sum=checksum,
-            data=data,
+            about=about,
         )
 
     def _in_team(self, team: GroupEpoch) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import socket
 import threading
@@ -290,7 +289,7 @@ def _reports(generation: Generation, keys: Keys) -> list[MemberReport]:
     """Reports of all members, who have written them before the barrier let anybody through. Raises `PeerError` where some are
     gone."""
     texts = keys.values(ready_keys(generation))
-    reports = [MemberReport(**json.loads(text)) for text in texts if text is not None]
+    reports = [MemberReport.from_json(text) for text in texts if text is not None]
     if len(reports) < len(texts):
         raise PeerError(f"reports of generation {generation.number} are missing")
     return reports

@@ -14,12 +14,14 @@ would count twice), each member has a key of its own.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 from phalanx.core.errors import RunError
+from phalanx.plan.recovery import StateReport
 from phalanx.runtime.membership.keys import Keys, ServiceLost
 from phalanx.runtime.membership.membership import Generation
 
@@ -161,13 +163,23 @@ class MemberReport:
     """It has voted for `step` and does not know the decision."""
     sum: str = ""
     """Checksum of what it holds, where it says one."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """Anything small that the next plan needs: experts held, bytes."""
+    about: StateReport = field(default_factory=StateReport)
+    """What the next plan needs of its state and its process."""
 
     @property
     def history(self) -> int:
         """Which history its state belongs to: the generation in which the run last went back to a checkpoint, 0 where it never did."""
-        return int(self.data.get("history", 0))
+        return self.about.history
+
+    def to_json(self) -> str:
+        """As it is written for the others."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> MemberReport:
+        """Reads what `to_json` writes."""
+        data = json.loads(text)
+        return cls(**{**data, "about": StateReport.from_dict(data["about"])})
 
 
 @dataclass(frozen=True, kw_only=True)

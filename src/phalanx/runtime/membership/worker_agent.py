@@ -16,7 +16,6 @@ import json
 import os
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from phalanx.core.errors import PeerError, RunError
@@ -348,7 +347,7 @@ class WorkerAgent(MembershipWatcher):
     def _form(self, generation: Generation, report: MemberReport, order: Order) -> GroupEpoch:
         keys = self._keys_of(generation)
         mine = ready_keys(generation)[generation.uids.index(self.uid)]
-        keys.put(mine, json.dumps(asdict(report)))
+        keys.put(mine, report.to_json())
         try:
             team = form(
                 generation,

@@ -35,7 +35,7 @@ from phalanx.plan.recovery import (
     GenerationPlan,
     RecoveryPlanner,
     StateDescriptor,
-    read_standing,
+    StateReport,
     state_move_order,
 )
 from phalanx.runtime.checkpoint import CheckpointManager, Writer, import_beside
@@ -123,15 +123,15 @@ class ElasticMember:
         self._pace = PaceWatch(run.recipe, run.planner)
         self._too_slow: dict[str, str] = {}
 
-    def _describe_process(self) -> dict[str, str]:
-        """What all members are told of this one."""
+    def _describe_process(self) -> StateReport:
+        """What this process reports to all members as long as it lives."""
         rows = compiled_rows() if self.recipe.kernels.compiled and self.device.type == "cpu" else None
-        return {
-            "host": own_host(),
-            "node": socket.gethostname(),
-            "kernels": name_of_rows(rows),
-            "rack": self.recipe.launch.rack or "",
-        }
+        return StateReport(
+            host=own_host(),
+            node=socket.gethostname(),
+            kernels=name_of_rows(rows),
+            rack=self.recipe.launch.rack or "",
+        )
 
     def rehearse(self) -> None:
         """Do alone whatever takes long the first time, so that nobody waits for it later. Before the member says that it is ready."""
@@ -153,14 +153,19 @@ class ElasticMember:
     def holds(self) -> bool:
         return self.trainer is not None
 
-    def describe(self) -> tuple[str, dict[str, Any]]:
+    def describe(self) -> tuple[str, StateReport]:
         self._now("waits")
-        standing = None if self.place is None else self.place.to_dict()
         then = None
         if self.trainer is not None and self.trainer.moving is not None:
-            then = self._plan_moved.standing(self.trainer.rank.info.rank).to_dict()
-        about = {"standing": standing, "then": then, "idle": self._idle, "history": self.progress.history}
-        return "", {**about, **self._about, "flops_per_s": self.flops_per_s}
+            then = self._plan_moved.standing(self.trainer.rank.info.rank)
+        return "", replace(
+            self._about,
+            standing=self.place,
+            then=then,
+            idle=self._idle,
+            history=self.progress.history,
+            flops_per_s=self.flops_per_s,
+        )
 
     def order(self, generation: Generation, reports: Sequence[MemberReport]) -> Sequence[str]:
         """Ranks of a new generation, as the plan says that all members make of the reports. For `run_member`.
@@ -230,7 +235,7 @@ class ElasticMember:
             comms=Collectives(emit=self.sinks, timeout_s=self.recipe.launch.timeout_s, escape=self._escape),
             axis=Axis("everyone", ranks, team.rank, team.groups.get(ranks)),
             peers=Peers(team.groups.get(ranks, second=True), escape=self._escape),  # control mixes with no tensors
-            hosts=hosts_by_name([r.data["node"] for r in team.reports], ranks),
+            hosts=hosts_by_name([r.about.node for r in team.reports], ranks),
             device=self.device,
         )
 
@@ -274,7 +279,7 @@ class ElasticMember:
             elastic=Elastic(where=where, others_idle=bool(plan.idle), pace=self._watch_pace, at=self._now),
         )  # fmt: skip
         trainer.recorder.rank, trainer.recorder.generation = team.rank, team.generation.number
-        told = [float(r.data["flops_per_s"]) for r in team.reports[: plan.folding.world]]
+        told = [r.about.flops_per_s for r in team.reports[: plan.folding.world]]
         trainer.reporter.peak_flops_per_s = self._peak(rank.peers, told)
         return trainer
 
@@ -293,9 +298,7 @@ class ElasticMember:
             sinks=self.sinks,
             memory=self.memory,
             lock=None,
-            told=Announced(
-                hosts=tuple(r.data["host"] for r in reports), kernels=tuple(r.data["kernels"] for r in reports)
-            ),
+            told=Announced(hosts=tuple(r.about.host for r in reports), kernels=tuple(r.about.kernels for r in reports)),
         )
 
     def _manager(self, team: GroupEpoch, rank: Rank) -> CheckpointManager:
@@ -483,7 +486,7 @@ def facts_of(generation: Generation, reports: Sequence[MemberReport]) -> list[Fa
         Fact(
             uid=report.uid,
             machine=machine[report.uid],
-            rack=report.data.get("rack", ""),
+            rack=report.about.rack,
             standing=_standing_of(report, finish=report.uid in found.finish) if report.uid in found.holders else None,
         )
         for report in reports
@@ -492,7 +495,7 @@ def facts_of(generation: Generation, reports: Sequence[MemberReport]) -> list[Fa
 
 def _standing_of(report: MemberReport, *, finish: bool) -> StateDescriptor | None:
     """`finish`: the member commits the step that it was in doubt about, before the plan is carried out."""
-    if not report.holds or (report.data["idle"] and finish):
+    about = report.about
+    if not report.holds or (about.idle and finish):
         return None
-    then = report.data["then"]
-    return read_standing(then if finish and then is not None else report.data["standing"])
+    return about.then if finish and about.then is not None else about.standing
