@@ -1,6 +1,7 @@
 # Two commands do everything: `make train` and `make test`. Both make .venv first.
 PHALANX := .venv/bin/phalanx
 PY := .venv/bin/python
+CODE := src lab tests scripts benchmarks
 
 .PHONY: help env train test test-all test-processors durations lint format verify size bench docs clean
 
@@ -32,13 +33,14 @@ test-processors: env  ## the tests of numbers on the paths that two other kinds 
 	sh scripts/processors.sh $(PROCESSORS)
 
 lint: env       ## ruff and mypy
-	.venv/bin/ruff format --check -q src lab tests
-	.venv/bin/ruff check -q src lab tests
+	.venv/bin/ruff format --check -q $(CODE)
+	.venv/bin/ruff check -q $(CODE)
 	.venv/bin/mypy
+	.venv/bin/mypy scripts benchmarks
 
 format: env     ## format the code
-	.venv/bin/ruff format -q src lab tests
-	.venv/bin/ruff check -q --fix src lab tests
+	.venv/bin/ruff format -q $(CODE)
+	.venv/bin/ruff check -q --fix $(CODE)
 
 verify: env     ## every legal mapping of 4 and 8 ranks against one rank, in float64
 	$(PHALANX) verify --ranks 4

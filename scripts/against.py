@@ -54,18 +54,19 @@ def main() -> int:
         parser.error("--pairs must be at least 6: fewer have no interval of 95 %")
     settings = SETTINGS | dict(word.split("=", 1) for word in args.set)
     speeds = measure(args.other.resolve(), settings, pairs=args.pairs)
+    recipes = {name: evaluate(found) for name, found in speeds.items()}
     report = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "this": revision(HERE),
         "other": revision(args.other),
         "settings": settings,
-        "recipes": {name: evaluate(found) for name, found in speeds.items()},
+        "recipes": recipes,
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(f"training speed of {report['this']} over {report['other']}, {args.pairs} pairs")
-    for name, r in report["recipes"].items():
+    for name, r in recipes.items():
         print(
             f"  {name:<8} {r['ratio']:.3f}  [{r['low']:.3f}, {r['high']:.3f}]   {r['this']:.0f} and {r['other']:.0f} tokens/s"
         )

@@ -10,7 +10,12 @@ set -eu
 cd "$(dirname "$0")/.."
 PY=.venv/bin/python
 names="test_kernels_*.py test_optim.py test_optim_step.py test_model_decoder.py test_families_parity.py test_latent.py test_router.py test_exact_parts.py test_context_parallel_kernels.py"
-files=$(for name in $names; do find tests -name "$name"; done)
+files=""
+for name in $names; do
+    found=$(find tests -name "$name")
+    [ -n "$found" ] || { echo "$0: no file below tests/ is named $name" >&2 && exit 2; }
+    files="$files $found"
+done
 numpy_paths() { # names of what numpy has chosen for this processor
     $PY -c 'from numpy._core._multiarray_umath import __cpu_dispatch__ as names, __cpu_features__ as has; print(*(n for n in names if has.get(n)))'
 }
@@ -31,8 +36,9 @@ EOF
 }
 on() { # NAME TORCH ONEDNN MKL ARCHITECTURE NUMPY-WITHOUT
     compiler ".venv/processors/$1" "$5"
-    PATH="$PWD/.venv/processors/$1:$PATH" ATEN_CPU_CAPABILITY=$2 ONEDNN_MAX_CPU_ISA=$3 MKL_ENABLE_INSTRUCTIONS=$4 NPY_DISABLE_CPU_FEATURES=$6 \
-        $PY -m pytest -q -p no:cacheprovider --durations=5 -m "not slow and not ranks and not alone" \
+    # shellcheck disable=SC2086  # a list of files; exec, so that who ends this process ends pytest
+    exec env PATH="$PWD/.venv/processors/$1:$PATH" ATEN_CPU_CAPABILITY="$2" ONEDNN_MAX_CPU_ISA="$3" MKL_ENABLE_INSTRUCTIONS="$4" NPY_DISABLE_CPU_FEATURES="$6" \
+        $PY -m pytest -p no:cacheprovider --durations=5 -m "not slow and not ranks and not alone" \
         -k "not start_together and not without_a_home and not cannot_be_made and not found_again" $files
 }
 [ $# -gt 0 ] || set -- plain avx2
@@ -44,7 +50,7 @@ for which; do # the arguments are looked at before anything runs
     esac
 done
 said=$(mktemp -d)
-trap '[ -z "$running" ] || kill $running 2>/dev/null || true; rm -rf "$said"' EXIT
+trap 'for process in $running; do kill "$process" 2>/dev/null && wait "$process" || true; done; rm -rf "$said"' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 running="" failed=0
@@ -62,6 +68,9 @@ for process in $running; do
     echo "---- as a processor with $1"
     cat "$said/$1"
     [ "$status" = 0 ] || failed=$status
+    for file in $files; do # pytest has a line for each that it runs anything of
+        [ "$status" != 0 ] || grep -q "^$file " "$said/$1" || { echo "$0: no test of $file was selected" && failed=2; }
+    done
     shift
 done
 running=""

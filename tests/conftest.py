@@ -105,7 +105,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.line(f"  {name}")
     if config.option.store_durations:
         costs = config.stash[COSTS]
-        tiers.store_costs(costs, known=[*tiers.stored_costs(), *costs])
+        whole = not any("::" in word for word in config.args)  # else the other tests of a file were not looked at
+        collected = config.stash[RANKS] if whole else ()
+        tiers.store_costs(costs, known={*costs, *tiers.still_there(tiers.stored_costs(), collected)})
         terminalreporter.section("expensive tests: without ranks above 1, with ranks above 5 processor seconds")
         for line in tiers.expensive(costs, ranks=config.stash[RANKS]):
             terminalreporter.line(line)

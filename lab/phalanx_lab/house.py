@@ -19,6 +19,7 @@ from phalanx.core.faces import face_of
 
 SOURCE = Path(phalanx.__file__).parent
 ROOT = SOURCE.parents[1]
+LAB = ROOT / "lab" / "phalanx_lab"
 NO_FACE = {
     "phalanx": "the public Python API, and nothing inside the project goes through it",
     "phalanx.core": "vocabulary: errors, units, config; a module is as good a name as any",
@@ -129,13 +130,14 @@ def circle(arrows: Mapping[str, set[str]]) -> list[str]:
     return next((found for start in sorted(arrows) if (found := walk(start, []))), [])
 
 
-def shared_class_names(root: Path = SOURCE) -> dict[str, list[str]]:
-    """Public class names that more than one module defines -> those modules."""
+def shared_class_names(*roots: Path) -> dict[str, list[str]]:
+    """Public class names that more than one module below these folders defines -> those modules."""
     found: dict[str, list[str]] = {}
-    for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(dotted(path, root.parent))
+    for root in roots:
+        for path in sorted(root.rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    found.setdefault(node.name, []).append(dotted(path, root.parent))
     return {name: modules for name, modules in sorted(found.items()) if len(modules) > 1}
 
 
@@ -175,7 +177,8 @@ def main() -> int:
     print(f"{'largest folder':24}{folders[largest]:>8} files ({largest})")
     print(f"{'circles of rooms':24}{' -> '.join(circle(house.room_arrows())) or 'none':>8}")
     print(f"{'imports past a face':24}{len(house.past_faces()):>8}")
-    print(f"{'class names used twice':24}{len(shared_class_names()):>8}")
+    shared, with_lab = shared_class_names(SOURCE), shared_class_names(SOURCE, LAB)
+    print(f"{'class names used twice':24}{len(shared):>8}, with the lab {len(with_lab)}")
     print("names in the face of each room:")
     for room, face in sorted(house.faces.items(), key=lambda item: -len(item[1])):
         if face:

@@ -56,6 +56,14 @@ def store_costs(measured: Mapping[str, float], *, known: Iterable[str]) -> None:
     DURATIONS.write_text("{\n" + ",\n".join(f"{json.dumps(n)}: {c}" for n, c in kept.items()) + "\n}\n")
 
 
+def still_there(stored: Iterable[str], collected: Iterable[str], *, tests: Path = DURATIONS.parent) -> set[str]:
+    """Names that tests have: those that were collected, and of files that were not collected those that are stored."""
+    names = set(collected)
+    files = {name.partition("::")[0] for name in names}
+    others = (name for name in stored if name.partition("::")[0] not in files)
+    return names | {name for name in others if (tests / name.partition("::")[0]).exists()}
+
+
 def expensive(costs: Mapping[str, float], *, ranks: Mapping[str, bool]) -> list[str]:
     """Lines that name every test above the limit of its kind, dearest first."""
     over = [n for n, c in costs.items() if n in ranks and c > (RANK_S if ranks[n] else UNIT_S)]

@@ -12,12 +12,9 @@ from hf_help import ALL, CONFIGS, Theirs, hf_model, logical_gradients, relative,
 from phalanx.plan.mapping.folding import Folding, make_folding
 from ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformers") is None, reason="transformers is not installed (extra `hf`)"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (extra `hf`)"
+)
 ALONE = make_folding(world=1)
 MAPPINGS = {
     "one rank": ALONE,
@@ -70,6 +67,7 @@ def test_logits_and_gradients_on_one_rank(
     check(*made(checkpoints, name, dtype, tmp_path_factory), ALONE, dtype)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("mapping", [m for m in MAPPINGS if m != "one rank"])
 @pytest.mark.parametrize("dtype", LIMIT, ids=str)

@@ -9,13 +9,17 @@ import pytest
 from test_elastic import base, events, losses, state_at_the_end, train
 from train_help import phalanx, train_args
 
-from phalanx.core.config import FoldingConfig, LaunchConfig, Recipe, ResilienceConfig
+from phalanx.cli.train import start
+from phalanx.core.config import FoldingConfig, LaunchConfig, Recipe, ResilienceConfig, RunConfig
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import load_recipe
 from phalanx.core.rules import recipe_problems
 from phalanx.plan.recovery_choice import choose_recovery
 
 __all__ = ["base"]
+ONLY_ELASTIC = ResilienceConfig(
+    minimum=2, wait_s=60, limit_s=10, straggler=3, straggler_steps=5, straggler_rest_s=5, state_gb=1e-6, f=5
+)
 FOUR = Recipe(launch=LaunchConfig(ranks=4), folding=FoldingConfig(ep=2))
 
 
@@ -47,6 +51,27 @@ def test_where_it_cannot_the_recipe_stays_and_the_reason_is_a_line(recipe: Recip
 @pytest.mark.unit
 def test_not_under_a_launcher() -> None:
     assert choose_recovery(FOUR, launched=True).explain() == "no: a launcher starts and ends the ranks"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("key", [k for k, v in vars(ONLY_ELASTIC).items() if v != getattr(ResilienceConfig(), k)])
+def test_each_setting_of_elastic_runs_is_refused_by_a_run_that_is_none(key: str) -> None:
+    given = ResilienceConfig(**{key: getattr(ONLY_ELASTIC, key), **({"straggler": 3.0} if "straggler" in key else {})})
+    staged = replace(FOUR, folding=FoldingConfig(stages=("tp1", "tp1")), resilience=given)
+    one = replace(FOUR, launch=LaunchConfig(ranks=1), folding=FoldingConfig(), resilience=given)
+    for recipe, launched in ((one, False), (staged, False), (replace(FOUR, resilience=given), True)):
+        assert not recipe_problems(recipe)
+        with pytest.raises(ConfigError, match=rf"resilience\.{key} .*not elastic"):
+            choose_recovery(recipe, launched=launched)
+
+
+@pytest.mark.unit
+def test_a_launched_rank_refuses_them_before_it_does_anything(tmp_path: Path) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    recipe = replace(FOUR, resilience=ResilienceConfig(minimum=2), run=RunConfig(folder=str(tmp_path)))
+    with pytest.raises(ConfigError, match="resilience.minimum .* a launcher starts and ends the ranks"):
+        start(recipe, {**environ, "MASTER_PORT": "29400"})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.unit

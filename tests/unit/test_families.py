@@ -88,7 +88,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ("qwen2_moe", {"qkv_bias": "yes"}, "config.json: qkv_bias = 'yes': must be true or false"),
     ("qwen3_moe", {"attention_bias": True}, "config.json: attention_bias = true"),
-    ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3' is not there"),
+    (
+        "qwen3_moe",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+        "rope_type 'llama3' is not supported",
+    ),
     ("qwen3_moe", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn needs the numbers"),
     (
         "qwen3_moe",
@@ -100,7 +104,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
                 "truncate": False,
             }
         },
-        "truncate is not there",
+        "truncate is not supported",
     ),
     ("qwen3_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "a part of each head"),
     ("olmoe", {"clip_qkv": 8.0}, "config.json: clip_qkv = 8.0"),

@@ -9,7 +9,7 @@ import pytest
 import phalanx
 from phalanx.core.faces import face_of
 from phalanx.plan import reshard
-from phalanx_lab.house import NO_FACE, House, Import, circle, product
+from phalanx_lab.house import NO_FACE, House, Import, circle, product, shared_class_names
 
 pytestmark = [pytest.mark.unit, pytest.mark.core]
 ROOT = Path(phalanx.__file__).parent
@@ -86,11 +86,21 @@ def test_environment_is_read_in_two_places_only() -> None:
     assert [f"{path}:{n.lineno}" for path in others for n in nodes_of(path) if _reads_environment(n)] == []
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["os.environ['X']", "'X' in os.environ", "os.environ.setdefault('X', '')", "from os import environ as e",
+     "os.getenv('X')", "from os import getenv", "os.environb.get(b'X')", "os.putenv('X', '')"],
+)  # fmt: skip
+def test_any_use_of_the_environment_is_seen(text: str) -> None:
+    assert any(_reads_environment(node) for node in ast.walk(ast.parse(text)))
+
+
 def _reads_environment(node: ast.AST) -> bool:
-    """`getenv`, or `environ.get`."""
-    if isinstance(node, ast.Attribute) and node.attr == "get":
-        return isinstance(node.value, ast.Attribute) and node.value.attr == "environ"
-    return getattr(node, "attr", getattr(node, "id", "")) == "getenv"
+    """Anything of the environment, by whatever way."""
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    if isinstance(node, ast.ImportFrom):
+        return any(alias.name in names for alias in node.names)
+    return getattr(node, "attr", getattr(node, "id", "")) in names
 
 
 def test_the_rule_catches_a_wrong_arrow() -> None:
@@ -158,6 +168,12 @@ def test_no_name_of_a_face_is_a_module_of_its_room() -> None:
     assert not [
         (room, name) for room, face in house.faces.items() for name in face if f"{room}.{name}" in house.modules
     ]
+
+
+def test_a_class_name_means_one_thing(tmp_path: Path) -> None:
+    assert shared_class_names(ROOT) == {}
+    (tmp_path / "other.py").write_text("class Folding: ...\n")
+    assert list(shared_class_names(ROOT, tmp_path)) == ["Folding"]
 
 
 def test_an_import_past_a_face_is_found() -> None:

@@ -244,7 +244,7 @@ def test_numbers_that_would_wait_for_ever_really_would() -> None:
 @pytest.mark.parametrize(
     ("name", "given", "says"),
     [
-        ("1f1b", (1,), "has no effect: 1f1b does no forwards ahead"),
+        ("1f1b", (1,), "has no effect: 1f1b runs no extra warm-up forwards"),
         ("eager_1f1b", (1, 1), "gives one number for each of the 4 ranks, or one for all; nearest legal: 1 1 0 0"),
         ("eager_1f1b", (4,), "must be 0 to 3"),
         ("eager_1f1b", (3, 2, 2, 0), "extra_warmup[2] = 2: must be 0 to 1"),

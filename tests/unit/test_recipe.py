@@ -294,8 +294,8 @@ def test_every_limit_refuses_and_suggests_what_it_accepts(name: str) -> None:
         # written down, though it is the default
         (["--optim.schedule", "constant", "--optim.min_lr_ratio", "0.1"], "--optim.min_lr_ratio",
          'has no effect because optim.schedule = "constant"', 'leave it out, or set optim.schedule = "cosine"'),
-        (["--checkpoint.interval", "0", "--checkpoint.keep_last", "3"], "--checkpoint.keep_last",
-         "has no effect because checkpoint.interval = 0 saves once, at the end",
+        (["--checkpoint.interval", "0", "--checkpoint.asynchronous", "true"], "--checkpoint.asynchronous",
+         "has no effect because checkpoint.interval = 0 makes the run wait for every save",
          "leave it out, or set checkpoint.interval = 50"),
         (["--checkpoint.resume", "false", "--checkpoint.step", "3"], "--checkpoint.step",
          "has no effect because checkpoint.resume = false", "leave it out, or set checkpoint.resume = true"),
@@ -336,6 +336,23 @@ def test_unsetting_what_a_recipe_sets_is_leaving_it_out(tmp_path: Path) -> None:
     assert recipe.data.sources == ("a.txt",) and recipe.data.builtin_bytes is None
 
 
+def test_old_checkpoints_are_removed_where_only_stops_save_too() -> None:
+    """Each stop and each hand-over saves, and a run that goes on saves again."""
+    assert load_recipe(None, ["--checkpoint.interval", "0", "--checkpoint.keep_last", "1"])
+
+
+def test_capacity_of_a_whole_micro_batch_is_that_of_a_rank_which_has_all_of_it() -> None:
+    drops = ["--dispatch.policy", "drop", "--dispatch.drop_scope", "full_sequence"]
+    (found,) = in_a_run(*drops)
+    assert (found.where, found.hint) == ("--dispatch.drop_scope", "leave it out, or set folding.tp = 2")
+    assert found.rule == "has no effect: folding.tp = folding.cp = 1"
+    for degrees in (["--folding.tp", "2"], ["--folding.cp", "2"], ["--folding.stages", '["tp2", "dp2.ep2"]']):
+        more = ["--model.num_layers", "4"] if "stages" in degrees[0] else []
+        assert load_recipe(None, [*drops, *degrees, *more], check=lambda r: run_problems(r, world=4))
+    (found,) = in_a_run(*drops, "--folding.stages", '["dp2", "dp2"]', "--model.num_layers", "4")
+    assert found.where == "--dispatch.drop_scope"
+
+
 def test_every_effect_speaks_of_real_settings_and_is_escapable() -> None:
     names = {s.name for s in describe_settings()}
     for effect in EFFECTS:
@@ -356,7 +373,7 @@ def test_a_recipe_made_in_code_is_judged_by_what_differs_from_the_defaults() -> 
         (["--data.sources", "a.txt,"], "--data.sources",
          "must name at least one source, and none of them empty", 'use ["builtin:python"]'),
         (["--optim.warmup_steps", "300"], "--optim.warmup_steps",
-         "must be less than train.steps = 300, or the learning rate never gets there", "use 30, or leave it out"),
+         "must be less than train.steps = 300, or warm-up never completes", "use 30, or leave it out"),
         (["--optim.schedule", "wsd", "--optim.warmup_steps", "200", "--optim.decay_steps", "101"], "--optim.decay_steps",
          "must fit after 200 steps of warm-up into train.steps = 300", "use at most 100"),
         (["--run.name", "a/b"], "--run.name",
@@ -375,7 +392,7 @@ def test_a_recipe_made_in_code_is_judged_by_what_differs_from_the_defaults() -> 
          "leave it out"),
         (["--resilience.mode", "exact", "--launch.threads", "1", "--folding.ep", "2", "--dispatch.transport", "all_gather"],
          "--dispatch.transport",
-         'adds up each rank\'s experts first with resilience.mode = "exact", so that sums depend on who holds them', 'use "all_to_all"'),
+         'sums per rank with resilience.mode = "exact", so results depend on expert placement', 'use "all_to_all"'),
         (["--resilience.mode", "exact", "--launch.threads", "1", "--folding.pp", "2", "--pipeline.schedule", "zero_bubble"],
          "--pipeline.schedule",
          'defers weight gradients, which with resilience.mode = "exact" are summed where they are made', 'use "1f1b"'),

@@ -101,10 +101,10 @@ def test_every_value_also_survives_the_command_line(data: st.DataObject) -> None
 def test_what_does_nothing_is_not_written() -> None:
     text = dump_recipe(NASTY)
     table = tomllib.loads(text)
-    assert "min_lr_ratio" not in table["optim"] and "keep_last" not in table["checkpoint"]
+    assert "min_lr_ratio" not in table["optim"] and "asynchronous" not in table["checkpoint"]
     assert '# min_lr_ratio: no effect because optim.schedule = "constant"' in text
     assert "# warmup_steps: not set." in text
-    assert tomllib.loads(dump_recipe(Recipe()))["checkpoint"]["keep_last"] == 3
+    assert tomllib.loads(dump_recipe(Recipe()))["checkpoint"]["asynchronous"] is True
 
 
 def test_an_illegal_recipe_is_written_as_it_is() -> None:

@@ -160,11 +160,11 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses to be deterministic without it
     body = partial(train, recipe, hook=Rebalancer)
     info = read_world(environ)
+    choice = choose_recovery(recipe, launched=info is not None)
     if info is not None:
         return run_one(body, info, threads=threads_per_rank(info.local_world, recipe.launch.threads))
     ranks = recipe.launch.ranks
     threads = threads_per_rank(ranks, recipe.launch.threads)
-    choice = choose_recovery(recipe)
     if choice.is_elastic:
         from phalanx.train.recovery import train_elastic
 

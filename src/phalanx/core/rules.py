@@ -206,7 +206,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         settings=("pipeline.extra_warmup",),
         inert=lambda r: r.pipeline.schedule not in ("eager_1f1b", "eager_1f1b_split"),
-        reason="pipeline.schedule does no forwards ahead",
+        reason="pipeline.schedule runs no extra warm-up forwards",
         way_out='pipeline.schedule = "eager_1f1b"',
         reads=("pipeline.schedule",),
     ),
@@ -267,7 +267,12 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("resilience.slots_per_rank", "resilience.heal"),
     ),
     Effect(
-        settings=tuple(f"resilience.{k}" for k in ("minimum", "wait_s", "limit_s")),
+        settings=tuple(
+            f"resilience.{k}"
+            for k in (
+                "minimum", "wait_s", "limit_s", "straggler", "straggler_steps", "straggler_rest_s", "state_gb"
+            )
+        ),
         inert=lambda r: r.resilience.heal is False,
         reason="resilience.heal = false, so a run without one of its ranks ends",
         way_out="resilience.heal = true",
@@ -277,13 +282,6 @@ EFFECTS: tuple[Effect, ...] = (
         settings=("resilience.service",),
         inert=lambda r: not r.resilience.heal,
         reason="resilience.heal is not set to true, and other hosts take part only in an elastic run",
-        way_out="resilience.heal = true",
-        reads=("resilience.heal",),
-    ),
-    Effect(
-        settings=("resilience.straggler", "resilience.straggler_steps", "resilience.state_gb"),
-        inert=lambda r: r.resilience.heal is False,
-        reason="resilience.heal is false, so a run ends without one of its ranks",
         way_out="resilience.heal = true",
         reads=("resilience.heal",),
     ),
@@ -332,14 +330,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         settings=("checkpoint.asynchronous",),
         inert=lambda r: r.checkpoint.interval == 0,
-        reason="checkpoint.interval = 0 saves once, at the end",
-        way_out="checkpoint.interval = 50",
-        reads=("checkpoint.interval",),
-    ),
-    Effect(
-        settings=("checkpoint.keep_last",),
-        inert=lambda r: r.checkpoint.interval == 0,
-        reason="checkpoint.interval = 0 saves once, at the end",
+        reason="checkpoint.interval = 0 makes the run wait for every save",
         way_out="checkpoint.interval = 50",
         reads=("checkpoint.interval",),
     ),
@@ -498,7 +489,7 @@ def _schedule_clashes(recipe: Recipe) -> list[_Clash]:
         found.append(_clash("train.dtype", "auto", rule, "use bfloat16, or core.recipe.native_dtype(recipe)"))
     warmup = o.warmup(steps)
     if o.warmup_steps is not None and warmup >= steps:
-        rule = f"must be less than train.steps = {steps}, or the learning rate never gets there"
+        rule = f"must be less than train.steps = {steps}, or warm-up never completes"
         hint = f"use {steps // 10}, or leave it out"
         found.append(_clash("optim.warmup_steps", warmup, rule, hint, "train.steps"))
     elif o.schedule == "wsd" and o.decay_steps is not None and o.decay_steps + warmup > steps:
@@ -531,7 +522,7 @@ def _run_clashes(recipe: Recipe) -> list[_Clash]:
 
 
 DIVIDED_BACKWARD = ("zero_bubble", "zbv", "dualpipev", "eager_1f1b_split")
-"""Schedules that put weight gradients off."""
+"""Schedules that defer weight gradients."""
 
 
 def _resilience_clashes(recipe: Recipe) -> list[_Clash]:
@@ -574,7 +565,7 @@ def _inexact(recipe: Recipe) -> Iterator[tuple[str, object, str, str]]:
         rule = f"has no effect {beside}: experts compute units of equal size one after the other there"
         yield "dispatch.overlap", recipe.dispatch.overlap, rule, "leave it out"
     if recipe.dispatch.transport != "all_to_all":
-        rule = f"adds up each rank's experts first {beside}, so that sums depend on who holds them"
+        rule = f"sums per rank {beside}, so results depend on expert placement"
         yield "dispatch.transport", recipe.dispatch.transport, rule, 'use "all_to_all"'
     if recipe.pipeline.schedule in DIVIDED_BACKWARD:
         rule = f"defers weight gradients, which {beside} are summed where they are made"
@@ -590,7 +581,7 @@ def _recovery_clashes(recipe: Recipe) -> list[_Clash]:
         rule = f"{beside} a step must be a fixed set of micro-batches that any number of ranks shares"
         found.append(_clash("resilience.mode", "off", rule, 'use "exact" or "fast"', "resilience.heal"))
     if recipe.resilience.expert_state == "sharded":
-        rule = f"is not there {beside}: a part of an expert's state would be lost with the only rank that has it"
+        rule = f"is not supported {beside}: a part of an expert's state would be lost with the only rank that has it"
         found.append(_clash("resilience.expert_state", "sharded", rule, 'use "whole"', "resilience.heal"))
     if recipe.launch.ranks == 1 and recipe.resilience.service is None:
         rule = f"leaves no rank to continue {beside}"
@@ -614,10 +605,10 @@ def _several_hosts_clashes(recipe: Recipe) -> list[_Clash]:
             hint = "leave it out, and start `phalanx service --lighthouse URL` next to this host"
             found.append(_clash("launch.keep_service", True, rule, hint, "resilience.service"))
         if r.wanted is None:
-            rule = "must say with how many ranks the run begins: launch.ranks are those of this host alone"
+            rule = "must be set: launch.ranks counts this host only"
             found.append(_clash("resilience.wanted", None, rule, "launch.ranks times the number of hosts"))
     if 0 < r.straggler <= 1:
-        rule = "must be above 1, for the others are that fast themselves, or 0"
+        rule = "must be 0 or above 1"
         found.append(_clash("resilience.straggler", r.straggler, rule, "2.5"))
     wanted = launch.ranks if r.wanted is None else r.wanted
     if wanted < r.minimum:

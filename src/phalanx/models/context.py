@@ -56,7 +56,7 @@ class ModelContext:
     expert_state: ExpertState = "whole"
     """What each holder of an expert with replicas keeps of its optimizer state."""
     later: DeferredGradients | None = None
-    """Where backward passes leave the weight gradients of matrices, if the schedule puts them off."""
+    """Where backward passes leave the weight gradients of matrices, if the schedule defers them."""
     sums: FixedSums | None = None
     """Exact mode: experts compute unit by unit and add the gradients of their weights up here (`kernels/cpu/exact_experts.py`)."""
 

@@ -47,6 +47,7 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         slots = recipe.resilience.slots_per_rank if spec.moe_layers else None
         folding = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, slots_per_rank=slots, **batch)
         problems += _pair_problems(recipe, folding) if batch else []
+        problems += _scope_problems(recipe, spec, folding)
         if recipe.resilience.heal:
             problems += recovery_problems(folding, floor=holders_needed(recipe), replicated=slots is not None)
             problems += room_problems(recipe, spec, folding)
@@ -84,6 +85,17 @@ def _pair_problems(recipe: Recipe, mapping: AnyFolding) -> list[Problem]:
     t = recipe.train
     each = num_rounds(t.global_batch // t.micro_batch, owners=mapping.replicas)
     return pairing_problems(recipe.pipeline, pp=mapping.pp, num_microbatches=each)
+
+
+def _scope_problems(recipe: Recipe, spec: ModelSpec, mapping: AnyFolding) -> list[Problem]:
+    """A capacity of whole micro-batches where each rank has whole ones. (Other policies than `drop` are told so by the recipe alone.)"""
+    d = recipe.dispatch
+    stages = [mapping] if isinstance(mapping, Folding) else mapping.stages
+    shared = any(stage.degree(axis) > 1 for stage in stages for axis in ("tp", "cp"))
+    if shared or not spec.moe_layers or d.policy != "drop" or d.drop_scope != "full_sequence":
+        return []
+    rule, hint = "has no effect: folding.tp = folding.cp = 1", "leave it out, or set folding.tp = 2"
+    return [Problem(where="dispatch.drop_scope", value=d.drop_scope, rule=rule, hint=hint)]
 
 
 def _overlap_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding | None) -> list[Problem]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phalanx.core.config import Recipe, ResilienceConfig
+from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.rules import recipe_problems
+from phalanx.core.rules import inert_settings, recipe_problems, value_of
+from phalanx.core.settings import describe_settings
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.recovery import wanted_ranks
 
@@ -62,15 +63,17 @@ def choose_recovery(recipe: Recipe, *, launched: bool = False) -> RecoveryChoice
 
 
 def _without(recipe: Recipe, *, why_not: str) -> RecoveryChoice:
-    r, default = recipe.resilience, ResilienceConfig()
-    given = [k for k in ("minimum", "wait_s", "limit_s") if getattr(r, k) != getattr(default, k)]
+    plain = replace(recipe, resilience=replace(recipe.resilience, heal=False))
+    lost = inert_settings(plain).keys() - inert_settings(recipe).keys()
+    given = [(s.name, value_of(recipe, s.name)) for s in describe_settings() if s.name in lost]
     rule = f"has no effect, because this run is not elastic: {why_not}"
+    defaults = {s.name: s.default for s in describe_settings()}
     raise_if(
-        [Problem(where=f"resilience.{k}", value=getattr(r, k), rule=rule, hint="leave it out") for k in given],
+        [Problem(where=k, value=v, rule=rule, hint="leave it out") for k, v in given if v != defaults[k]],
         ConfigError,
         subject="the recipe",
     )
-    return RecoveryChoice(recipe=replace(recipe, resilience=replace(r, heal=False)), why_not=why_not)
+    return RecoveryChoice(recipe=plain, why_not=why_not)
 
 
 def _problems(recipe: Recipe) -> list[Problem]:

@@ -192,7 +192,7 @@ def _compare_move(
         **equal_shares(recipe),
     )  # fmt: skip
     if not isinstance(folding, Folding):
-        rule = "has stages with foldings of their own, which neither heal nor have replicas: the run that moved this is another"
+        rule = "has stages with foldings of their own, which support neither elastic recovery nor replicas: the run that moved this is another"
         raise ConfigError([Problem(where="the recipe", value=None, rule=rule, hint="use the run's recipe.toml")],
                           subject="the comparison")  # fmt: skip
     return compare_move(_measured_move(ranks), recovery_planner(recipe, spec, folding), oracle.cost)

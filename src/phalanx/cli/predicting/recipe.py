@@ -61,7 +61,7 @@ def predict_recipe(
         )
     if cluster.hardware.sms is None and choose_recovery(recipe).is_elastic:
         print(
-            "this run would heal itself (resilience.heal is not set): copies of shards and its votes are not in the prediction",
+            "this run would be elastic (resilience.heal is not set): copies of shards and its votes are not in the prediction",
             file=sys.stderr,
         )
     prediction = predict(job_of_recipe(recipe, spec), mapping, cluster)

@@ -14,7 +14,7 @@ _REST = (*ENDS, *NORMS, *GROUPED_ATTENTION)
 
 def _read(options: Options) -> ModelSpec:
     no_sliding_window(options)
-    options.only("router_jitter_noise", 0, 0.0, why="noise on the router's input is not there")
+    options.only("router_jitter_noise", 0, 0.0, why="noise on the router's input is not supported")
     if options.config.get("num_experts_per_tok") == 1:
         options.refuse(
             "num_experts_per_tok", "a single chosen expert has weight 1 here, which gives the router no gradient"

@@ -13,8 +13,8 @@ _REST = (*ENDS, *NORMS, *GROUPED_ATTENTION)
 
 
 def _read(options: Options) -> ModelSpec:
-    options.only("attention_bias", False, why="a bias on the output projection of attention is not there")
-    options.only("clip_qkv", None, why="clipping of queries, keys and values is not there")
+    options.only("attention_bias", False, why="a bias on the output projection of attention is not supported")
+    options.only("clip_qkv", None, why="clipping of queries, keys and values is not supported")
     heads = grouped_heads(options)
     if heads["head_dim"] * options.whole("num_attention_heads") != options.whole("hidden_size"):
         options.refuse(

@@ -62,7 +62,7 @@ class Options:
 def common(options: Options) -> dict[str, Any]:
     """Fields that all families share, as arguments of `ModelSpec`; refuses what none of ours has."""
     options.only("hidden_act", "silu", "swish", why="only SwiGLU is supported")
-    options.only("attention_dropout", 0, 0.0, None, why="dropout is not there")
+    options.only("attention_dropout", 0, 0.0, None, why="dropout is not supported")
     if options.config.get("quantization_config"):
         hint = "convert it to bfloat16 first"
         options.refuse("quantization_config", "quantised weights cannot be trained on", hint)
@@ -139,13 +139,13 @@ def _rope(options: Options) -> tuple[float, YarnSpec | None]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if part != 1.0:
-        options.refuse(key, "a rotary embedding on a part of each head is not there")
+        options.refuse(key, "a rotary embedding on a part of each head is not supported")
     if kind == "default":
         return float(theta), None
     unknown = sorted(k for k, v in rope.items() if k not in _IGNORED_ROPE | _YARN.keys() and v is not None)
     if kind != "yarn" or unknown:
         what = f"rope_type {kind!r}" if kind != "yarn" else ", ".join(unknown)
-        options.refuse(key, f"{what} is not there; plain and yarn are")
+        options.refuse(key, f"{what} is not supported; plain and yarn are")
         return float(theta), None
     return float(theta), _yarn(options, key, rope)
 

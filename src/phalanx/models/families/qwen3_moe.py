@@ -22,7 +22,7 @@ _REST = (*ENDS, *NORMS, *GROUPED_ATTENTION, *mlp("mlp", "mlp"))
 
 def _read(options: Options) -> ModelSpec:
     no_sliding_window(options)
-    options.only("attention_bias", False, why="a bias on the output projection of attention is not there")
+    options.only("attention_bias", False, why="a bias on the output projection of attention is not supported")
     shape = common(options)
     dense = sparse_layers(options, shape["num_layers"])
     experts_key = "num_experts" if "num_experts" in options.config else "num_local_experts"

@@ -10,7 +10,7 @@ of a rank, and an operation that a run records carries the id that stands here.
     mb3.L2.fwd.attention.ring.1  the first hop of keys over cp
     mb3.fwd.loss                 no layer: embedding, loss
     mb3.fwd.boundary1            from stage 1 to stage 2, on both ranks
-    mb3.bwd.weights1             gradients of the matrices of stage 1, where the schedule puts them off
+    mb3.bwd.weights1             gradients of the matrices of stage 1, where the schedule defers them
     gradient/expert/edp          of the step: reduction of a gradient family over an axis; also `vote`, `publish/expert`, ...
 
 Passes and transfers are in the order of the pipeline's plan (`plan/pipeline/comm.py`), transfers where they start. Reductions of gradients are listed

@@ -291,7 +291,7 @@ def _extra_problems(name: str, given: tuple[int, ...], pp: int) -> list[Problem]
     where = "schedule.extra_warmup"
     if not SCHEDULES[name].eager:
         names = " or ".join(known for known, rule in SCHEDULES.items() if rule.eager)
-        rule = f"has no effect: {name} does no forwards ahead"
+        rule = f"has no effect: {name} runs no extra warm-up forwards"
         return [Problem(where=where, value=list(given), rule=rule, hint=f"leave it out, or use {names}")]
     hint = "nearest legal: " + " ".join(map(str, nearest_extra(given, pp=pp)))
     if len(given) not in (1, pp):

@@ -1,0 +1,155 @@
+"""What the scripts that run the tests, and the costs they are chosen by, make of how tests end: nothing that went wrong comes out as a success, and nothing goes on behind a script that has ended.
+
+Each script runs in a folder of its own, beside programs that only write down how they were called and end as told.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from tiers import still_there
+
+ROOT = Path(__file__).parents[2]
+SAYS = """#!/bin/sh
+echo "$@" >>called
+case "$*" in
+*"-c "*) ;;
+{cases}
+esac
+"""
+
+
+def place(folder: Path, script: str, programs: dict[str, str]) -> Path:
+    """A copy of the script, with `programs`: path -> the lines of a `case` over its arguments."""
+    (folder / script).parent.mkdir(parents=True)
+    shutil.copy(ROOT / script, folder / script)
+    for name, cases in programs.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(SAYS.format(cases=cases))
+        path.chmod(0o755)
+    return folder / script
+
+
+def ended(folder: Path, script: str, *words: str, **programs: str) -> tuple[int, str]:
+    """Exit code, and how the program was called. `cases`: of the interpreter."""
+    path = place(folder, script, {".venv/bin/python": programs["cases"]})
+    done = subprocess.run(["sh", str(path), *words], capture_output=True, text=True, timeout=30)
+    return done.returncode, (folder / "called").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "cases", "code"),
+    [
+        ((), "", 0),
+        ((), "*ranks*testbed*) exit 1 ;;", 1),
+        ((), "*'not alone and not ranks'*) exit 5 ;;", 5),  # as with a misspelt marker
+        ((), "*cache/alone*) exit 139 ;;", 139),
+        ((), "*--last-failed*) exit 5 ;; *cache/alone*) exit 139 ;;", 139),
+        ((), "*--last-failed*) exit 5 ;; *cache/alone*) exit 1 ;;", 5),
+        ((), "*--last-failed*) ;; *cache/alone*) exit 1 ;;", 0),
+        ((), "*--last-failed*) exit 1 ;; *cache/alone*) exit 1 ;;", 1),
+        (("drawn", "6"), "*) exit 5 ;;", 0),
+        (("drawn", "6"), "*) exit 1 ;;", 1),
+    ],
+)
+def test_a_tier_passes_where_its_tests_did(tmp_path: Path, words: tuple[str, ...], cases: str, code: int) -> None:
+    found, called = ended(tmp_path, "scripts/tests.sh", *words, cases=cases)
+    assert found == code, called
+    assert ("--last-failed" in called) == ("*--last-failed*)" in cases and "139" not in cases)
+
+
+def processor_files(folder: Path) -> list[str]:
+    """Makes the files that the script names; their paths."""
+    names = next(
+        line for line in (ROOT / "scripts/processors.sh").read_text().splitlines() if line.startswith("names=")
+    )
+    paths = [f"tests/unit/{name.replace('*', 'some')}" for name in names.partition("=")[2].strip('"').split()]
+    (folder / "tests/unit").mkdir(parents=True)
+    for path in paths:
+        (folder / path).touch()
+    return paths
+
+
+def test_each_file_of_the_other_processors_is_there_and_is_run(tmp_path: Path) -> None:
+    paths = processor_files(tmp_path)
+    lines = "".join(f"echo '{path} ..  [ 10%]'; " for path in paths)
+    script = place(tmp_path, "scripts/processors.sh", {".venv/bin/python": f"*pytest*) {lines} ;;"})
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["sh", str(script), "plain"], capture_output=True, text=True, timeout=30)
+
+    assert run().returncode == 0
+    program = tmp_path / ".venv/bin/python"
+    program.write_text(program.read_text().replace(f"echo '{paths[-1]} ..", f"echo 'not {paths[-1]} .."))
+    done = run()
+    assert done.returncode == 2 and f"no test of {paths[-1]} was selected" in done.stdout
+    (tmp_path / paths[-1]).unlink()
+    done = run()
+    assert done.returncode == 2 and "is named test_context_parallel_kernels.py" in done.stderr
+
+
+def gone(pid: int, *, within_s: float = 10) -> bool:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def started(path: Path, *, within_s: float = 30) -> int:
+    """The process that has written its number there."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if path.exists() and path.read_text().strip():
+            return int(path.read_text())
+        time.sleep(0.05)
+    raise AssertionError(f"nothing wrote {path}")
+
+
+WAITS = "echo $$ >{name}; exec sleep 60 ;;"
+
+
+def test_tests_of_other_processors_end_with_their_script(tmp_path: Path) -> None:
+    processor_files(tmp_path)
+    waits = WAITS.format(name="pytest.pid")
+    script = place(tmp_path, "scripts/processors.sh", {".venv/bin/python": f"*pytest*) {waits}"})
+    running = subprocess.Popen(["sh", str(script), "plain"], cwd=tmp_path)
+    process = started(tmp_path / "pytest.pid")
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(30) == 143 and gone(process)
+
+
+def test_what_ci_runs_beside_itself_is_shown_and_ends_with_it(tmp_path: Path) -> None:
+    programs = {"bin/make": "lint) echo a complaint; exit 1 ;;", ".venv/bin/phalanx": "*) exit 3 ;;"}
+    script, left = place(tmp_path, ".ci/run", programs), tmp_path / "left"
+    left.mkdir()
+    env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TMPDIR": str(left)}
+    done = subprocess.run(["sh", str(script)], env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode in (1, 3) and "a complaint" in done.stdout and not list(left.iterdir())
+    waits = WAITS.format(name="lint.pid")
+    place(tmp_path / "again", ".ci/run", {"bin/make": f"lint) {waits}", ".venv/bin/phalanx": "*) sleep 1 ;;"})
+    env["PATH"] = f"{tmp_path}/again/bin:{os.environ['PATH']}"
+    running = subprocess.Popen(["sh", str(tmp_path / "again/.ci/run")], env=env)
+    process = started(tmp_path / "again" / "lint.pid")
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(30) == 143 and gone(process) and not list(left.iterdir())
+
+
+def test_stored_costs_are_those_of_tests_that_exist(tmp_path: Path) -> None:
+    """A renamed test leaves none behind; files that a call does not collect keep theirs."""
+    for name in ("one.py", "other.py"):
+        (tmp_path / name).touch()
+    stored = ["one.py::old", "one.py::same", "other.py::kept", "deleted.py::gone"]
+    found = still_there(stored, ["one.py::same", "one.py::new"], tests=tmp_path)
+    assert found == {"one.py::same", "one.py::new", "other.py::kept"}
+    assert still_there(stored, (), tests=tmp_path) == {"one.py::old", "one.py::same", "other.py::kept"}
