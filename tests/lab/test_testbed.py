@@ -1,5 +1,6 @@
 """Emulated hosts for real: built, measured, broken and gone. Skipped, with the reason, where the machine refuses namespaces."""
 
+import itertools
 import json
 import os
 import shutil
@@ -147,17 +148,22 @@ def test_rate_changes_while_it_runs(bed: Testbed) -> None:
 
 # -- breaking things --------------------------------------------------------------------------------------------------------
 
-STEPS = 'i=0; while :; do i=$((i+1)); echo "{\\"kind\\": \\"StepEnded\\", \\"step\\": $i}" >> {file}; sleep 0.02; done'
+STEPS = 'i=0; while :; do i=$((i+1)); echo "{\\"kind\\": \\"StepEnded\\", \\"step\\": $i, \\"at_ns\\": $(date +%s%N)}" >> {file}; sleep 0.02; done'
 
 
 def steps_command(folder: Path) -> list[str]:
-    """Every rank tells a step each 20 ms, for ever."""
+    """Every rank tells a step and its time each 20 ms or so, for ever."""
     return ["sh", "-c", STEPS.replace("{file}", f"{folder}/rank-$RANK.jsonl")]
 
 
 def count_steps(folder: Path, rank: int) -> int:
     file = folder / f"rank-{rank}.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def longest_pause_s(folder: Path, rank: int) -> float:
+    times = [json.loads(line)["at_ns"] for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+    return max(after - before for before, after in itertools.pairwise(times)) / 1e9
 
 
 def test_a_scenario_at_seconds_and_steps(tmp_path: Path) -> None:
@@ -192,7 +198,7 @@ def test_a_scenario_at_seconds_and_steps(tmp_path: Path) -> None:
         assert all(d.seconds >= s for d, s in zip(last, (1.0, 2.0, 2.0, 2.2), strict=True)), "never early"
         assert len((job.folder / "scenario.jsonl").read_text().splitlines()) == 8
         assert count_steps(tmp_path, 3) < count_steps(tmp_path, 0)
-        assert count_steps(tmp_path, 1) < 0.8 * count_steps(tmp_path, 0), "it was frozen for 35 steps of 20 ms"
+        assert longest_pause_s(tmp_path, 1) >= 0.69
     assert bed.leftovers() == []
 
 

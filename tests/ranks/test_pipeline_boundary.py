@@ -311,7 +311,7 @@ def _busy(rank: int, cache: GroupCache) -> tuple[dict[int, float], dict[int, flo
 @pytest.mark.ranks
 def test_a_rank_passes_on_while_it_computes() -> None:
     _, busy, other = run_ranks(3, _busy)
-    assert other[0][1] < busy[1][0] - 0.5, "the second micro-batch came through a rank that still had its first one"
+    assert other[0][1] < busy[1][0], "the second micro-batch came through a rank that still had its first one"
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------------------

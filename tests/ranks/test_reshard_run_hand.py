@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import time
+from threading import Thread
 
 import pytest
 import torch
@@ -221,7 +222,13 @@ def test_a_rank_that_dies_in_the_middle(tmp_path, posting):
         assert seconds < 20 and untouched
 
 
-def planted(rank, cache, bug):
+def wait_until(holds):
+    begin = time.monotonic()
+    while not holds() and time.monotonic() < begin + 20:
+        time.sleep(0.001)
+
+
+def planted(rank, cache, bug, told):
     """The relay, with the executor changed as `bug` says; whether rank 2 has the right values at the end."""
     plan = relay_plan(4)
     program = rank_program(plan, rank)
@@ -234,16 +241,18 @@ def planted(rank, cache, bug):
         steps = [s._replace(needs=()) for s in steps]
     program = dataclasses.replace(program, steps=tuple(steps))
     x = torch.arange(48).view(SHAPE)
-    dest = torch.full(SHAPE, -1) if rank else None
+    dest = torch.full(SHAPE, -rank) if rank else None
+    if bug == "early" and rank == 2:
+        Thread(target=lambda: (wait_until(lambda: bool((dest != -2).any())), told.touch()), daemon=True).start()
     if bug == "early" and rank == 0:
-        time.sleep(0.2)
+        wait_until(told.exists)
     run_program(plan, program, lane(cache, rank, 3), source=[x.clone() if rank == 0 else None], dest=[dest])
     return rank == 0 or torch.equal(dest, x)
 
 
 @pytest.mark.parametrize("bug", ["", "order", "chunk", "early"])
-def test_planted_bugs_are_seen(bug):
-    assert run_ranks(3, planted, bug) == [True, True, bug == ""]
+def test_planted_bugs_are_seen(bug, tmp_path):
+    assert run_ranks(3, planted, bug, tmp_path / "told") == [True, True, bug == ""]
 
 
 def test_a_plan_that_does_not_fit_its_layouts():

@@ -69,7 +69,7 @@ def test_each_setting_of_elastic_runs_is_refused_by_a_run_that_is_none(key: str)
 def test_a_launched_rank_refuses_them_before_it_does_anything(tmp_path: Path) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     recipe = replace(FOUR, resilience=ResilienceConfig(minimum=2), run=RunConfig(folder=str(tmp_path)))
-    with pytest.raises(ConfigError, match="resilience.minimum .* a launcher starts and ends the ranks"):
+    with pytest.raises(ConfigError, match=r"resilience\.minimum .* a launcher starts and ends the ranks"):
         start(recipe, {**environ, "MASTER_PORT": "29400"})
     assert not list(tmp_path.iterdir())
 
