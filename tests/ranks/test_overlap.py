@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import test_dispatch as dense
@@ -20,6 +21,7 @@ from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.moe import MoE
 from phalanx.plan.moe.dispatch import DispatchSpec
+from phalanx.plan.moe.overlap.prediction.cost import LayerShape
 from phalanx.plan.moe.overlap.settings import CANDIDATES
 from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 from phalanx.runtime.comm.collectives import Collectives
@@ -344,6 +346,38 @@ def test_a_calibration_is_kept_and_renewed_where_it_no_longer_fits(tmp_path):
     assert kept[0][0] == calibrations - 1  # the first was found
     next(tmp_path.iterdir()).write_text("{}")
     assert run_ranks(2, tuned_layer, folding, tmp_path, 1e-3)[0][0] == calibrations
+
+
+def test_a_calibration_is_of_one_machine_device_threads_and_hosts():
+    dispatcher = SimpleNamespace(ep_etp=SimpleNamespace(ranks=(0, 1, 2, 3)), top_k=K)
+    shape = LayerShape(tokens=T, hidden=H, ffn=F, element_bytes=4, slots=4)
+    x, other = torch.zeros(T, H), torch.zeros(T, H, device="meta")
+    ways = [(x, SERIAL, None), (x, Lanes(2), None), (other, SERIAL, None), (x, SERIAL, [0, 0, 1, 1])]
+    assert len({overlap_tuner._key(dispatcher, shape, *way) for way in ways}) == len(ways)
+
+
+def timed_routes(rank, cache, folding, hosts):
+    """The hosts by which the layers of a calibration go."""
+    ctx = context(moe_spec(num_experts=E, top_k=K, hidden=H, expert_ffn=F), folding=folding, rank=rank, cache=cache)
+    dispatcher = Dispatcher(ctx.dispatch, placement=ctx.placement, groups=ctx.groups, comms=ctx.comms, top_k=K)
+    experts = ExpertWeights(torch.zeros(4, 2, F, H), torch.zeros(4, H, F))
+    monkeypatch, found = pytest.MonkeyPatch(), []
+    timed = overlap_tuner.run_overlapped
+
+    def run(*args, host_of_rank, **more):
+        found.append(host_of_rank)
+        return timed(*args, host_of_rank=host_of_rank, **more)
+
+    monkeypatch.setattr(overlap_tuner, "run_overlapped", run)
+    overlap_tuner.Tuner().of(dispatcher, torch.randn(T, H), experts, SERIAL, hosts=hosts)
+    monkeypatch.undo()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_calibration_times_layers_on_the_route_that_a_run_takes():
+    found = run_ranks(2, timed_routes, dense.make_folding(world=2, ep=2), [0, 1])
+    assert all(routes and all(route == [0, 1] for route in routes) for routes in found)
 
 
 @pytest.mark.ranks

@@ -4,7 +4,7 @@ Decides nothing: it measures, fits (`plan/moe/overlap/prediction/choose.py`) and
 asking layer: all of its ranks take the numbers of its first rank, so that all choose alike.
 
 A calibration is some messages around the group, some products, and some passes of the layer itself on random tokens (a second or two where a layer takes
-a fifth of one). It is kept in `folder` by machines, group, shape and type. Every `EVERY` passes the group compares what it measured with what was predicted;
+a fifth of one). It is kept in `folder` by machine, device, threads, group, hosts, shape and type. Every `EVERY` passes the group compares what it measured with what was predicted;
 where they are apart by more than `APART` on any rank, it calibrates again, and looks half as often from then on: what measuring again does not mend is not asked for ever.
 """
 
@@ -16,9 +16,10 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,24 +100,33 @@ class Tuner:
         self.calibrations = 0
 
     def of(
-        self, dispatcher: Dispatcher, x_TH: torch.Tensor, experts: ExpertWeights, lanes: Lanes, *, shared_ffn: int = 0
+        self,
+        dispatcher: Dispatcher,
+        x_TH: torch.Tensor,
+        experts: ExpertWeights,
+        lanes: Lanes,
+        *,
+        shared_ffn: int = 0,
+        hosts: Sequence[int] | None = None,
     ) -> Calibrated:
         """The calibration for layers like this one. Collective over `ep_etp` where it is not known, or does not fit any more.
 
-        `shared_ffn`: width of the shared expert, on all ranks of tp together, which computes in the gaps of the layer; 0: none.
+        `shared_ffn`: width of the shared expert, on all ranks of tp together, which computes in the gaps of the layer; 0: none. `hosts`: the host of
+        each position in `ep_etp`, where rows may go through one rank of a host.
         """
         shape = _shape(x_TH, experts, shared_ffn)
-        key = _key(dispatcher, shape, x_TH.dtype)
+        key = _key(dispatcher, shape, x_TH, lanes, hosts)
+        samples = partial(measure, dispatcher, x_TH, experts, lanes, shape, hosts=hosts)
         found = self.known.get(key)
         if found is None:
-            cost, error = self._kept(dispatcher, key) or self._measured(dispatcher, x_TH, experts, lanes, shape, key)
+            cost, error = self._kept(dispatcher, key) or self._measured(dispatcher, samples, shape, key)
             found = self.known[key] = Calibrated(cost, error, self._chooser(shape, cost), EVERY)
         elif dispatcher.comms.beside is None and len(found.ratios) >= found.every:
             mine = statistics.median(found.ratios)
             found.ratios.clear()
             told = dispatcher.comms.gather_objects(mine, dispatcher.ep_etp)
             if max(abs(math.log(ratio)) for ratio in told) > math.log(APART):
-                cost, error = self._measured(dispatcher, x_TH, experts, lanes, shape, key)
+                cost, error = self._measured(dispatcher, samples, shape, key)
                 found = self.known[key] = Calibrated(cost, error, self._chooser(shape, cost), 2 * found.every)
         return found
 
@@ -137,19 +147,13 @@ class Tuner:
         return None
 
     def _measured(
-        self,
-        dispatcher: Dispatcher,
-        x_TH: torch.Tensor,
-        experts: ExpertWeights,
-        lanes: Lanes,
-        shape: LayerShape,
-        key: str,
+        self, dispatcher: Dispatcher, measured: Callable[[], list[Sample]], shape: LayerShape, key: str
     ) -> tuple[OverlapCost, float]:
         begin_s = time.perf_counter()
         for _ in range(TRIES):
             self.calibrations += 1
             with torch.no_grad():
-                samples = measure(dispatcher, x_TH, experts, lanes, shape)
+                samples = measured()
             found = None
             with suppress(
                 ConfigError
@@ -219,10 +223,15 @@ def _shape(x_TH: torch.Tensor, experts: ExpertWeights, shared_ffn: int) -> Layer
     )
 
 
-def _key(dispatcher: Dispatcher, shape: LayerShape, dtype: torch.dtype) -> str:
-    """Key of machine, group, shape and type. Tokens of a rank in powers of two: batches differ."""
+def _key(
+    dispatcher: Dispatcher, shape: LayerShape, x_TH: torch.Tensor, lanes: Lanes, hosts: Sequence[int] | None
+) -> str:
+    """Key of machine, device, threads, group, hosts, shape and type. Tokens of a rank in powers of two: batches differ."""
+    device = torch.cuda.get_device_name(x_TH.device) if x_TH.is_cuda else x_TH.device.type
+    threads = (lanes.count, torch.get_num_threads() if lanes.count == 1 else 1, lanes.rows is not None)
     rounded = replace(shape, tokens=1 << max(shape.tokens - 1, 0).bit_length())
-    facts = (platform.node(), dispatcher.ep_etp.ranks, asdict(rounded), str(dtype), dispatcher.top_k, TILE_ROWS, LAYERS)
+    group = (dispatcher.ep_etp.ranks, tuple(hosts or ()), dispatcher.top_k)
+    facts = (platform.node(), device, threads, group, asdict(rounded), str(x_TH.dtype), TILE_ROWS, LAYERS)
     return "overlap-" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -235,7 +244,13 @@ def _read(record: dict[str, Any]) -> tuple[OverlapCost, float]:
 
 
 def measure(
-    dispatcher: Dispatcher, x_TH: torch.Tensor, experts: ExpertWeights, lanes: Lanes, shape: LayerShape
+    dispatcher: Dispatcher,
+    x_TH: torch.Tensor,
+    experts: ExpertWeights,
+    lanes: Lanes,
+    shape: LayerShape,
+    *,
+    hosts: Sequence[int] | None = None,
 ) -> list[Sample]:
     """Messages, products and whole passes; the slowest rank counts. Collective over `ep_etp`."""
     samples: list[Sample] = []
@@ -247,11 +262,16 @@ def measure(
         x_rH = torch.zeros(rows, shape.hidden, dtype=x_TH.dtype, device=x_TH.device)
         seconds = _slowest(dispatcher, lambda x_rH=x_rH: torch.mm(x_rH, w13_FH.T))  # type: ignore[misc]
         samples.append(MatmulSample(rows, 2.0 * rows * w13_FH.numel(), seconds))
-    return samples + _layers(dispatcher, x_TH, experts, lanes, shape)
+    return samples + _layers(dispatcher, x_TH, experts, lanes, shape, hosts)
 
 
 def _layers(
-    dispatcher: Dispatcher, x_TH: torch.Tensor, experts: ExpertWeights, lanes: Lanes, shape: LayerShape
+    dispatcher: Dispatcher,
+    x_TH: torch.Tensor,
+    experts: ExpertWeights,
+    lanes: Lanes,
+    shape: LayerShape,
+    hosts: Sequence[int] | None,
 ) -> list[Sample]:
     """Passes of the layer on tokens that are routed evenly, without its shared expert."""
     shape = replace(shape, shared_ffn=0)
@@ -279,7 +299,7 @@ def _layers(
             return schedule
 
         def one(chosen: Any = chosen) -> None:
-            run_overlapped(call, dispatcher=dispatcher, schedule=chosen, lanes=lanes)
+            run_overlapped(call, dispatcher=dispatcher, schedule=chosen, lanes=lanes, host_of_rank=hosts)
 
         seconds = _slowest(dispatcher, one)
         plan, wire = seen[0]
@@ -293,7 +313,7 @@ def _ring(dispatcher: Dispatcher, size: int, device: torch.device) -> None:
     gone, come = torch.zeros(2, size, dtype=torch.uint8, device=device)
     following, previous = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
     sends, receives = [Message(gone, following, _TAG)], [Message(come, previous, _TAG)]
-    comms.start_exchange(sends, receives, axis, op_id="calibration.ring").wait()  # one group: NCCL would wait for ever
+    comms.start_exchange(sends, receives, axis, op_id="calibration.ring").wait()  # one group: or NCCL would deadlock
 
 
 _TAG = 1 << 20

@@ -120,7 +120,9 @@ class TunedRouted:
     def __call__(self, call: MoeCall) -> tuple[torch.Tensor, torch.Tensor]:
         x_TH = call.x_TH if len(call.x_TH) else call.x_TH.new_zeros(self.micro_tokens, call.x_TH.shape[1])
         # ^ what is known of the layer must have one name on all ranks, those without tokens as well
-        known = self.tuner.of(self.dispatcher, x_TH, call.experts, self.lanes, shared_ffn=self.shared_ffn)
+        known = self.tuner.of(
+            self.dispatcher, x_TH, call.experts, self.lanes, shared_ffn=self.shared_ffn, hosts=self.hosts
+        )
         tuned = Tuned(known, compares=self.dispatcher.comms.beside is None and not x_TH.is_cuda)
         out = run_overlapped(
             call, dispatcher=self.dispatcher, schedule=tuned, lanes=self.lanes, host_of_rank=self.hosts
