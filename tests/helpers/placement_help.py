@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from phalanx.plan.placement.search.fleet import equal_fleet
+from phalanx.plan.placement.search.host_pool import equal_pool
 from phalanx.plan.placement.search.hosts import HostPlacement
 from phalanx.plan.placement.search.local_search import holder_sets
 from phalanx.plan.placement.search.plan import plan_placement, rule_placement
@@ -32,7 +32,7 @@ def survives(slots: Sequence[Sequence[Sequence[int]]], num_experts: int, lost: S
 
 def fatal_by_hand(plan: HostPlacement) -> tuple[int, ...]:
     """Fatal losses of k = 0 .. N hosts, each tried."""
-    n = plan.fleet.num_hosts
+    n = plan.pool.num_hosts
     return tuple(
         sum(not survives(plan.slots, plan.num_experts, lost) for lost in itertools.combinations(range(n), k))
         for k in range(n + 1)
@@ -42,7 +42,7 @@ def fatal_by_hand(plan: HostPlacement) -> tuple[int, ...]:
 def fatal_of(plan: HostPlacement) -> tuple[int, ...]:
     """The same from the certificate, which must be exact."""
     out = []
-    for chance, total in zip(plan.certificate.chances, _pascal(plan.fleet.num_hosts), strict=True):
+    for chance, total in zip(plan.certificate.chances, _pascal(plan.pool.num_hosts), strict=True):
         assert chance.is_exact
         fatal = (1 - chance.low) * total
         assert fatal.denominator == 1
@@ -162,16 +162,16 @@ class Tally:
 def compare(rng: np.random.Generator, tally: Tally) -> list[str]:
     """One random case against the printed rule and spread; returns what is wrong with ours."""
     hosts, slots, _, loads, floor = random_case(rng)
-    fleet = equal_fleet(hosts, slots)
-    counts = replica_counts(loads, fleet, floor=floor)
-    ours = plan_placement(counts, fleet, loads)
+    pool = equal_pool(hosts, slots)
+    counts = replica_counts(loads, pool, floor=floor)
+    ours = plan_placement(counts, pool, loads)
     mine, wrong = fatal_of(ours), []
     tally.cases += 1
     if ours.certificate.guaranteed < counts.floor:
         tally.broken_ours += 1
         wrong.append(f"f {counts.floor} broken: {hosts} {slots} {loads.tolist()}")
     for rule in ("printed", "spread"):
-        plan = rule_placement(rule, loads, counts, fleet)
+        plan = rule_placement(rule, loads, counts, pool)
         theirs = fatal_of(plan)
         tally.better += theirs > mine
         tally.trade_offs += any(t < m for t, m in zip(theirs, mine, strict=True))
@@ -184,11 +184,11 @@ def compare(rng: np.random.Generator, tally: Tally) -> list[str]:
 
 def optimal(num_hosts: int, width: int, counts: Sequence[int]) -> tuple[bool, bool]:
     """Whether ours and the printed rule are optimal for these replica counts, against all placements."""
-    fleet = equal_fleet(num_hosts, width)
+    pool = equal_pool(num_hosts, width)
     given = ReplicaCounts(counts=(tuple(counts),), floor=1, asked_floor=1)
-    mine = fatal_of(plan_placement(given, fleet, [[0.0] * len(counts)]))
+    mine = fatal_of(plan_placement(given, pool, [[0.0] * len(counts)]))
     best = better_placement(counts, num_hosts, width, mine) is None
-    return best, best and fatal_counts(holder_sets(max_overlap(counts, fleet.slots)), num_hosts) == mine
+    return best, best and fatal_counts(holder_sets(max_overlap(counts, pool.slots)), num_hosts) == mine
 
 
 def cut_short(most_hosts: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:

@@ -16,7 +16,7 @@ from phalanx.plan.layout.tensors import whole_layout
 from phalanx.plan.reshard.best import find_bound
 from phalanx.plan.reshard.bound import send_bound
 from phalanx.plan.reshard.flows import Flow
-from phalanx.plan.reshard.history import gang_times, greedy
+from phalanx.plan.reshard.history import busy_times, greedy
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Hosts, Move
 from phalanx_lab.bench.reshard.cases import large_state, nine_cases
@@ -139,7 +139,7 @@ def test_the_greedy_is_the_same_for_the_same_seed() -> None:
     hosts = Hosts(host_of_rank=tuple(range(5)), send_bytes_per_s=(1.0,) * 5, recv_bytes_per_s=(1.0,) * 5)
     assert greedy(flows, hosts, seed=3) == greedy(flows, hosts, seed=3)
     assert sorted(i for i, _ in greedy(flows, hosts)) == list(range(9))
-    assert gang_times(flows, hosts, [(0, 0), (3, 0)])[1] == 10 + 13
+    assert busy_times(flows, hosts, [(0, 0), (3, 0)])[1] == 10 + 13
 
 
 # ---- commands ----------------------------------------------------------------------------------------------------------------------

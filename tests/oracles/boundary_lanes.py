@@ -47,7 +47,7 @@ def lane_problems(
             at[rank] += 1
             ready.add(peer)
     return [
-        Problem(where=f"lane.rank{rank}", value=programs[rank][count], rule="waits for ever for the other rank")
+        Problem(where=f"lane.rank{rank}", value=programs[rank][count], rule="deadlocks waiting for the other rank")
         for rank, count in at.items()
         if count < len(programs[rank])
     ]

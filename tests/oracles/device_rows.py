@@ -11,7 +11,7 @@ from phalanx.plan.moe.overlap.fused.device import EMPTY, part_places, problem_ro
 
 
 @dataclass(frozen=True, eq=False)
-class Going:
+class SendIndex:
     """What a rank sends to each rank of the group."""
 
     token_of_entry_PC: Ints
@@ -39,7 +39,7 @@ class Arranged:
     overflow: int
 
 
-def going(slots_TK: Ints, *, ranks: int, slots_per_rank: int, capacity: int) -> Going:
+def send_index(slots_TK: Ints, *, ranks: int, slots_per_rank: int, capacity: int) -> SendIndex:
     """Entries for each rank, from the group's slot of each choice (EMPTY where it was dropped)."""
     num_tokens, top_k = slots_TK.shape
     token_PC = np.full((ranks, capacity), EMPTY, np.int32)
@@ -62,13 +62,13 @@ def going(slots_TK: Ints, *, ranks: int, slots_per_rank: int, capacity: int) -> 
             entry_TP[token, rank] = entry
             slots_PCK[rank, entry, : len(local)] = [s for s, _ in local]
             choice_PCK[rank, entry, : len(local)] = [k for _, k in local]
-    return Going(token_PC, slots_PCK, choice_PCK, entry_TP, counts, overflow)
+    return SendIndex(token_PC, slots_PCK, choice_PCK, entry_TP, counts, overflow)
 
 
 def arrange(
     slots_PCK: Ints, *, rank: int, slots: int, parts: int, problem_rows: int, max_rows: int | None = None
 ) -> Arranged:
-    """Order the copies of the entries that the sources P send to `rank`. `slots_PCK` as in `Going`, by source."""
+    """Order the copies of the entries that the sources P send to `rank`. `slots_PCK` as in `SendIndex`, by source."""
     ranks, capacity, top_k = slots_PCK.shape
     room = row_room(ranks, capacity, top_k, slots) if max_rows is None else max_rows
     copies = []

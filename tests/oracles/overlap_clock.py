@@ -75,7 +75,7 @@ def predict(plans: Sequence[RankPlan] | RankPlan, shape: LayerShape, cost: Overl
     """
     several = [plans] if isinstance(plans, RankPlan) else list(plans)
     size = several[0].size if several else 0
-    if len(several) not in (1, size) or wire.going_PP.shape != (size, size):
+    if len(several) not in (1, size) or wire.outbound_PP.shape != (size, size):
         rule = f"one plan, or those of all {size} ranks, and bytes between as many"
         raise_if([Problem(where="plans", value=len(several), rule=rule)], PlanError, subject="prediction")
     works = [work_of(plan, shape, cost) for plan in several]
@@ -113,15 +113,15 @@ class _LinkTiming:
         hosts, legs = wire.host_of_rank, wire.legs
         far = legs is not None and hosts[peer] != hosts[rank]
         if op.kind == "relay":
-            return to, float(wire.last_going_PP[peer, to]) * self.works[to].share[peer][part]
+            return to, float(wire.last_outbound_PP[peer, to]) * self.works[to].share[peer][part]
         if op.kind == "send":
             if legs is not None and far:
-                return peer, float(legs.first_going_PP[rank, peer]) / self.works[peer].relay[rank]
-            return peer, float(wire.last_going_PP[rank, peer]) * self.works[peer].share[rank][part]
+                return peer, float(legs.first_outbound_PP[rank, peer]) / self.works[peer].relay[rank]
+            return peer, float(wire.last_outbound_PP[rank, peer]) * self.works[peer].share[rank][part]
         if op.kind == "merge" and legs is not None:
-            return peer, float(legs.first_coming_PP[rank, peer]) / (work.relay[peer] * work.blocks)
+            return peer, float(legs.first_inbound_PP[rank, peer]) / (work.relay[peer] * work.blocks)
         to = gateway(hosts, peer, hosts[rank]) if far else peer
-        return to, float(wire.last_coming_PP[rank, peer]) * work.share[peer][part] / work.blocks
+        return to, float(wire.last_inbound_PP[rank, peer]) * work.share[peer][part] / work.blocks
 
     def message_s(self, rank: int, op: TileOp) -> float:
         """Of the message that an operation waits for, by itself."""

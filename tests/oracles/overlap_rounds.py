@@ -104,7 +104,7 @@ class _Rank:
         for one in self.rounds:
             needs = [0]
             for leg in one.legs:
-                if leg.is_send and leg.kind == "coming":
+                if leg.is_send and leg.kind == "inbound":
                     needs.append(place["return", leg.peer, leg.part, leg.block] + 1)
                 elif leg.is_send and leg.kind == "dots":
                     firsts = [
@@ -119,9 +119,9 @@ class _Rank:
     def _awaited(self, op: TileOp) -> int | None:
         """The round that an operation waits for."""
         if op.kind == "wait":
-            return self._round_of[MessageEnd("going", False, op.peer, op.part)]
+            return self._round_of[MessageEnd("outbound", False, op.peer, op.part)]
         return (
-            self._round_of[MessageEnd("coming", False, op.peer, op.part, op.block)]
+            self._round_of[MessageEnd("inbound", False, op.peer, op.part, op.block)]
             if op.kind == "wait_return"
             else None
         )

@@ -184,7 +184,7 @@ def test_rounds_in_the_wrong_order_show():
 
     def wrong(plan):
         rounds = list(rounds_of(plan))
-        at = next(i for i, one in enumerate(rounds) if one.legs[0].kind == "coming")
+        at = next(i for i, one in enumerate(rounds) if one.legs[0].kind == "inbound")
         if plan.rank == 1:
             rounds[at : at + 2] = rounds[at + 1], rounds[at]
         return tuple(rounds)

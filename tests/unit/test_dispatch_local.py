@@ -15,7 +15,7 @@ from phalanx.core.errors import PlanError
 from phalanx.kernels.cpu.exact_experts import chunks_of
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.dispatch_local import plan_local_dispatch
-from phalanx.plan.placement.search.fleet import equal_fleet
+from phalanx.plan.placement.search.host_pool import equal_pool
 from phalanx.plan.placement.search.plan import plan_placement
 from phalanx.plan.placement.search.replicas import replica_counts, zipf_loads
 
@@ -152,8 +152,8 @@ def test_host_before_the_rest():
 def test_replicas_level_a_skewed_load():
     """Zipf 1 over 16 experts on 8 ranks: far nearer to even than without replicas, and more stays at home than by the even rule."""
     loads = zipf_loads(1, 16, skew=1.0, seed=3)
-    fleet = equal_fleet(8, 6)
-    plan = plan_placement(replica_counts(loads, fleet, floor=2), fleet, loads)
+    pool = equal_pool(8, 6)
+    plan = plan_placement(replica_counts(loads, pool, floor=2), pool, loads)
     slots = plan.layer_placement(0).group_slots(0)
     counts = np.random.default_rng(0).multinomial(4096, loads[0] / loads[0].sum(), size=8)
     made = plan_local_dispatch(counts, slots, ep=8, etp=1)

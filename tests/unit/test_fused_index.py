@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from device_rows import arrange, going, part_of
+from device_rows import arrange, part_of, send_index
 
 from phalanx.core.errors import RunError
 from phalanx.kernels.triton import index as fused_index
@@ -37,11 +37,11 @@ def test_the_device_builds_what_the_plan_says(seed: int) -> None:
     capacity = int(rng.integers(1, tokens + 4))
     sent = [slots_of(rng, tokens, top_k, ranks * slots) for _ in range(ranks)]
     sizes = {"ranks": ranks, "slots_per_rank": slots, "capacity": capacity}
-    goings = [going(s, **sizes) for s in sent]
-    for s, plan in zip(sent, goings, strict=True):
-        assert_twins(plan, fused_index.going(torch.from_numpy(s), **sizes))
+    indices = [send_index(s, **sizes) for s in sent]
+    for s, plan in zip(sent, indices, strict=True):
+        assert_twins(plan, fused_index.send_index(torch.from_numpy(s), **sizes))
     rank = int(rng.integers(ranks))
-    comes = np.stack([g.slots_PCK[rank] for g in goings])
+    comes = np.stack([g.slots_PCK[rank] for g in indices])
     how = {
         "rank": rank,
         "slots": slots,
@@ -59,7 +59,7 @@ def test_entries_of_tiles_in_order_of_slots_travel_in_the_same_order(seed: int) 
     rng = np.random.default_rng(seed)
     ranks, slots, tokens, top_k = 3, 4, 25, 3
     sent = slots_of(rng, tokens, top_k, ranks * slots)
-    plan = going(sent, ranks=ranks, slots_per_rank=slots, capacity=tokens)
+    plan = send_index(sent, ranks=ranks, slots_per_rank=slots, capacity=tokens)
     lists = []
     for rank in range(ranks):
         mine = [pair for pair in range(tokens * top_k) if sent.flat[pair] // slots == rank and sent.flat[pair] != EMPTY]
@@ -67,7 +67,7 @@ def test_entries_of_tiles_in_order_of_slots_travel_in_the_same_order(seed: int) 
         lists.append((pairs, [len(pairs)], None))
     found = outgoing(lists, top_k, num_tokens=tokens, per_token=True)
     for one, tokens_C, count in zip(found, plan.token_of_entry_PC, plan.counts_P, strict=True):
-        assert one.tokens_going.tolist() == tokens_C[:count].tolist()
+        assert one.tokens_outbound.tolist() == tokens_C[:count].tolist()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -75,7 +75,7 @@ def test_every_copy_is_in_one_problem_that_needs_its_flag(seed: int) -> None:
     rng = np.random.default_rng(seed)
     ranks, slots, tokens, top_k, parts, rows = 3, 4, 25, 3, 2, 5
     sent = [slots_of(rng, tokens, top_k, ranks * slots) for _ in range(ranks)]
-    comes = np.stack([going(s, ranks=ranks, slots_per_rank=slots, capacity=tokens).slots_PCK[1] for s in sent])
+    comes = np.stack([send_index(s, ranks=ranks, slots_per_rank=slots, capacity=tokens).slots_PCK[1] for s in sent])
     plan = arrange(comes, rank=1, slots=slots, parts=parts, problem_rows=rows)
     problems = plan.problems_J4[: plan.num_problems]
     assert (np.diff(problems[:, 3]) >= 0).all(), "a problem stands before one that can start earlier"
@@ -113,7 +113,7 @@ def test_no_more_rows_and_problems_than_there_is_room_for() -> None:
 
 def test_what_finds_no_room_is_reported() -> None:
     slots = torch.zeros(5, 1, dtype=torch.int32)
-    to = fused_index.going(slots, ranks=1, slots_per_rank=1, capacity=3)
+    to = fused_index.send_index(slots, ranks=1, slots_per_rank=1, capacity=3)
     with pytest.raises(RunError, match="2 entries or rows found no room: raise the capacity"):
         check_status(new_status(slots.device), to.overflow)
 

@@ -127,8 +127,8 @@ class Receiver:
         self.made, spec = made, made.spec()
         self.arenas = poisoned(virtual_arenas(spec))
         shape = replace(SHAPE, slots_per_rank=made.case.slots)
-        self.goings = [route(s, shape=shape, spec=spec) for s in made.slots]
-        self.told = tell_virtual(self.goings, made.weights)
+        self.indices = [route(s, shape=shape, spec=spec) for s in made.slots]
+        self.told = tell_virtual(self.indices, made.weights)
         self.order = begin(self.told[0], self.arenas[0], shape=shape)
         for arena in self.arenas:
             arena.next_call()
@@ -137,7 +137,7 @@ class Receiver:
         """One part comes, by copy engine."""
         spec = self.made.spec()
         sender = self.arenas[stage % spec.ranks]
-        packed = self.made.x[sender.rank][self.goings[sender.rank].token_of_entry_PC.clamp(min=0).long()]
+        packed = self.made.x[sender.rank][self.indices[sender.rank].token_of_entry_PC.clamp(min=0).long()]
         sender.copy_part(packed, stage, part)
 
     def first(self, *, wait: bool = True, patience: int = 3) -> torch.Tensor:
@@ -222,7 +222,7 @@ def test_a_block_is_not_sent_before_it_is_computed() -> None:
 
 def test_results_are_not_added_up_before_they_are_there() -> None:
     receiver = Receiver(layer(Case()))
-    finish(receiver.goings[0], receiver.arenas[0], shape=SHAPE)
+    finish(receiver.indices[0], receiver.arenas[0], shape=SHAPE)
     with pytest.raises(RunError, match="was not raised in time"):
         check_status(receiver.arenas[0].status_2)
 
@@ -231,7 +231,7 @@ def test_every_peer_learns_of_every_block() -> None:
     made = layer(Case(ranks=3))
     receiver = Receiver(made)
     for rank in range(3):
-        send(made.x[rank], receiver.goings[rank], receiver.arenas[rank], shape=SHAPE)
+        send(made.x[rank], receiver.indices[rank], receiver.arenas[rank], shape=SHAPE)
     compute(receiver.arenas[0], receiver.told[0], receiver.order, made.w13[:2], made.w2[:2], shape=SHAPE)
     for arena in receiver.arenas:
         assert arena.done_F.tolist() == [1, 1, 0, 0, 0, 0], "rank 0 has sent its blocks, ranks 1 and 2 have not"

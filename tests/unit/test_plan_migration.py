@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 import phalanx.plan.placement.search.migration as migration
 from phalanx.core.errors import PlanError
-from phalanx.plan.placement.search.fleet import equal_fleet
 from phalanx.plan.placement.search.front import CostWeights, choose, patched_placement, placement_front, risk_of
+from phalanx.plan.placement.search.host_pool import equal_pool
 from phalanx.plan.placement.search.hosts import HostPlacement
 from phalanx.plan.placement.search.migration import plan_migration
 from phalanx.plan.placement.search.plan import Effort, plan_placement
@@ -22,16 +22,16 @@ pytestmark = pytest.mark.unit
 QUICK = Effort(swaps=60, balance_swaps=40)
 
 
-def planned(loads, fleet, floor=2):
-    return plan_placement(replica_counts(loads, fleet, floor=floor), fleet, loads, effort=QUICK)
+def planned(loads, pool, floor=2):
+    return plan_placement(replica_counts(loads, pool, floor=floor), pool, loads, effort=QUICK)
 
 
 def copies_needed(old, new, order):
-    """States that travel if host i of `new.fleet` takes place order[i], host by host."""
+    """States that travel if host i of `new.pool` takes place order[i], host by host."""
     total = 0
-    for name, place in zip(new.fleet.host_names, order, strict=True):
+    for name, place in zip(new.pool.host_names, order, strict=True):
         held = [
-            set(row[old.fleet.host_names.index(name)]) if name in old.fleet.host_names else set() for row in old.slots
+            set(row[old.pool.host_names.index(name)]) if name in old.pool.host_names else set() for row in old.slots
         ]
         total += sum(len(set(row[place]) - have) for row, have in zip(new.slots, held, strict=True))
     return total
@@ -39,9 +39,9 @@ def copies_needed(old, new, order):
 
 def paper_greedy(old, new):
     """Each host in turn takes the free place for which it must fetch least (arXiv 2407.04656, section 4.4)."""
-    free, total = list(range(new.fleet.num_hosts)), 0
-    for name in new.fleet.host_names:
-        held = [set(row[old.fleet.host_names.index(name)]) for row in old.slots]
+    free, total = list(range(new.pool.num_hosts)), 0
+    for name in new.pool.host_names:
+        held = [set(row[old.pool.host_names.index(name)]) for row in old.slots]
         costs = {p: sum(len(set(row[p]) - have) for row, have in zip(new.slots, held, strict=True)) for p in free}
         best = min(free, key=lambda p: (costs[p], p))
         total += costs[best]
@@ -53,8 +53,8 @@ def paper_greedy(old, new):
 @settings(max_examples=30, deadline=None)
 def test_no_other_assignment_moves_less(seed, hosts, layers):
     rng = np.random.default_rng(seed)
-    fleet = equal_fleet(hosts, 3)
-    old, new = (planned(rng.random((layers, 5)), fleet, floor=1) for _ in range(2))
+    pool = equal_pool(hosts, 3)
+    old, new = (planned(rng.random((layers, 5)), pool, floor=1) for _ in range(2))
     made = plan_migration(old, new)
     least = min(copies_needed(old, new, order) for order in itertools.permutations(range(hosts)))
     assert made.num_copies == len(made.fetches) == least
@@ -69,11 +69,11 @@ def test_far_less_travels_than_by_the_papers_greedy():
     """24 layers, 10 hosts, random losses of 1 to 3: never more, and at most 80 % on average when experts may trade rows."""
     rng = np.random.default_rng(4)
     loads = rng.gamma(1.0, 1.0, (24, 16))
-    fleet = equal_fleet(10, 6)
-    old = planned(loads, fleet)
+    pool = equal_pool(10, 6)
+    old = planned(loads, pool)
     ratios, plain = [], []
     for lost in ((9,), (0,), (0, 4), (1, 5, 7), (2, 3)):
-        new = planned(loads, fleet.without(lost))
+        new = planned(loads, pool.without(lost))
         greedy = paper_greedy(old, new)
         plain.append(plan_migration(old, new).num_copies / greedy)
         ratios.append(plan_migration(old, new, rename=True).num_copies / greedy)
@@ -81,7 +81,7 @@ def test_far_less_travels_than_by_the_papers_greedy():
 
 
 def test_nothing_travels_to_where_it_is():
-    plan = planned(zipf_loads(3, 8, skew=1.0), equal_fleet(5, 4))
+    plan = planned(zipf_loads(3, 8, skew=1.0), equal_pool(5, 4))
     made = plan_migration(plan, plan)
     assert made.fetches == () and made.new.slots == plan.slots
     assert "0 of" in made.explain()
@@ -89,20 +89,20 @@ def test_nothing_travels_to_where_it_is():
 
 def test_slots_stay_sources_are_many_and_the_rarest_come_first():
     loads = zipf_loads(6, 16, skew=1.0)
-    old = planned(loads, equal_fleet(10, 6))
-    new = planned(loads, equal_fleet(10, 6).without((3,)))
+    old = planned(loads, equal_pool(10, 6))
+    new = planned(loads, equal_pool(10, 6).without((3,)))
     made = plan_migration(old, new)
     assert made.lost == () and 3 not in made.senders
     kept = [
         (a == b)
         for row_old, row_new in zip(old.slots, made.new.slots, strict=True)
-        for name, held in zip(made.new.fleet.host_names, row_new, strict=True)
+        for name, held in zip(made.new.pool.host_names, row_new, strict=True)
         for a, b in zip(row_old[name], held, strict=True)
     ]
     stays = sum(
         len(set(r[n]) & set(row[i]))
         for r, row in zip(old.slots, made.new.slots, strict=True)
-        for i, n in enumerate(made.new.fleet.host_names)
+        for i, n in enumerate(made.new.pool.host_names)
     )
     assert sum(kept) >= stays
     sends = made.sends()
@@ -115,12 +115,12 @@ def test_slots_stay_sources_are_many_and_the_rarest_come_first():
 
 
 def test_what_nobody_holds_is_named():
-    old = planned([[5.0, 1.0, 1.0]], equal_fleet(3, 2))
+    old = planned([[5.0, 1.0, 1.0]], equal_pool(3, 2))
     holders = old.holders(0, 1)
     lost = tuple(holders)
     new = planned(
         [[5.0, 1.0, 1.0]],
-        replace(equal_fleet(3, 2), names=(*(n for n in range(3) if n not in lost), *range(10, 10 + len(lost)))),
+        replace(equal_pool(3, 2), names=(*(n for n in range(3) if n not in lost), *range(10, 10 + len(lost)))),
     )
     made = plan_migration(old, new)
     assert (0, 1) in made.lost and "go back to the checkpoint" in made.explain()
@@ -128,25 +128,25 @@ def test_what_nobody_holds_is_named():
 
 def test_idle_hosts_can_send():
     """A host that has no part in the new placement, but lives, is the only source of what it alone holds."""
-    old = HostPlacement(num_experts=2, fleet=equal_fleet(2, 1), slots=(((0,), (1,)),))
-    new = HostPlacement(num_experts=2, fleet=replace(equal_fleet(1, 2), names=(0,)), slots=(((0, 1),),))
+    old = HostPlacement(num_experts=2, pool=equal_pool(2, 1), slots=(((0,), (1,)),))
+    new = HostPlacement(num_experts=2, pool=replace(equal_pool(1, 2), names=(0,)), slots=(((0, 1),),))
     assert plan_migration(old, new).lost == ((0, 1),)
     made = plan_migration(old, new, alive=(1,))
     assert made.lost == () and [tuple(f) for f in made.fetches] == [(0, 1, 1, 0)]
 
 
 def test_other_models_are_refused():
-    old = planned(zipf_loads(2, 6, skew=1.0), equal_fleet(4, 3))
+    old = planned(zipf_loads(2, 6, skew=1.0), equal_pool(4, 3))
     with pytest.raises(PlanError) as error:
-        plan_migration(old, planned(zipf_loads(1, 5, skew=1.0), equal_fleet(4, 3)))
+        plan_migration(old, planned(zipf_loads(1, 5, skew=1.0), equal_pool(4, 3)))
     assert "num_layers" in str(error.value) and "num_experts" in str(error.value)
 
 
 @pytest.mark.parametrize("fault", ["dead_source", "forgets_one", "fetches_twice", "hosts_in_plan_order"])
 def test_planted_faults_are_caught(monkeypatch, fault):
     loads = zipf_loads(4, 12, skew=1.0)
-    old = planned(loads, equal_fleet(8, 4))
-    new = planned(loads, equal_fleet(8, 4).without((0, 5)))
+    old = planned(loads, equal_pool(8, 4))
+    new = planned(loads, equal_pool(8, 4).without((0, 5)))
     good = plan_migration(old, new)
     fetch = good.fetches[0]
     if fault == "dead_source":
@@ -156,7 +156,7 @@ def test_planted_faults_are_caught(monkeypatch, fault):
     elif fault == "fetches_twice":
         bad = replace(good, fetches=(fetch, *good.fetches))
     else:
-        monkeypatch.setattr(migration, "ordered_hosts", lambda sets, fleet, costs: list(range(fleet.num_hosts)))
+        monkeypatch.setattr(migration, "ordered_hosts", lambda sets, pool, costs: list(range(pool.num_hosts)))
         assert plan_migration(old, new).num_copies > good.num_copies
         return
     with pytest.raises(PlanError):
@@ -169,9 +169,9 @@ def test_planted_faults_are_caught(monkeypatch, fault):
 @pytest.fixture(scope="module")
 def front():
     loads = zipf_loads(1, 16, skew=1.5)
-    fleet = equal_fleet(10, 6)
-    old = planned(zipf_loads(1, 16, skew=1.0), fleet, floor=3)
-    return placement_front(loads, fleet, floor=3, current=old, effort=QUICK), loads
+    pool = equal_pool(10, 6)
+    old = planned(zipf_loads(1, 16, skew=1.0), pool, floor=3)
+    return placement_front(loads, pool, floor=3, current=old, effort=QUICK), loads
 
 
 def test_the_front_holds_the_floor_and_is_a_front(front):
@@ -213,19 +213,19 @@ def test_choices(front):
 
 def test_mending_the_floor_moves_only_what_it_must():
     loads = zipf_loads(3, 12, skew=1.0)
-    old = planned(loads, equal_fleet(8, 4))
-    fleet = equal_fleet(8, 4).without((1,))
-    mended = patched_placement(old, fleet, floor=2)
+    old = planned(loads, equal_pool(8, 4))
+    pool = equal_pool(8, 4).without((1,))
+    mended = patched_placement(old, pool, floor=2)
     assert mended is not None
     mended.check()
     below = sum(len(set(old.holders(l, e)) - {1}) < 2 for l in range(3) for e in range(12))
     assert plan_migration(old, mended).num_copies == below > 0
-    assert patched_placement(old, equal_fleet(9, 4), floor=2) is None  # host 8 is new: it must get something
-    assert patched_placement(old, equal_fleet(2, 4), floor=2) is None  # no room
+    assert patched_placement(old, equal_pool(9, 4), floor=2) is None  # host 8 is new: it must get something
+    assert patched_placement(old, equal_pool(2, 4), floor=2) is None  # no room
 
 
 def test_risk_is_the_sum_over_all_losses():
-    plan = planned(zipf_loads(1, 6, skew=1.0), equal_fleet(5, 3))
+    plan = planned(zipf_loads(1, 6, skew=1.0), equal_pool(5, 3))
     p, total = 0.1, 0.0
     for lost in itertools.chain.from_iterable(itertools.combinations(range(5), k) for k in range(6)):
         alive = {e for n, held in enumerate(plan.slots[0]) if n not in lost for e in held}

@@ -17,16 +17,16 @@ ROW = 4096
 
 
 def by_hand(dispatch, experts, route, *, row_bytes, direction, hosts):
-    """(going, coming) bytes between ranks, token by token."""
+    """(outbound, inbound) bytes between ranks, token by token."""
     size, etp = dispatch.ep * dispatch.etp, dispatch.etp
-    going, coming = defaultdict(int), defaultdict(int)
+    outbound, inbound = defaultdict(int), defaultdict(int)
     position = 0 if route == "all_to_all" else 4
     there, back = (4 + position, 0) if direction == "forward" else (0, 4)
 
     def hop(a, b, entries, pairs, pairs_back):
         if a != b:
-            going[a, b] += entries * row_bytes + pairs * there
-            coming[b, a] += entries * row_bytes + pairs_back * back
+            outbound[a, b] += entries * row_bytes + pairs * there
+            inbound[b, a] += entries * row_bytes + pairs_back * back
 
     def gateway(source, host):
         if hosts[source] == host:
@@ -49,7 +49,7 @@ def by_hand(dispatch, experts, route, *, row_bytes, direction, hosts):
                     hop(through, d, pairs[d] > 0, pairs[d], 0)
                     hop(source, d, 0, 0, pairs[d])
     table = np.zeros((2, size, size), dtype=np.int64)
-    for matrix, found in zip(table, (going, coming), strict=True):
+    for matrix, found in zip(table, (outbound, inbound), strict=True):
         for (a, b), n in found.items():
             matrix[a, b] = n
     return table
@@ -73,12 +73,12 @@ def test_bytes_are_those_of_every_single_message(route, direction):
         ]
         traffic = traffic_by_routing(dispatch, experts, host_of_rank=hosts, copies_PH=np.stack(of_hosts))
         wire = wire_bytes(traffic, route, row_bytes=100, direction=direction)
-        going, coming = by_hand(dispatch, experts, route, row_bytes=100, direction=direction, hosts=hosts)
-        np.testing.assert_array_equal(wire.going_PP, going)
-        np.testing.assert_array_equal(wire.coming_PP, coming)
+        outbound, inbound = by_hand(dispatch, experts, route, row_bytes=100, direction=direction, hosts=hosts)
+        np.testing.assert_array_equal(wire.outbound_PP, outbound)
+        np.testing.assert_array_equal(wire.inbound_PP, inbound)
         away = np.asarray(hosts)[:, None] != np.asarray(hosts)
-        assert wire.between_hosts == (going + coming)[away].sum()
-        assert wire.total == (going + coming).sum()
+        assert wire.between_hosts == (outbound + inbound)[away].sum()
+        assert wire.total == (outbound + inbound).sum()
 
 
 def test_the_table_of_the_reference():
@@ -97,7 +97,7 @@ def test_random_routing_comes_close_to_the_closed_form():
         dispatch, experts = routed(rng, ep=8, per_rank=per_rank, top_k=top_k, tokens=256)
         traffic = traffic_by_routing(dispatch, experts)
         for route in ("all_gather", "all_to_all", "dedup"):
-            rows = wire_bytes(traffic, route, row_bytes=1, direction="backward").going_PP.sum() / 8
+            rows = wire_bytes(traffic, route, row_bytes=1, direction="backward").outbound_PP.sum() / 8
             wanted = expected_rows(route, tokens=8 * 256, ranks=8, experts=8 * per_rank, top_k=top_k)
             assert rows == pytest.approx(wanted, rel=0.03)
 

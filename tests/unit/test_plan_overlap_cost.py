@@ -51,23 +51,23 @@ def even(ranks=2, rows=128):
 def test_serial_is_the_sum_of_its_phases():
     dispatch, wire = even()
     product = 128 * 2 * 1024 * 2048 / 1e11
-    going, coming = 1e-3 + 128 * (4096 + 4) / 1e8, 1e-3 + 128 * 4096 / 1e8
+    outbound, inbound = 1e-3 + 128 * (4096 + 4) / 1e8, 1e-3 + 128 * 4096 / 1e8
     plans = plans_of_group(dispatch, TileSchedule(), tile_rows=128)
     for found in (predict(plans, SHAPE, FLAT, wire), predict(plans[0], SHAPE, FLAT, wire)):
-        assert found.seconds == pytest.approx(going + 4 * product + coming)
-        assert found.communication_s == pytest.approx(going + coming) == pytest.approx(found.exposed_s)
+        assert found.seconds == pytest.approx(outbound + 4 * product + inbound)
+        assert found.communication_s == pytest.approx(outbound + inbound) == pytest.approx(found.exposed_s)
         assert found.hidden_s == pytest.approx(0, abs=1e-9)
 
 
 def test_own_rows_hide_what_travels_beside_them():
     dispatch, wire = even()
     product = 128 * 2 * 1024 * 2048 / 1e11
-    going, coming = 1e-3 + 128 * (4096 + 4) / 1e8, 1e-3 + 128 * 4096 / 1e8
+    outbound, inbound = 1e-3 + 128 * (4096 + 4) / 1e8, 1e-3 + 128 * 4096 / 1e8
     plans = plans_of_group(dispatch, TileSchedule(order="arrival"), tile_rows=128)
     found = predict(plans, SHAPE, FLAT, wire)
-    assert found.seconds == pytest.approx(max(product, going) + 2 * product + max(product, coming))
+    assert found.seconds == pytest.approx(max(product, outbound) + 2 * product + max(product, inbound))
     waits = {str(op.op): op for op in found.ops if op.rank == 0 and op.op.kind.startswith("wait")}
-    assert waits["wait 1.0"].exposed_s == pytest.approx(going - product)
+    assert waits["wait 1.0"].exposed_s == pytest.approx(outbound - product)
     assert waits["wait 1.0"].hidden_s == pytest.approx(product)
     assert found.hidden_s == pytest.approx(2 * product) and "ms" in found.explain()
 
@@ -377,7 +377,7 @@ def test_tiles_are_chosen_beside_another_pass_only_for_what_it_leaves(share, alo
     """c computing and m messages of a forward pass, 2 c and m of a backward pass: serial order takes max(3 c, 2 c + m, 2 m) beside another, any at least max(3 c, 2 m)."""
     dispatch, wire = even(rows=512)
     product = 2 * 512 * 2 * 1024 * 2048 * 2 / 1e11
-    per_s = (int(wire.going_PP[0, 1]) + int(wire.coming_PP[0, 1])) / (share * product)
+    per_s = (int(wire.outbound_PP[0, 1]) + int(wire.inbound_PP[0, 1])) / (share * product)
     cost = dataclasses.replace(FLAT, latency_s=0.0, bytes_per_s=per_s, op_s=2e-4)
     assert link_s(0, cost, wire) == pytest.approx(share * product)
     candidates = [TileSchedule(parts=parts, order="arrival", own_before=0.5) for parts in (1, 2, 4)]

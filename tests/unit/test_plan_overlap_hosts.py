@@ -195,7 +195,7 @@ def test_the_clock_charges_each_leg(direction):
         assert found.seconds < predict(plans_of_group(dispatch, schedule, **common), SHAPE, slow, straight).seconds
         assert predict(through[found.slowest], SHAPE, slow, wire).seconds == pytest.approx(found.seconds, rel=0.25)
         legs = wire.legs
-        assert found.seconds > (legs.first_going_PP.sum(1) + legs.first_coming_PP.sum(1)).max() / slow.bytes_per_s
+        assert found.seconds > (legs.first_outbound_PP.sum(1) + legs.first_inbound_PP.sum(1)).max() / slow.bytes_per_s
 
 
 def test_a_choice_with_gateways_is_made_by_their_clock():

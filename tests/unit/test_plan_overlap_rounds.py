@@ -102,10 +102,10 @@ def test_rounds_in_the_order_of_each_ranks_own_list_would_wait_for_ever():
         legs = []
         for op in plan.ops:
             kinds = {
-                "send": ("going", True),
-                "wait": ("going", False),
-                "return": ("coming", True),
-                "wait_return": ("coming", False),
+                "send": ("outbound", True),
+                "wait": ("outbound", False),
+                "return": ("inbound", True),
+                "wait_return": ("inbound", False),
             }
             if op.kind in kinds and op.peer != plan.rank:
                 legs.append(MessageEnd(*kinds[op.kind], op.peer, op.part, max(op.block, 0)))
@@ -113,7 +113,7 @@ def test_rounds_in_the_order_of_each_ranks_own_list_would_wait_for_ever():
     assert [problem.rule for problem in round_problems(plans, alone)] == ["every round must come to its end"] * 3
 
 
-def test_coming_before_going_is_found():
+def test_inbound_before_outbound_is_found():
     plans = even_plans(2, TileSchedule(order="own_first"))
     rounds = [rounds_of(plan) for plan in plans]
     found = round_problems(plans, [of_rank[::-1] for of_rank in rounds])

@@ -1,4 +1,4 @@
-"""Which passes are pairs: neighbours that do not need each other, no rank waits for ever, and the plan's clock says that it can pay."""
+"""Which passes are pairs: neighbours that do not need each other, no rank deadlocks, and the plan's clock says that it can pay."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_pairs_of_the_other_kind_would_wait_for_ever() -> None:
     first, second = schedule.actions
     mixed = [(first[1], first[2]), (second[1], second[2])]
     assert [str(a) for pair in mixed for a in pair] == ["F0.1", "B0.0", "B1.0", "F1.1"]
-    with pytest.raises(PlanError, match="waits for ever"):
+    with pytest.raises(PlanError, match="deadlocks"):
         simulate(schedule, pairs=mixed)
 
 

@@ -11,7 +11,7 @@ from phalanx.cli.main import main
 from phalanx.cli.planning.placement import _trade_offs
 from phalanx.core.errors import PlanError
 from phalanx.observe.pictures.placement import placement_svg, placement_text
-from phalanx.plan.placement.search.fleet import equal_fleet
+from phalanx.plan.placement.search.host_pool import equal_pool
 from phalanx.plan.placement.search.hosts import read_host_placement
 from phalanx.plan.placement.search.plan import plan_placement
 from phalanx.plan.placement.search.probability import certify
@@ -143,8 +143,8 @@ def test_wrong_files_are_named(tmp_path, capsys):
 
 
 def test_pictures_refuse_what_cannot_be_read():
-    fleet, loads = equal_fleet(50, 2), zipf_loads(1, 20, skew=0.5)
-    plan = plan_placement(replica_counts(loads, fleet, floor=2), fleet, loads)
+    pool, loads = equal_pool(50, 2), zipf_loads(1, 20, skew=0.5)
+    plan = plan_placement(replica_counts(loads, pool, floor=2), pool, loads)
     assert "... and 10 more hosts" in placement_text(plan, 0)
     with pytest.raises(PlanError, match=r"layers are 0 \.\.\. 0"):
         placement_text(plan, 3)

@@ -11,12 +11,12 @@ from placement_help import Tally, compare, cut_short, fatal_by_hand, fatal_of, o
 from speed_help import full_speed_s
 from tiers import times
 
-import phalanx.plan.placement.search.local_search as placement_climb
+import phalanx.plan.placement.search.local_search as local_search
 import phalanx.plan.placement.search.plan as placement_search
 import phalanx.plan.placement.search.rules as placement_rules
 from phalanx.core.errors import PlanError
 from phalanx.plan.placement.search.balance import levelled, name_rows
-from phalanx.plan.placement.search.fleet import Fleet, equal_fleet
+from phalanx.plan.placement.search.host_pool import HostPool, equal_pool
 from phalanx.plan.placement.search.hosts import HostPlacement, read_host_placement
 from phalanx.plan.placement.search.local_search import busiest, holder_sets
 from phalanx.plan.placement.search.plan import RULES, Effort, plan_placement, rule_placement
@@ -79,7 +79,7 @@ def test_the_printed_rule_breaks_where_its_last_segment_is_cut(hosts, slots, cou
     assert not segments_fit(counts, (slots,) * hosts)
     assert {k: printed[k] for k in fatal} == fatal
     given_counts = ReplicaCounts(counts=(counts,), floor=2, asked_floor=2)
-    plan = plan_placement(given_counts, equal_fleet(hosts, slots), [[1.0] * len(counts)])
+    plan = plan_placement(given_counts, equal_pool(hosts, slots), [[1.0] * len(counts)])
     assert fatal_of(plan) < printed
 
 
@@ -90,26 +90,26 @@ def counts_and_slots(draw):
     loads = draw(st.lists(st.floats(0, 100), min_size=e, max_size=e))
     equal = draw(st.booleans())
     slots = (c,) * n if equal else tuple(draw(st.lists(st.integers(1, 6), min_size=n, max_size=n)))
-    return loads, Fleet(slots=slots), draw(st.integers(1, 3))
+    return loads, HostPool(slots=slots), draw(st.integers(1, 3))
 
 
 @given(counts_and_slots())
 @settings(max_examples=times(200, 66), deadline=None)
 def test_every_rule_fills_every_slot(case):
-    loads, fleet, floor = case
-    if fleet.num_slots < len(loads):
+    loads, pool, floor = case
+    if pool.num_slots < len(loads):
         return
-    counts = replica_counts([loads], fleet, floor=floor)
+    counts = replica_counts([loads], pool, floor=floor)
     row = counts.counts[0]
-    tables = [compact(row, fleet.slots), spread(row, fleet.slots), max_overlap(row, fleet.slots)]
-    tables += [least_loaded(row, fleet.slots, loads), safe_spread(row, fleet.slots, floor=counts.floor)]
-    complement = complement_overlap(row, fleet.slots)
+    tables = [compact(row, pool.slots), spread(row, pool.slots), max_overlap(row, pool.slots)]
+    tables += [least_loaded(row, pool.slots, loads), safe_spread(row, pool.slots, floor=counts.floor)]
+    complement = complement_overlap(row, pool.slots)
     tables += [keep_apart(t) for t in tables] + ([] if complement is None else [complement])
     for table in tables:
-        assert table.min() >= 0 and table.sum(1).tolist() == list(row) and table.sum(0).tolist() == list(fleet.slots)
-    safe = safe_spread(row, fleet.slots, floor=counts.floor)
+        assert table.min() >= 0 and table.sum(1).tolist() == list(row) and table.sum(0).tolist() == list(pool.slots)
+    safe = safe_spread(row, pool.slots, floor=counts.floor)
     assert (safe > 0).sum(1).min() >= counts.floor
-    if len(set(fleet.slots)) == 1 and max(row) <= fleet.num_hosts:
+    if len(set(pool.slots)) == 1 and max(row) <= pool.num_hosts:
         assert all(keep_apart(table).max() == 1 for table in tables)
 
 
@@ -140,9 +140,9 @@ def test_the_certificate_is_what_trying_every_loss_finds(seed):
         if hosts <= 8:
             break
     table = np.stack([loads, rng.permutation(loads)])
-    fleet = equal_fleet(hosts, slots)
+    pool = equal_pool(hosts, slots)
     plan = plan_placement(
-        replica_counts(table, fleet, floor=floor), fleet, table, effort=Effort(swaps=100, balance_swaps=50)
+        replica_counts(table, pool, floor=floor), pool, table, effort=Effort(swaps=100, balance_swaps=50)
     )
     assert fatal_of(plan) == fatal_by_hand(plan)
 
@@ -150,42 +150,42 @@ def test_the_certificate_is_what_trying_every_loss_finds(seed):
 @given(counts_and_slots())
 @settings(max_examples=40, deadline=None)
 def test_hosts_that_differ_in_slots_hold_the_floor_too(case):
-    loads, fleet, floor = case
-    if fleet.num_slots < len(loads):
+    loads, pool, floor = case
+    if pool.num_slots < len(loads):
         return
-    counts = replica_counts([loads], fleet, floor=floor)
-    plan = plan_placement(counts, fleet, [loads], effort=Effort(swaps=50, balance_swaps=50))
+    counts = replica_counts([loads], pool, floor=floor)
+    plan = plan_placement(counts, pool, [loads], effort=Effort(swaps=50, balance_swaps=50))
     plan.check()
     assert min(len(plan.holders(0, e)) for e in range(len(loads))) >= counts.floor
 
 
 def test_aligned_layers_survive_together():
     """12 layers, 10 hosts, 6 slots, 16 experts, Zipf 1, f 2: two lost hosts are survived as often as by one layer alone."""
-    fleet, loads = equal_fleet(10, 6), zipf_loads(12, 16, skew=1.0)
-    counts = replica_counts(loads, fleet, floor=2)
-    plan = plan_placement(counts, fleet, loads)
+    pool, loads = equal_pool(10, 6), zipf_loads(12, 16, skew=1.0)
+    counts = replica_counts(loads, pool, floor=2)
+    plan = plan_placement(counts, pool, loads)
     assert plan.certificate.probabilities[2] >= 0.95
     rng = np.random.default_rng(0)
     shuffled = [[layer[i] for i in rng.permutation(10)] for layer in plan.slots]
-    loose = HostPlacement(num_experts=16, fleet=fleet, slots=tuple(map(tuple, shuffled)), floor=2)
+    loose = HostPlacement(num_experts=16, pool=pool, slots=tuple(map(tuple, shuffled)), floor=2)
     assert loose.certificate.probabilities[2] < 0.75  # each layer as good as before, but not together
 
 
 def test_layers_of_different_loads_are_no_worse_together_than_under_the_printed_rule():
-    fleet, rng = equal_fleet(9, 5), np.random.default_rng(3)
+    pool, rng = equal_pool(9, 5), np.random.default_rng(3)
     loads = rng.gamma(2.0, 1.0, (6, 12))
-    counts = replica_counts(loads, fleet, floor=2)
-    ours = fatal_of(plan_placement(counts, fleet, loads))
+    counts = replica_counts(loads, pool, floor=2)
+    ours = fatal_of(plan_placement(counts, pool, loads))
     for rule in ("printed", "spread"):
-        assert ours <= fatal_of(rule_placement(rule, loads, counts, fleet))
+        assert ours <= fatal_of(rule_placement(rule, loads, counts, pool))
 
 
 def test_racks():
     """4 racks of 3 hosts: every single rack may be lost, and no host loss is survived less often for it."""
     loads = zipf_loads(1, 16, skew=1.0)
-    known, unknown = equal_fleet(12, 6, num_racks=4), equal_fleet(12, 6)
+    known, unknown = equal_pool(12, 6, num_racks=4), equal_pool(12, 6)
     counts = replica_counts(loads, known, floor=2)
-    plan, blind = (plan_placement(counts, fleet, loads) for fleet in (known, unknown))
+    plan, blind = (plan_placement(counts, pool, loads) for pool in (known, unknown))
     assert plan.rack_certificate is not None and plan.rack_certificate.probabilities[1] == 1
     assert all(survives(plan.slots, 16, range(3 * r, 3 * r + 3)) for r in range(4))
     assert plan.rack_certificate.probabilities[2] >= 4 / 6
@@ -198,11 +198,11 @@ def test_risky_hosts_stand_apart():
     """3 of 9 hosts fail often: knowing it, the plan loses less."""
     loads = zipf_loads(1, 12, skew=1.0)
     failure = (0.3, 0.3, 0.3) + (0.01,) * 6
-    told = Fleet(slots=(4,) * 9, failure=failure)
+    told = HostPool(slots=(4,) * 9, failure=failure)
     counts = replica_counts(loads, told, floor=2)
     plan = plan_placement(counts, told, loads)
-    blind = plan_placement(counts, equal_fleet(9, 4), loads)
-    as_blind = HostPlacement(num_experts=12, fleet=told, slots=blind.slots, floor=2)
+    blind = plan_placement(counts, equal_pool(9, 4), loads)
+    as_blind = HostPlacement(num_experts=12, pool=told, slots=blind.slots, floor=2)
     assert plan.independent is not None and as_blind.independent is not None
     assert plan.independent[0] > as_blind.independent[0]
     assert fatal_of(plan) == fatal_of(blind)
@@ -210,10 +210,10 @@ def test_risky_hosts_stand_apart():
 
 def test_load_is_levelled_at_no_cost():
     """Which experts share hosts is free among those with equally many replicas; swaps that cost nothing do the rest."""
-    fleet, loads = equal_fleet(12, 4), zipf_loads(2, 24, skew=1.0)
-    counts = replica_counts(loads, fleet, floor=2)
-    plan = plan_placement(counts, fleet, loads)
-    plain = plan_placement(counts, fleet, np.zeros_like(loads))  # no loads known: nothing to level by
+    pool, loads = equal_pool(12, 4), zipf_loads(2, 24, skew=1.0)
+    counts = replica_counts(loads, pool, floor=2)
+    plan = plan_placement(counts, pool, loads)
+    plain = plan_placement(counts, pool, np.zeros_like(loads))  # no loads known: nothing to level by
     assert fatal_of(plan) == fatal_of(plain)
     assert plan.max_over_mean(loads) < plain.max_over_mean(loads)
 
@@ -222,7 +222,7 @@ def test_load_is_levelled_at_no_cost():
 @settings(max_examples=30, deadline=None)
 def test_naming_and_levelling_keep_the_losses(seed):
     rng = np.random.default_rng(seed)
-    counts = replica_counts([rng.random(10)], equal_fleet(6, 4), floor=2).counts[0]
+    counts = replica_counts([rng.random(10)], equal_pool(6, 4), floor=2).counts[0]
     table, loads = spread(sorted(counts), (4,) * 6), np.sort(rng.random(10))
     named = name_rows(table, loads)
     assert sorted(holder_sets(named)) == sorted(holder_sets(table)) and (named.sum(1) == table.sum(1)).all()
@@ -236,15 +236,15 @@ def test_naming_and_levelling_keep_the_losses(seed):
 def test_a_large_model_is_planned_in_a_second():
     """61 layers x 256 experts x 64 hosts. 0.7 to 0.9 s where nothing else runs; three times the bar here, because others may share caches and memory."""
     rng = np.random.default_rng(0)
-    fleet, loads = equal_fleet(64, 9), rng.gamma(0.7, 1.0, (61, 256))
+    pool, loads = equal_pool(64, 9), rng.gamma(0.7, 1.0, (61, 256))
 
     def planning():
-        return plan_placement(replica_counts(loads, fleet, floor=2), fleet, loads)
+        return plan_placement(replica_counts(loads, pool, floor=2), pool, loads)
 
-    counts, plan = replica_counts(loads, fleet, floor=2), planning()
+    counts, plan = replica_counts(loads, pool, floor=2), planning()
     assert full_speed_s(planning, rounds=3) <= 3.0
     assert plan.certificate.guaranteed >= 2
-    printed = rule_placement("printed", loads, counts, fleet)
+    printed = rule_placement("printed", loads, counts, pool)
     assert plan.certificate.probabilities[2:4] >= printed.certificate.probabilities[2:4]
 
 
@@ -253,8 +253,8 @@ def test_a_large_model_is_planned_in_a_second():
 
 def small_plan():
     loads = zipf_loads(2, 6, skew=1.0)
-    fleet = equal_fleet(4, 3, num_racks=2)
-    return plan_placement(replica_counts(loads, fleet, floor=2), fleet, loads), loads
+    pool = equal_pool(4, 3, num_racks=2)
+    return plan_placement(replica_counts(loads, pool, floor=2), pool, loads), loads
 
 
 def test_same_input_same_bytes_and_back():
@@ -262,15 +262,15 @@ def test_same_input_same_bytes_and_back():
     again, _ = small_plan()
     assert plan.to_json() == again.to_json() and plan.hash == again.hash
     back = read_host_placement(plan.to_dict())
-    assert back.slots == plan.slots and back.floor == plan.floor and back.fleet.slots == plan.fleet.slots
+    assert back.slots == plan.slots and back.floor == plan.floor and back.pool.slots == plan.pool.slots
 
 
 def test_a_layer_becomes_a_placement_over_ranks():
     plan, _ = small_plan()
     one = plan.layer_placement(1)
     assert one.slots == (plan.slots[1],)
-    names = plan.fleet.host_names
-    plan6 = plan_placement(replica_counts([[9, 1, 1]], equal_fleet(2, 6), floor=2), equal_fleet(2, 6), [[9, 1, 1]])
+    names = plan.pool.host_names
+    plan6 = plan_placement(replica_counts([[9, 1, 1]], equal_pool(2, 6), floor=2), equal_pool(2, 6), [[9, 1, 1]])
     two = plan6.layer_placement(0, host_of_ep=[0, 1, 1, 0])
     assert two.slots_per_rank == 3 and sorted(two.slots[0][0] + two.slots[0][3]) == sorted(plan6.slots[0][0])
     assert max(rank.count(0) for rank in two.slots[0]) < plan6.slots[0][0].count(0)  # copies part
@@ -298,20 +298,20 @@ def test_damaged_plans_are_refused(change, words):
 def test_wrong_counts_are_named_all_at_once():
     counts = ReplicaCounts(counts=((1, 4), (3, 3)), floor=2, asked_floor=2)
     with pytest.raises(PlanError) as error:
-        plan_placement(counts, equal_fleet(3, 2), [[1.0, 1.0]])
+        plan_placement(counts, equal_pool(3, 2), [[1.0, 1.0]])
     assert all(word in str(error.value) for word in ("loads.shape", "fill the 6 slots", "at least 2"))
 
 
 def test_rules_are_shown_as_they_are():
     """Nothing is repaired for the comparison: the printed rule keeps its broken promise, and `check` says so."""
-    fleet = equal_fleet(3, 2)
-    counts = replica_counts([[1, 1, 1]], fleet, floor=2)
-    plans = {rule: rule_placement(rule, [[1, 1, 1]], counts, fleet) for rule in RULES}
+    pool = equal_pool(3, 2)
+    counts = replica_counts([[1, 1, 1]], pool, floor=2)
+    plans = {rule: rule_placement(rule, [[1, 1, 1]], counts, pool) for rule in RULES}
     with pytest.raises(PlanError, match="is on at least 2 hosts"):
         plans["printed"].check()
     plans["spread"].check()
     assert plans["compact"].certificate.guaranteed == 1
-    assert plan_placement(counts, fleet, [[1, 1, 1]]).certificate.guaranteed == 2
+    assert plan_placement(counts, pool, [[1, 1, 1]]).certificate.guaranteed == 2
 
 
 @pytest.mark.parametrize("fault", ["printed_as_ours", "no_repair", "swaps_never_undone", "no_alignment"])
@@ -321,7 +321,7 @@ def test_planted_faults_are_caught(monkeypatch, fault):
         monkeypatch.setattr(
             placement_search,
             "_candidates",
-            lambda layers, i: {"overlap": max_overlap(layers.patterns[i], layers.fleet.slots)},
+            lambda layers, i: {"overlap": max_overlap(layers.patterns[i], layers.pool.slots)},
         )
         monkeypatch.setattr(placement_search, "_improved", lambda layers, starts, effort: starts[0])
         monkeypatch.setattr(placement_search, "levelled", lambda copies, *a, **k: copies)
@@ -333,20 +333,20 @@ def test_planted_faults_are_caught(monkeypatch, fault):
         def wander(copies, table, **options):
             copies, dice = copies.copy(), random.Random(0)
             for _ in range(30):
-                swap = placement_climb._random_swap(copies, dice)
+                swap = local_search._random_swap(copies, dice)
                 if swap is not None:
-                    placement_climb._apply(copies, swap)
+                    local_search._apply(copies, swap)
             return copies
 
-        monkeypatch.setattr(placement_search, "climb", wander)
+        monkeypatch.setattr(placement_search, "local_search", wander)
     else:
-        fleet, loads = equal_fleet(10, 6), zipf_loads(12, 16, skew=1.0)
+        pool, loads = equal_pool(10, 6), zipf_loads(12, 16, skew=1.0)
         rng = np.random.default_rng(0)
         named = placement_search._named
         monkeypatch.setattr(
             placement_search, "_named", lambda *a, **k: np.stack([c[:, rng.permutation(10)] for c in named(*a, **k)])
         )
-        plan = plan_placement(replica_counts(loads, fleet, floor=2), fleet, loads)
+        plan = plan_placement(replica_counts(loads, pool, floor=2), pool, loads)
         assert plan.certificate.probabilities[2] < 0.95
         return
     tally, rng, seen = Tally(), np.random.default_rng(5), 0

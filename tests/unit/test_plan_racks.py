@@ -18,8 +18,8 @@ from phalanx.plan.layout.shard_copies import shard_holders
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.placement import LayerPlacements, Placement
 from phalanx.plan.placement.rebalancing import Costs, StageNow, hosts_of_placement, placement_of_hosts, plan_replacement
-from phalanx.plan.placement.search.fleet import Fleet
 from phalanx.plan.placement.search.front import parted_placement, patched_placement
+from phalanx.plan.placement.search.host_pool import HostPool
 from phalanx.plan.placement.search.plan import plan_placement
 from phalanx.plan.placement.search.replicas import replica_counts
 from phalanx.plan.recovery.generation import GenerationPlan
@@ -112,17 +112,17 @@ def test_a_new_host_lets_experts_leave_their_only_rack() -> None:
 
 
 def test_what_is_mended_goes_to_another_rack() -> None:
-    fleet = Fleet(slots=(3, 3, 3, 3), racks=(0, 0, 1, 1))
+    pool = HostPool(slots=(3, 3, 3, 3), racks=(0, 0, 1, 1))
     loads = np.ones((1, 4))
-    counts = replica_counts(loads, fleet, floor=2)
-    placed = plan_placement(counts, fleet, loads)
+    counts = replica_counts(loads, pool, floor=2)
+    placed = plan_placement(counts, pool, loads)
     assert placed.num_in_one_rack(2) == 0 and placed.num_in_one_rack(1) == 0
     slots = (((0, 1, 2), (0, 1, 3), (3, 2, 2), (3, 3, 2)),)
     thin = replace(placed, slots=slots)
     assert thin.num_in_one_rack(2) == 2
     torn = replace(placed, slots=(((0, 1, 2), (1, 1, 3), (3, 2, 2), (3, 3, 2)),), floor=1)  # expert 0 is on one host
-    mended = patched_placement(torn, fleet, floor=2)
-    assert mended is not None and {fleet.racks[h] for h in mended.holders(0, 0)} == {0, 1}
+    mended = patched_placement(torn, pool, floor=2)
+    assert mended is not None and {pool.racks[h] for h in mended.holders(0, 0)} == {0, 1}
 
 
 def test_a_rack_that_is_too_small_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,13 +154,13 @@ def test_parting_leaves_fewer_in_one_rack_and_nothing_else_worse(seed: int) -> N
     draw = np.random.default_rng(seed)
     num_hosts, num_experts, floor = int(draw.integers(3, 8)), int(draw.integers(4, 12)), 2
     width = -(-num_experts * floor // num_hosts) + int(draw.integers(0, 3))
-    fleet = Fleet(slots=(width,) * num_hosts, racks=tuple(draw.integers(0, 3, num_hosts).tolist()))
+    pool = HostPool(slots=(width,) * num_hosts, racks=tuple(draw.integers(0, 3, num_hosts).tolist()))
     loads = draw.random((2, num_experts))
-    blind = replace(fleet, racks=())
-    made = replace(plan_placement(replica_counts(loads, blind, floor=floor), blind, loads), fleet=fleet)
+    blind = replace(pool, racks=())
+    made = replace(plan_placement(replica_counts(loads, blind, floor=floor), blind, loads), pool=pool)
     parted = parted_placement(made, floor=floor)
     parted.check()
-    assert parted.fleet == fleet and parted.floor == made.floor
+    assert parted.pool == pool and parted.floor == made.floor
     before, then = made.num_in_one_rack(floor), parted.num_in_one_rack(floor)
     assert then <= before
     moved = int(np.maximum(parted.copies - made.copies, 0).sum())
@@ -173,7 +173,7 @@ def test_replacement_mends_what_one_rack_holds() -> None:
     )
     placed = LayerPlacements(layers={0: of_ep})
     layers, on_hosts = hosts_of_placement(placed)
-    assert on_hosts.fleet.racks == (0, 0, 1, 1)
+    assert on_hosts.pool.racks == (0, 0, 1, 1)
     costs = Costs(row_s=1e-6, expert_bytes=1000, bytes_per_s=1e9, rebuild_s=1.0)
     now = StageNow(layers=layers, placement=on_hosts, loads=np.ones((1, 4)), slots_per_rank=3)
     made = plan_replacement([now], costs, floor=2, interval=10)
@@ -182,7 +182,7 @@ def test_replacement_mends_what_one_rack_holds() -> None:
     assert after_it.layers[0].racks == (0, 0, 1, 1)
     again = StageNow(layers=layers, placement=made.migrations[0].new, loads=np.ones((1, 4)), slots_per_rank=3)
     assert plan_replacement([again], costs, floor=2, interval=10).action == "keep"
-    blind = replace(on_hosts, fleet=replace(on_hosts.fleet, racks=()))
+    blind = replace(on_hosts, pool=replace(on_hosts.pool, racks=()))
     assert plan_replacement([replace(now, placement=blind)], costs, floor=2, interval=10).action == "keep"
 
 

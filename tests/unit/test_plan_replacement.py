@@ -19,7 +19,7 @@ from phalanx.plan.placement.rebalancing import (
     plan_replacement,
     smoothed_loads,
 )
-from phalanx.plan.placement.search.fleet import equal_fleet
+from phalanx.plan.placement.search.host_pool import equal_pool
 from phalanx.plan.placement.search.hosts import HostPlacement
 from phalanx.plan.placement.search.plan import Effort, plan_placement
 from phalanx.plan.placement.search.replicas import replica_counts, zipf_loads
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.unit
 QUICK = Effort(swaps=60, balance_swaps=40)
 CHEAP = Costs(row_s=1e-6, bytes_per_s=1e9, rebuild_s=0.1, expert_bytes=10**6)
 LAYERS, EXPERTS, HOSTS, SLOTS = 2, 8, 4, 5
-FLEET = equal_fleet(HOSTS, SLOTS)
+POOL = equal_pool(HOSTS, SLOTS)
 
 
-def placed(loads, *, floor=2, fleet=FLEET):
-    return plan_placement(replica_counts(loads, fleet, floor=floor), fleet, loads, effort=QUICK)
+def placed(loads, *, floor=2, pool=POOL):
+    return plan_placement(replica_counts(loads, pool, floor=floor), pool, loads, effort=QUICK)
 
 
 def now(placement, loads, slots=SLOTS):
@@ -107,7 +107,7 @@ LONELY = ((0, 0, 1, 2, 7), (1, 3, 4, 5, 7), (2, 3, 6, 7, 1), (4, 5, 6, 7, 2))
 
 def test_too_few_hosts_are_mended_always_and_first() -> None:
     """With the fewest copies; even loads, where they pay, are for the decision after."""
-    present = HostPlacement(num_experts=EXPERTS, fleet=equal_fleet(HOSTS, 5), slots=(LONELY,))
+    present = HostPlacement(num_experts=EXPERTS, pool=equal_pool(HOSTS, 5), slots=(LONELY,))
     dear = replace(CHEAP, bytes_per_s=1.0)
     level = np.array([[2.0, 3, 3, 2, 2, 2, 2, 4]])
     stage = now(present, level, slots=5)
@@ -124,8 +124,8 @@ def test_too_few_hosts_are_mended_always_and_first() -> None:
 
 
 def test_a_floor_that_slots_cannot_hold_is_no_reason_to_move() -> None:
-    fleet = equal_fleet(4, 2)
-    plain = placed(np.ones((1, 8)), floor=1, fleet=fleet)
+    pool = equal_pool(4, 2)
+    plain = placed(np.ones((1, 8)), floor=1, pool=pool)
     stage = now(plain, np.ones((1, 8)), slots=2)
     assert plan_replacement([stage], CHEAP, floor=2, interval=200, effort=QUICK).action == "keep"
 
@@ -135,15 +135,15 @@ def test_a_floor_that_slots_cannot_hold_is_no_reason_to_move() -> None:
 def test_no_expert_gets_on_fewer_hosts_than_the_floor(seed, hosts, slots, floor) -> None:
     rng = np.random.default_rng(seed)
     experts = int(rng.integers(2, hosts * slots + 1))
-    fleet = equal_fleet(hosts, slots)
+    pool = equal_pool(hosts, slots)
     drawn = [*range(experts), *rng.integers(0, experts, hosts * slots - experts)]
     rng.shuffle(drawn)
     table = tuple(tuple(int(e) for e in drawn[h * slots : (h + 1) * slots]) for h in range(hosts))
-    present = HostPlacement(num_experts=experts, fleet=fleet, slots=(table,))
+    present = HostPlacement(num_experts=experts, pool=pool, slots=(table,))
     loads = rng.random((1, experts)) ** 4
     found = plan_replacement([now(present, loads, slots)], CHEAP, floor=floor, interval=200, effort=QUICK)
     found.check()
-    wanted, held = min(floor, fleet.max_floor(experts)), (present.copies > 0).sum(2)
+    wanted, held = min(floor, pool.max_floor(experts)), (present.copies > 0).sum(2)
     if (held < wanted).any():
         assert found.action == "mend"
     if found.action != "keep":
@@ -155,7 +155,7 @@ def test_no_expert_gets_on_fewer_hosts_than_the_floor(seed, hosts, slots, floor)
 def test_of_several_stages_the_slowest_counts() -> None:
     level, skewed = np.ones((1, EXPERTS)) * 1e6, zipf_loads(1, EXPERTS, skew=1.0, seed=7)
     present = placed(np.ones((1, EXPERTS)))
-    even = placed(level, fleet=equal_fleet(HOSTS, 4))
+    even = placed(level, pool=equal_pool(HOSTS, 4))
     both = [now(present, skewed), now(even, level * 100, slots=4)]
     assert plan_replacement(both, CHEAP, floor=2, interval=200, effort=QUICK).action == "keep"  # it waits for the other
     assert plan_replacement(both[:1], CHEAP, floor=2, interval=200, effort=QUICK).action == "balance"
@@ -163,7 +163,7 @@ def test_of_several_stages_the_slowest_counts() -> None:
 
 
 def test_placements_of_ranks_and_of_hosts_are_one() -> None:
-    hosts = placed(zipf_loads(LAYERS, EXPERTS, skew=1.0, seed=8), fleet=equal_fleet(2, 8))
+    hosts = placed(zipf_loads(LAYERS, EXPERTS, skew=1.0, seed=8), pool=equal_pool(2, 8))
     host_of_ep = [0, 0, 1, 1]
     ranks = LayerPlacements(layers={3 + i: hosts.layer_placement(i, host_of_ep=host_of_ep) for i in range(LAYERS)})
     layers, found = hosts_of_placement(ranks)

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from tiers import times
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.placement.search.fleet import Fleet, equal_fleet
+from phalanx.plan.placement.search.host_pool import HostPool, equal_pool
 from phalanx.plan.placement.search.replicas import capped, paper_counts, replica_counts, smoothed, zipf_loads
 
 pytestmark = pytest.mark.unit
@@ -38,19 +38,19 @@ def test_the_papers_walk_by_hand():
 @given(loads_lists, st.integers(1, 12), st.integers(1, 8), st.integers(1, 5))
 @settings(max_examples=times(300, 100), deadline=None)
 def test_every_input_has_an_answer_that_holds_what_it_says(loads, hosts, slots, floor):
-    fleet = equal_fleet(hosts, slots)
+    pool = equal_pool(hosts, slots)
     if hosts * slots < len(loads):
         with pytest.raises(PlanError, match="need a slot each"):
-            replica_counts([loads], fleet, floor=floor)
+            replica_counts([loads], pool, floor=floor)
         return
-    made = replica_counts([loads], fleet, floor=floor)
+    made = replica_counts([loads], pool, floor=floor)
     (counts,) = made.counts
-    assert sum(counts) == fleet.num_slots and min(counts) >= made.floor >= 1
+    assert sum(counts) == pool.num_slots and min(counts) >= made.floor >= 1
     assert made.floor == min(floor, hosts, hosts * min(slots, len(loads)) // len(loads))
     assert (made.floor < floor) == any("lowered" in note for note in made.notes)
     if len(loads) >= slots:
         assert max(counts) <= hosts
-    paper = paper_counts(loads, fleet.num_slots, floor=made.floor)
+    paper = paper_counts(loads, pool.num_slots, floor=made.floor)
     assert all(c >= min(p, hosts) for c, p in zip(counts, paper, strict=True))
 
 
@@ -61,20 +61,20 @@ def test_surplus_goes_to_the_highest_load_per_replica():
 
 
 def test_cases_that_the_paper_leaves_open():
-    idle = replica_counts([[0, 0, 0]], equal_fleet(3, 2), floor=2)
+    idle = replica_counts([[0, 0, 0]], equal_pool(3, 2), floor=2)
     assert idle.counts == ((2, 2, 2),) and "without any load" in idle.notes[0]
-    tight = replica_counts([[5, 1, 1, 1, 1]], equal_fleet(3, 2), floor=2)
+    tight = replica_counts([[5, 1, 1, 1, 1]], equal_pool(3, 2), floor=2)
     assert tight.floor == 1 and tight.notes[0] == "f lowered from 2 to 1: 6 slots hold 5 experts 1 times"
-    few = replica_counts([[1, 1]], equal_fleet(2, 4), floor=3)
+    few = replica_counts([[1, 1]], equal_pool(2, 4), floor=3)
     assert few.floor == 2 and few.notes[0] == "f lowered from 3 to 2: there are 2 hosts"
     assert few.counts == ((4, 4),) and "share work, not risk" in few.notes[1]
 
 
 def test_hosts_with_different_slots_hold_what_distinct_hosts_allow():
     """4 experts on hosts of 1, 1 and 6 slots: the large one counts for 4, so 6 places, one each for certain."""
-    fleet = Fleet(slots=(1, 1, 6))
-    assert fleet.max_floor(4) == 1 and fleet.max_floor(2) == 2 and fleet.max_floor(3) == 1
-    assert replica_counts([[1, 1, 1, 1]], fleet, floor=2).floor == 1
+    pool = HostPool(slots=(1, 1, 6))
+    assert pool.max_floor(4) == 1 and pool.max_floor(2) == 2 and pool.max_floor(3) == 1
+    assert replica_counts([[1, 1, 1, 1]], pool, floor=2).floor == 1
 
 
 def test_smoothing():
@@ -104,13 +104,13 @@ def test_zipf_loads_are_the_same_everywhere_and_sum_alike():
 )
 def test_wrong_loads_are_named(loads, words):
     with pytest.raises(PlanError) as error:
-        replica_counts(loads, equal_fleet(2, 2), floor=1)
+        replica_counts(loads, equal_pool(2, 2), floor=1)
     assert all(word in str(error.value) for word in words)
 
 
 def test_wrong_hosts_are_named_all_at_once():
     with pytest.raises(PlanError) as error:
-        replica_counts([[1, 1]], Fleet(slots=(2, 0), racks=(1,), failure=(0.1, 1.5), names=(3, 3)), floor=0)
+        replica_counts([[1, 1]], HostPool(slots=(2, 0), racks=(1,), failure=(0.1, 1.5), names=(3, 3)), floor=0)
     text = str(error.value)
     words = (
         "at least 1 on each host",

@@ -282,7 +282,7 @@ def test_costs_change_the_order_of_transfers_but_never_what_is_right() -> None:
         ("swapped", "runs the passes of the schedule"),
         ("lost", "sent once and received once"),
         ("early", "comes after"),
-        ("crossed", "waits for ever for the other rank"),
+        ("crossed", "deadlocks waiting for the other rank"),
         ("foreign", "belongs to other ranks"),
         ("left out", "names one transfer for each edge"),
     ],

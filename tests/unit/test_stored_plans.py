@@ -43,7 +43,7 @@ from phalanx.plan.moe.overlap.tiles.plan import backward_of, plan_overlap
 from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 from phalanx.plan.pipeline import make_pipeline
 from phalanx.plan.pipeline.schedule.make import SCHEDULES, make_schedule
-from phalanx.plan.placement.search.fleet import equal_fleet
+from phalanx.plan.placement.search.host_pool import equal_pool
 from phalanx.plan.placement.search.migration import plan_migration
 from phalanx.plan.placement.search.plan import plan_placement, rule_placement
 from phalanx.plan.placement.search.replicas import replica_counts, zipf_loads
@@ -187,10 +187,10 @@ def placements() -> Made:
     """Replicas and hosts of experts, those of simple rules, and the way from one placement to another."""
     loads = zipf_loads(3, 16, skew=0.8, seed=1)
     for hosts, slots, racks in ((4, 8, 0), (6, 6, 3)):
-        fleet = equal_fleet(hosts, slots, num_racks=racks)
-        counts = replica_counts(loads, fleet, floor=2)
-        made = plan_placement(counts, fleet, loads)
-        ruled = [rule_placement(rule, loads, counts, fleet) for rule in ("spread", "compact", "least_loaded")]
+        pool = equal_pool(hosts, slots, num_racks=racks)
+        counts = replica_counts(loads, pool, floor=2)
+        made = plan_placement(counts, pool, loads)
+        ruled = [rule_placement(rule, loads, counts, pool) for rule in ("spread", "compact", "least_loaded")]
         yield f"{hosts} hosts of {slots}", [counts.counts, made.copies, made.slots, [one.slots for one in ruled]]
         yield f"{hosts} hosts of {slots}, from spread", plan_migration(ruled[0], made, rename=True).fetches
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.kernels.triton.index import Going
+from phalanx.kernels.triton.index import SendIndex
 from phalanx.kernels.triton.layer import ArrivalCounts, LaunchShape, begin, compute, finish, pack_weights, route, send
 from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory
 from phalanx.kernels.triton.tiles import check_status
@@ -19,16 +19,16 @@ def virtual_arenas(spec: ArenaSpec, device: torch.device | str = "cpu") -> list[
     return [SymmetricMemory(spec, rank, whole) for rank in range(spec.ranks)]
 
 
-def tell_virtual(goings: Sequence[Going], weights: Sequence[torch.Tensor]) -> list[ArrivalCounts]:
+def tell_virtual(indices: Sequence[SendIndex], weights: Sequence[torch.Tensor]) -> list[ArrivalCounts]:
     """What an all-to-all of fixed size does between processes, for ranks of one process."""
-    packed = [pack_weights(w, to) for w, to in zip(weights, goings, strict=True)]
+    packed = [pack_weights(w, to) for w, to in zip(weights, indices, strict=True)]
     return [
         ArrivalCounts(
-            torch.stack([to.slots_PCK[rank] for to in goings]),
+            torch.stack([to.slots_PCK[rank] for to in indices]),
             torch.stack([p[rank] for p in packed]),
-            torch.stack([to.counts_P[rank] for to in goings]),
+            torch.stack([to.counts_P[rank] for to in indices]),
         )
-        for rank in range(len(goings))
+        for rank in range(len(indices))
     ]
 
 
@@ -48,17 +48,17 @@ def enqueue_virtual(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The layer's output on each rank, and what found no room. Reads nothing on the host, so all of it can be captured in a CUDA graph."""
     spec = arenas[0].spec
-    goings = [route(s, shape=shape, spec=spec) for s in layer.slots]
-    told = tell_virtual(goings, layer.weights)
+    indices = [route(s, shape=shape, spec=spec) for s in layer.slots]
+    told = tell_virtual(indices, layer.weights)
     orders = [begin(t, arena, shape=shape) for t, arena in zip(told, arenas, strict=True)]
     for arena in arenas:
         arena.next_call()
     for rank, arena in enumerate(arenas):
-        send(layer.x[rank], goings[rank], arena, shape=shape)
+        send(layer.x[rank], indices[rank], arena, shape=shape)
     for rank, arena in enumerate(arenas):
         compute(arena, told[rank], orders[rank], layer.w13[rank], layer.w2[rank], shape=shape)
-    out = [finish(to, arena, shape=shape) for to, arena in zip(goings, arenas, strict=True)]
-    return out, [to.overflow for to in goings] + [order.overflow for order in orders]
+    out = [finish(to, arena, shape=shape) for to, arena in zip(indices, arenas, strict=True)]
+    return out, [to.overflow for to in indices] + [order.overflow for order in orders]
 
 
 def run_virtual(layer: VirtualLayer, arenas: Sequence[SymmetricMemory], *, shape: LaunchShape) -> list[torch.Tensor]:

@@ -24,8 +24,8 @@ from phalanx.core.files import check_writable, write_json
 from phalanx.core.process import peak_resident_bytes
 from phalanx.plan.reshard.best import find_bound
 from phalanx.plan.reshard.bound import Bound
-from phalanx.plan.reshard.flows import make_flows, unit_flows, whole_lots
-from phalanx.plan.reshard.history import HISTORY, gang_times, greedy, naive, perfect_order_seconds
+from phalanx.plan.reshard.flows import make_flows, unit_flows, whole_groups
+from phalanx.plan.reshard.history import HISTORY, busy_times, greedy, naive, perfect_order_seconds
 from phalanx.plan.reshard.plan import LEAST_CHUNK, ReshardPlan, plan_reshard
 from phalanx.plan.reshard.units import templates_of
 from phalanx_lab.bench.reshard.cases import Case, large_state, nine_cases, random_cases, wide_case
@@ -140,15 +140,15 @@ def measure_random(seed: int, count: int, *, unequal_links: bool, least_bytes: i
 def _baselines(case: Case) -> tuple[float, float, Bound] | None:
     """rho of the naive order and of the paper's greedy, and the bound; None for a trivial case or one with too many unit tasks."""
     templates = templates_of(case.moves, case.hosts)
-    lots = whole_lots(templates)
-    tasks = unit_flows(templates, lots, case.hosts).flows
+    groups = whole_groups(templates)
+    tasks = unit_flows(templates, groups, case.hosts).flows
     if len(tasks) > MOST_UNITS:
         return None
-    bound, _ = find_bound(make_flows(templates, lots, case.hosts).flows, case.hosts)
-    first = gang_times(tasks, case.hosts, naive(tasks))[1]
+    bound, _ = find_bound(make_flows(templates, groups, case.hosts).flows, case.hosts)
+    first = busy_times(tasks, case.hosts, naive(tasks))[1]
     if not bound.seconds or first < TRIVIAL * bound.seconds:
         return None
-    theirs = gang_times(tasks, case.hosts, greedy(tasks, case.hosts))[1]
+    theirs = busy_times(tasks, case.hosts, greedy(tasks, case.hosts))[1]
     return first / bound.seconds, theirs / bound.seconds, bound
 
 
@@ -200,11 +200,11 @@ def measure_nine() -> dict[str, Any]:
 def worst_with_tile_weights(case: Case, *, runs: int = 20) -> float:
     """Worst makespan of the greedy with whole source tiles for weights, as it was shipped."""
     templates = templates_of(case.moves, case.hosts)
-    tasks = unit_flows(templates, whole_lots(templates), case.hosts).flows
+    tasks = unit_flows(templates, whole_groups(templates), case.hosts).flows
     template = templates[0]
     tile = np.bincount(template.src_of, weights=template.elements)[template.src_of] * template.itemsize
     return max(
-        gang_times(tasks, case.hosts, greedy(tasks, case.hosts, weights=tile.tolist(), seed=s))[1] for s in range(runs)
+        busy_times(tasks, case.hosts, greedy(tasks, case.hosts, weights=tile.tolist(), seed=s))[1] for s in range(runs)
     )
 
 

@@ -21,16 +21,16 @@ from phalanx.observe.pictures import placement_svg, placement_text
 from phalanx.plan.placement.search import (
     Certificate,
     CostWeights,
-    Fleet,
     Floats,
     HostPlacement,
+    HostPool,
     Point,
     ReplicaCounts,
     choose,
-    equal_fleet,
-    fleet_problems,
+    equal_pool,
     placement_front,
     plan_placement,
+    pool_problems,
     read_host_placement,
     read_loads,
     replica_counts,
@@ -89,16 +89,16 @@ def placement(args: PlacementArgs) -> int:
     check_writable(args.svg)
     raise_if(_argument_problems(args), ConfigError, subject="arguments")
     loads = _loads(args)
-    current, fleet = _present(args)
+    current, pool = _present(args)
     begin, cpu = time.perf_counter(), time.process_time()
-    counts = replica_counts(loads, fleet, floor=args.f)
-    best = plan_placement(counts, fleet, loads)
+    counts = replica_counts(loads, pool, floor=args.f)
+    best = plan_placement(counts, pool, loads)
     seconds, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
     worth = CostWeights()
-    points = placement_front(loads, fleet, floor=args.f, current=current, worth=worth, best=best)
+    points = placement_front(loads, pool, floor=args.f, current=current, worth=worth, best=best)
     by = worth.cost if args.choose == "cost" else None
     chosen = choose(points, max_over_mean=args.max_load, max_copies=args.max_copies, by=by)
-    plans = {"ours": chosen.plan, **{rule: rule_placement(rule, loads, counts, fleet) for rule in OTHERS}}
+    plans = {"ours": chosen.plan, **{rule: rule_placement(rule, loads, counts, pool) for rule in OTHERS}}
     result = placement_result(plans, points, chosen, loads, counts=counts, worth=worth, seconds=seconds)
     if args.json is not None:
         write_json(args.json, result)
@@ -155,26 +155,26 @@ def _read(path: Path) -> Any:
         raise DataError([Problem(where=str(path), value=None, rule=rule)], subject="arguments") from error
 
 
-def _present(args: PlacementArgs) -> tuple[HostPlacement | None, Fleet]:
+def _present(args: PlacementArgs) -> tuple[HostPlacement | None, HostPool]:
     """What is placed now, and the hosts to place on: those of --current that live, and new ones up to --hosts."""
-    racks = equal_fleet(args.hosts, args.slots, num_racks=args.racks).racks
+    racks = equal_pool(args.hosts, args.slots, num_racks=args.racks).racks
     if args.current is None:
-        fleet = Fleet(slots=(args.slots,) * args.hosts, racks=racks, failure=args.failure)
-        raise_if(fleet_problems(fleet), PlanError, subject="hosts")
-        return None, fleet
+        pool = HostPool(slots=(args.slots,) * args.hosts, racks=racks, failure=args.failure)
+        raise_if(pool_problems(pool), PlanError, subject="hosts")
+        return None, pool
     data = _read(args.current)
     current = read_host_placement(data["placement"] if isinstance(data, dict) and "placement" in data else data)
-    strangers = [h for h in args.lost if h not in current.fleet.host_names]
-    names = [name for name in current.fleet.host_names if name not in args.lost][: args.hosts]
-    new = max((*current.fleet.host_names, -1)) + 1
+    strangers = [h for h in args.lost if h not in current.pool.host_names]
+    names = [name for name in current.pool.host_names if name not in args.lost][: args.hosts]
+    new = max((*current.pool.host_names, -1)) + 1
     names += range(new, new + args.hosts - len(names))
-    fleet = Fleet(slots=(args.slots,) * args.hosts, racks=racks, failure=args.failure, names=tuple(names))
-    problems = fleet_problems(fleet)
+    pool = HostPool(slots=(args.slots,) * args.hosts, racks=racks, failure=args.failure, names=tuple(names))
+    problems = pool_problems(pool)
     if strangers:
-        rule = f"--current knows the hosts {list(current.fleet.host_names)}"
+        rule = f"--current knows the hosts {list(current.pool.host_names)}"
         problems.append(Problem(where="--lost", value=strangers, rule=rule))
     raise_if(problems, PlanError, subject="hosts")
-    return current, fleet
+    return current, pool
 
 
 def placement_result(

@@ -8,7 +8,7 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.kernels.triton.first_product import Arrivals as Arrivals, fused_first as fused_first
-    from phalanx.kernels.triton.index import Arranged as Arranged, Going as Going
+    from phalanx.kernels.triton.index import Arranged as Arranged, SendIndex as SendIndex
     from phalanx.kernels.triton.layer import (
         ArrivalCounts as ArrivalCounts,
         LaunchShape as LaunchShape,

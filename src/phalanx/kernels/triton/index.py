@@ -16,8 +16,8 @@ from phalanx.plan.moe.overlap.fused import EMPTY, part_places, problem_room, row
 
 
 @dataclass(frozen=True, eq=False)
-class Going:
-    """What this rank sends. int32 tensors; meaning as in `tests/oracles/device_rows.Going`."""
+class SendIndex:
+    """What this rank sends. int32 tensors; meaning as in `tests/oracles/device_rows.SendIndex`."""
 
     token_of_entry_PC: torch.Tensor
     slots_PCK: torch.Tensor
@@ -39,7 +39,7 @@ class Arranged:
     overflow: torch.Tensor
 
 
-def going(slots_TK: torch.Tensor, *, ranks: int, slots_per_rank: int, capacity: int) -> Going:
+def send_index(slots_TK: torch.Tensor, *, ranks: int, slots_per_rank: int, capacity: int) -> SendIndex:
     """Entries for each rank from the group's slots (T, K), EMPTY where dropped."""
     num_tokens, top_k = slots_TK.shape
     first_slot_P11 = _arange(ranks, slots_TK).view(-1, 1, 1) * slots_per_rank
@@ -59,7 +59,7 @@ def going(slots_TK: torch.Tensor, *, ranks: int, slots_per_rank: int, capacity: 
     is_copy_PcK = is_entry_Pc.unsqueeze(2) & (slots_PcK < none)
     entry_PT = slots_TK.new_full((ranks, num_tokens), EMPTY, dtype=torch.int32)
     entry_PT.scatter_(1, token_Pc, torch.where(is_entry_Pc, _arange(places, slots_TK), EMPTY))
-    return Going(
+    return SendIndex(
         _padded(torch.where(is_entry_Pc, token_Pc, EMPTY), capacity),
         _padded(torch.where(is_copy_PcK, slots_PcK, EMPTY), capacity),
         _padded(torch.where(is_copy_PcK, choice_PTK.gather(1, at_PcK), EMPTY), capacity),

@@ -1,6 +1,6 @@
 """One MoE layer's forward pass on the kernels that wait on flags, for a rank, in pieces that each read nothing on the host.
 
-    route       routed slots -> what goes where                                     (going)
+    route       routed slots -> what goes where                                     (send_index)
     told        the receivers learn the slots and weights of what comes             (exchange: small, fixed size)
     begin       order of the rows that come                                         (arrange)
     send        entries to their ranks, flags behind them                           copy engine or programs, beside `compute`
@@ -22,7 +22,7 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.swiglu import reference_swiglu
 from phalanx.kernels.triton.first_product import Arrivals, fused_first
-from phalanx.kernels.triton.index import Arranged, Going, arrange, going
+from phalanx.kernels.triton.index import Arranged, SendIndex, arrange, send_index
 from phalanx.kernels.triton.second_product import Division, add_ranks, fused_second, send_entries
 from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory
 from phalanx.kernels.triton.tiles import SendShape, TileShape
@@ -53,12 +53,12 @@ class ArrivalCounts:
     counts_P: torch.Tensor
 
 
-def route(slots_TK: torch.Tensor, *, shape: LaunchShape, spec: ArenaSpec) -> Going:
+def route(slots_TK: torch.Tensor, *, shape: LaunchShape, spec: ArenaSpec) -> SendIndex:
     """What this rank sends, from the group's slot of each choice, (T, K), -1 where dropped."""
-    return going(slots_TK, ranks=spec.ranks, slots_per_rank=shape.slots_per_rank, capacity=spec.capacity)
+    return send_index(slots_TK, ranks=spec.ranks, slots_per_rank=shape.slots_per_rank, capacity=spec.capacity)
 
 
-def pack_weights(weights_TK: torch.Tensor, to: Going) -> torch.Tensor:
+def pack_weights(weights_TK: torch.Tensor, to: SendIndex) -> torch.Tensor:
     """(P, C, K) fp32: weight of each copy that goes, 0 where there is none."""
     token_PCK = to.token_of_entry_PC.clamp(min=0).long().unsqueeze(2).expand_as(to.choice_PCK)
     if weights_TK.shape[0] == 0:
@@ -67,7 +67,7 @@ def pack_weights(weights_TK: torch.Tensor, to: Going) -> torch.Tensor:
     return torch.where(to.choice_PCK >= 0, weights_PCK, 0.0)
 
 
-def pack_entries(x_TH: torch.Tensor, to: Going) -> torch.Tensor:
+def pack_entries(x_TH: torch.Tensor, to: SendIndex) -> torch.Tensor:
     """(P, C, H): the entries for each rank, as a copy engine needs them."""
     if x_TH.shape[0] == 0:
         return x_TH.new_zeros(*to.token_of_entry_PC.shape, x_TH.shape[1])
@@ -90,7 +90,7 @@ def begin(told: ArrivalCounts, arena: SymmetricMemory, *, shape: LaunchShape, ma
     )
 
 
-def send(x_TH: torch.Tensor, to: Going, arena: SymmetricMemory, *, shape: LaunchShape) -> None:
+def send(x_TH: torch.Tensor, to: SendIndex, arena: SymmetricMemory, *, shape: LaunchShape) -> None:
     """Entries to their ranks, own rank first, then in the order in which the receivers expect them."""
     if not shape.copy_engine:
         send_entries(x_TH, to, arena, programs=shape.send_programs, shape=shape.send, impl=shape.impl)
@@ -132,7 +132,7 @@ def compute(
     )  # fmt: skip
 
 
-def finish(to: Going, arena: SymmetricMemory, *, shape: LaunchShape) -> torch.Tensor:
+def finish(to: SendIndex, arena: SymmetricMemory, *, shape: LaunchShape) -> torch.Tensor:
     """(T, H): the layer's output for this rank's tokens."""
     return add_ranks(
         to, arena, programs=shape.send_programs, shape=shape.send, patience=shape.patience, impl=shape.impl

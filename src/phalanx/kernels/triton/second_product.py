@@ -18,7 +18,7 @@ import torch
 
 from phalanx.core.errors import Problem
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.triton.index import Arranged, Going
+from phalanx.kernels.triton.index import Arranged, SendIndex
 from phalanx.kernels.triton.symmetric import SymmetricMemory
 from phalanx.kernels.triton.tiles import (
     PATIENCE,
@@ -55,7 +55,7 @@ class Division:
 
 def send_entries(
     x_TH: torch.Tensor,
-    to: Going,
+    to: SendIndex,
     arena: SymmetricMemory,
     *,
     programs: int,
@@ -133,7 +133,7 @@ def fused_second(
 
 
 def add_ranks(
-    to: Going,
+    to: SendIndex,
     arena: SymmetricMemory,
     *,
     programs: int,
@@ -163,7 +163,7 @@ def add_ranks(
 # ---- plain versions: the peers' memory as ordinary tensors, so for ranks of one process only ------------------------------
 
 
-def _reference_send(x_TH: torch.Tensor, to: Going, arena: SymmetricMemory) -> None:
+def _reference_send(x_TH: torch.Tensor, to: SendIndex, arena: SymmetricMemory) -> None:
     spec = arena.spec
     for peer in arena.peers():
         count = int(to.counts_P[peer.rank])

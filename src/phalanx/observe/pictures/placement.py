@@ -22,14 +22,14 @@ COLOURS = ("#e45756", "#f58518", "#eeca3b", "#54a24b", "#4c78a8", "#72b7b2")
 def placement_text(plan: HostPlacement, layer: int) -> str:
     """One layer: a line for each slot, a column for each host. `!` marks the experts on fewest hosts."""
     raise_if(_layer_problems(plan, layer), PlanError, subject="picture")
-    hosts = plan.fleet.num_hosts
+    hosts = plan.pool.num_hosts
     shown = range(min(hosts, MAX_TEXT_HOSTS))
     rarest, on = _rarity(plan, layer)
-    width = max(len(str(plan.num_experts - 1)) + 1, *(len(str(name)) for name in plan.fleet.host_names)) + 1
-    lines = ["host".ljust(8) + "".join(str(plan.fleet.host_names[n]).rjust(width) + " " for n in shown).rstrip()]
-    if plan.fleet.racks:
-        lines.append("rack".ljust(8) + "".join(str(plan.fleet.racks[n]).rjust(width) + " " for n in shown).rstrip())
-    for slot in range(max(plan.fleet.slots)):
+    width = max(len(str(plan.num_experts - 1)) + 1, *(len(str(name)) for name in plan.pool.host_names)) + 1
+    lines = ["host".ljust(8) + "".join(str(plan.pool.host_names[n]).rjust(width) + " " for n in shown).rstrip()]
+    if plan.pool.racks:
+        lines.append("rack".ljust(8) + "".join(str(plan.pool.racks[n]).rjust(width) + " " for n in shown).rstrip())
+    for slot in range(max(plan.pool.slots)):
         cells = []
         for n in shown:
             held = plan.slots[layer][n]
@@ -46,20 +46,20 @@ def placement_svg(plan: HostPlacement, layers: Sequence[int] | None = None) -> s
     """All layers (or `layers`) one below the other. Raises `PlanError` where that is more than can be read."""
     chosen = list(range(plan.num_layers)) if layers is None else list(layers)
     problems = [p for layer in chosen for p in _layer_problems(plan, layer)]
-    cells = len(chosen) * plan.fleet.num_slots
+    cells = len(chosen) * plan.pool.num_slots
     if cells > MAX_CELLS:
         rule = f"a picture shows at most {MAX_CELLS} slots"
         problems.append(Problem(where="slots", value=cells, rule=rule, hint="fewer layers"))
     raise_if(problems, PlanError, subject="picture")
-    height_of_layer = ROW * max(plan.fleet.slots) + 30
-    width = max(LEFT + CELL * plan.fleet.num_hosts + 16, 640)
+    height_of_layer = ROW * max(plan.pool.slots) + 30
+    width = max(LEFT + CELL * plan.pool.num_hosts + 16, 640)
     height = TOP + height_of_layer * len(chosen) + 12
-    body = [words(12, 24, f"{plan.num_experts} experts on {plan.fleet.num_hosts} hosts", size=16, weight=600)]
+    body = [words(12, 24, f"{plan.num_experts} experts on {plan.pool.num_hosts} hosts", size=16, weight=600)]
     body.append(words(12, 42, plan.certificate.explain(most=4), fill="#444"))
-    for n, name in enumerate(plan.fleet.host_names):
-        label = f"{name}" if not plan.fleet.racks else f"{name}/{plan.fleet.racks[n]}"
+    for n, name in enumerate(plan.pool.host_names):
+        label = f"{name}" if not plan.pool.racks else f"{name}/{plan.pool.racks[n]}"
         body.append(words(_center(n), TOP - 6, label, anchor="middle", fill="#666"))
-    body.append(words(LEFT - 10, TOP - 6, "host/rack" if plan.fleet.racks else "host", anchor="end", fill="#666"))
+    body.append(words(LEFT - 10, TOP - 6, "host/rack" if plan.pool.racks else "host", anchor="end", fill="#666"))
     for i, layer in enumerate(chosen):
         body += _layer_cells(plan, layer, TOP + i * height_of_layer)
     return page(body, width=width, height=height)

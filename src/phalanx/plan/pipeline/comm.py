@@ -371,7 +371,7 @@ def _blocking_deadlock(plan: PipelinePlan) -> list[Problem]:
                 ready.add(other)
             position[rank] += 1
     return [
-        Problem(where=f"plan.rank{rank}", value=_written(op), rule="waits for ever for the other rank")
+        Problem(where=f"plan.rank{rank}", value=_written(op), rule="deadlocks waiting for the other rank")
         for rank in range(len(plan.programs))
         if (op := head(rank)) is not None
     ]

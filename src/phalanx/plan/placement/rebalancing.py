@@ -34,9 +34,9 @@ from phalanx.core.units import format_bytes
 from phalanx.plan.mapping import LayerPlacements, Placement
 from phalanx.plan.placement.search import (
     Effort,
-    Fleet,
     Floats,
     HostPlacement,
+    HostPool,
     Migration,
     ReplicaCounts,
     from_copies,
@@ -74,7 +74,7 @@ class StageNow:
 
     def busiest_rows(self, placement: HostPlacement) -> float:
         """Rows of the busiest rank, summed over the layers; the ranks of a host share its rows evenly."""
-        per_slot = placement.loads(self.loads) / np.asarray(placement.fleet.slots)
+        per_slot = placement.loads(self.loads) / np.asarray(placement.pool.slots)
         return float(per_slot.max(1).sum()) * self.slots_per_rank
 
 
@@ -199,19 +199,19 @@ def _kept(
 def _choices(stage: StageNow, floor: int, effort: Effort | None) -> list[Migration]:
     """Ways for one stage, as many for each, in one order: the safest placement and the most level one, each with the hosts named so that little travels and with
     experts renamed too; and the fewest changes that hold the floor."""
-    fleet = stage.placement.fleet
-    counts = replica_counts(stage.loads, fleet, floor=floor)
-    safest = plan_placement(counts, fleet, stage.loads, effort=effort)
-    mended = patched_placement(stage.placement, fleet, floor=counts.floor)
-    plans = (safest, _most_level(stage.loads, counts, fleet) or safest)
+    pool = stage.placement.pool
+    counts = replica_counts(stage.loads, pool, floor=floor)
+    safest = plan_placement(counts, pool, stage.loads, effort=effort)
+    mended = patched_placement(stage.placement, pool, floor=counts.floor)
+    plans = (safest, _most_level(stage.loads, counts, pool) or safest)
     ways = [plan_migration(stage.placement, plan, rename=rename) for plan in plans for rename in (False, True)]
     return [*ways, plan_migration(stage.placement, safest if mended is None else mended)]
 
 
-def _most_level(loads: Floats, counts: ReplicaCounts, fleet: Fleet) -> HostPlacement | None:
+def _most_level(loads: Floats, counts: ReplicaCounts, pool: HostPool) -> HostPlacement | None:
     """Each replica to the host with least load, copies then parted; None where an expert is on too few hosts so."""
-    made = rule_placement("least_loaded", loads, counts, fleet)
-    apart = from_copies(np.stack([keep_apart(copies) for copies in made.copies]), fleet, floor=counts.floor)
+    made = rule_placement("least_loaded", loads, counts, pool)
+    apart = from_copies(np.stack([keep_apart(copies) for copies in made.copies]), pool, floor=counts.floor)
     return apart if int((apart.copies > 0).sum(2).min()) >= counts.floor else None
 
 
@@ -262,8 +262,8 @@ def _time(stages: Sequence[StageNow], plans: Sequence[HostPlacement], costs: Cos
 
 def _imbalance(stages: Sequence[StageNow], plans: Sequence[HostPlacement]) -> float:
     """Busiest rank over mean, the layers of all stages by their loads."""
-    totals = [float(s.loads.sum()) / s.placement.fleet.num_slots for s in stages]
-    found = [max_over_mean(p.loads(s.loads), p.fleet.slots) for s, p in zip(stages, plans, strict=True)]
+    totals = [float(s.loads.sum()) / s.placement.pool.num_slots for s in stages]
+    found = [max_over_mean(p.loads(s.loads), p.pool.slots) for s, p in zip(stages, plans, strict=True)]
     whole = sum(totals)
     return sum(t * f for t, f in zip(totals, found, strict=True)) / whole if whole else 1.0
 
@@ -279,7 +279,7 @@ def _transfer_s(migrations: Sequence[Migration], costs: Costs) -> float:
 
 def _below(stage: StageNow, floor: int) -> bool:
     """Whether some expert is on fewer hosts than the floor that these hosts can hold."""
-    wanted = min(floor, stage.placement.fleet.max_floor(stage.placement.num_experts))
+    wanted = min(floor, stage.placement.pool.max_floor(stage.placement.num_experts))
     return bool(((stage.placement.copies > 0).sum(2) < wanted).any())
 
 
@@ -324,13 +324,13 @@ def hosts_of_placement(placement: LayerPlacements) -> tuple[tuple[int, ...], Hos
     host_of_ep = some.hosts or tuple(range(len(some.slots[0])))
     names = tuple(dict.fromkeys(host_of_ep))
     rack_of = dict(zip(host_of_ep, some.racks, strict=True)) if some.racks else {}
-    fleet = Fleet(
+    pool = HostPool(
         slots=tuple(some.slots_per_rank * host_of_ep.count(name) for name in names),
         names=names,
         racks=tuple(rack_of[name] for name in names) if rack_of else (),
     )
     slots = tuple(_by_host(placement.layers[layer], host_of_ep, names) for layer in layers)
-    made = HostPlacement(num_experts=some.num_experts, fleet=fleet, slots=slots)
+    made = HostPlacement(num_experts=some.num_experts, pool=pool, slots=slots)
     made.check()
     return layers, made
 

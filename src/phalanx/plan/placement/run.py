@@ -22,7 +22,7 @@ from phalanx.core.files import read_json
 from phalanx.plan.layout import stage_params
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, LayerPlacements, Stage, plain_placement
 from phalanx.plan.model import ModelSpec
-from phalanx.plan.placement.search import Fleet, Floats, HostPlacement, plan_placement, read_loads, replica_counts
+from phalanx.plan.placement.search import Floats, HostPlacement, HostPool, plan_placement, read_loads, replica_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +87,14 @@ def stage_replicas(
     )
     table, host_of_ep = _loads(spec, asked), _host_of_ep(folding, rank, asked.ranks_per_host)
     names = tuple(dict.fromkeys(host_of_ep))
-    fleet = Fleet(slots=tuple(asked.slots_per_rank * host_of_ep.count(name) for name in names), names=names)
+    pool = HostPool(slots=tuple(asked.slots_per_rank * host_of_ep.count(name) for name in names), names=names)
     if not layers:  # a stage of dense layers
-        placed = HostPlacement(num_experts=spec.num_experts, fleet=fleet, slots=())
+        placed = HostPlacement(num_experts=spec.num_experts, pool=pool, slots=())
         return StageReplicas(placement=LayerPlacements(), on_hosts=placed, layers=(), notes=())
     here = table if len(table) == 1 else table[[spec.moe_layers.index(layer) for layer in layers]]
     here = np.broadcast_to(here, (len(layers), spec.num_experts)).copy()
-    counts = replica_counts(here, fleet, floor=asked.f)
-    placed = plan_placement(counts, fleet, here)
+    counts = replica_counts(here, pool, floor=asked.f)
+    placed = plan_placement(counts, pool, here)
     made = LayerPlacements(
         layers={layer: placed.layer_placement(i, host_of_ep=host_of_ep) for i, layer in enumerate(layers)}
     )

@@ -16,9 +16,9 @@ import numpy as np
 
 from phalanx.plan.mapping import Folding, LayerPlacements
 from phalanx.plan.placement.search import (
-    Fleet,
     Floats,
     HostPlacement,
+    HostPool,
     ReplicaCounts,
     parted_placement,
     patched_placement,
@@ -60,14 +60,14 @@ def place_experts(
     if not layers:
         return LayerPlacements(), ()
     names = tuple(dict.fromkeys(host_of_ep))
-    fleet = Fleet(
+    pool = HostPool(
         slots=tuple(asked.slots_per_rank * host_of_ep.count(name) for name in names),
         names=names,
         racks=tuple(rack_of[name] for name in names) if rack_of else (),
     )
     table = np.stack([asked.loads[asked.layers.index(layer)] for layer in layers])
-    counts = replica_counts(table, fleet, floor=asked.floor)
-    placed = _placed(asked, counts, fleet, table, _present(asked, layers, held))
+    counts = replica_counts(table, pool, floor=asked.floor)
+    placed = _placed(asked, counts, pool, table, _present(asked, layers, held))
     made = LayerPlacements(
         layers={layer: placed.layer_placement(i, host_of_ep=host_of_ep) for i, layer in enumerate(layers)}
     )
@@ -76,25 +76,25 @@ def place_experts(
 
 
 def _placed(
-    asked: ReplicaTerms, counts: ReplicaCounts, fleet: Fleet, loads: Floats, present: HostPlacement | None
+    asked: ReplicaTerms, counts: ReplicaCounts, pool: HostPool, loads: Floats, present: HostPlacement | None
 ) -> HostPlacement:
     if present is None:
-        return plan_placement(counts, fleet, loads)
-    mended = patched_placement(_filled(present, fleet, loads, floor=counts.floor), fleet, floor=counts.floor)
+        return plan_placement(counts, pool, loads)
+    mended = patched_placement(_filled(present, pool, loads, floor=counts.floor), pool, floor=counts.floor)
     if mended is not None:
         parted = parted_placement(mended, floor=counts.floor)
         return mended if parted.num_in_one_rack(counts.floor) else parted
-    return plan_migration(present, plan_placement(counts, fleet, loads), rename=True).new
+    return plan_migration(present, plan_placement(counts, pool, loads), rename=True).new
 
 
-def _filled(present: HostPlacement, fleet: Fleet, loads: Floats, *, floor: int) -> HostPlacement:
-    """The placement with the hosts of `fleet` that have nothing yet filled, each slot of theirs given to the expert that needs it
+def _filled(present: HostPlacement, pool: HostPool, loads: Floats, *, floor: int) -> HostPlacement:
+    """The placement with the hosts of `pool` that have nothing yet filled, each slot of theirs given to the expert that needs it
     most."""
-    names = present.fleet.host_names
-    new = {name: slots for name, slots in zip(fleet.host_names, fleet.slots, strict=True) if name not in names}
+    names = present.pool.host_names
+    new = {name: slots for name, slots in zip(pool.host_names, pool.slots, strict=True) if name not in names}
     if not new:
         return present
-    stay = [i for i, name in enumerate(names) if name in fleet.host_names]
+    stay = [i for i, name in enumerate(names) if name in pool.host_names]
     rows = []
     for layer, hosts in enumerate(present.slots):
         copies = present.copies[layer][:, stay].sum(1)
@@ -112,8 +112,8 @@ def _filled(present: HostPlacement, fleet: Fleet, loads: Floats, *, floor: int) 
                 held.append(expert)
             added.append(tuple(sorted(held)))
         rows.append((*hosts, *added))
-    both = Fleet(slots=(*present.fleet.slots, *new.values()), names=(*names, *new))
-    return HostPlacement(num_experts=present.num_experts, fleet=both, slots=tuple(rows), floor=1)
+    both = HostPool(slots=(*present.pool.slots, *new.values()), names=(*names, *new))
+    return HostPlacement(num_experts=present.num_experts, pool=both, slots=tuple(rows), floor=1)
 
 
 def _present(asked: ReplicaTerms, layers: Sequence[int], held: Mapping[int, Held]) -> HostPlacement | None:
@@ -125,7 +125,7 @@ def _present(asked: ReplicaTerms, layers: Sequence[int], held: Mapping[int, Held
         return None
     slots = tuple(max(1, *(len(row[i]) for row in rows)) for i in range(len(held)))
     return HostPlacement(
-        num_experts=asked.num_experts, fleet=Fleet(slots=slots, names=tuple(held)), slots=tuple(rows), floor=1
+        num_experts=asked.num_experts, pool=HostPool(slots=slots, names=tuple(held)), slots=tuple(rows), floor=1
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from phalanx.plan.reshard.bound import Bound, Shares, chains_suffice, quick_bound, solve_shares
 from phalanx.plan.reshard.flows import Flow, FlowSchedule
-from phalanx.plan.reshard.list_schedule import cut_tasks, flow_tasks, gang_schedule, share_tasks
+from phalanx.plan.reshard.list_schedule import best_list_schedule, cut_tasks, flow_tasks, share_tasks
 from phalanx.plan.reshard.relay import relay_schedule
 from phalanx.plan.reshard.types import Hosts
 
@@ -37,7 +37,7 @@ def best_schedule(flows: Sequence[Flow], hosts: Hosts, *, least_bytes: int) -> t
     """The shortest schedule found, and a bound for these flows (the quick one where that was enough)."""
     quick = quick_bound(flows, hosts)
     tasks = flow_tasks(flows)
-    tried = [gang_schedule(tasks, hosts, goal_s=quick.seconds * GOOD, name="greedy+", restarts=4)]
+    tried = [best_list_schedule(tasks, hosts, goal_s=quick.seconds * GOOD, name="greedy+", restarts=4)]
     if tried[0].makespan_s <= quick.seconds * GOOD:
         return tried[0], quick
     bound, shares = find_bound(flows, hosts)
@@ -47,12 +47,12 @@ def best_schedule(flows: Sequence[Flow], hosts: Hosts, *, least_bytes: int) -> t
         return min(s.makespan_s for s in tried) <= goal_s
 
     if not good():
-        tried.append(gang_schedule(tasks, hosts, goal_s=goal_s, name="greedy+"))
+        tried.append(best_list_schedule(tasks, hosts, goal_s=goal_s, name="greedy+"))
     pieces = share_tasks(flows, shares.first)
     for parts in (1, 2, 4):
         if good() or len(pieces) * parts > MOST_TASKS:
             break
-        tried.append(gang_schedule(cut_tasks(pieces, flows, parts), hosts, goal_s=goal_s, name="split"))
+        tried.append(best_list_schedule(cut_tasks(pieces, flows, parts), hosts, goal_s=goal_s, name="split"))
     if not good():
         tried.append(relay_schedule(flows, shares, hosts, least_bytes=least_bytes))
     return min(tried, key=lambda s: s.makespan_s), bound

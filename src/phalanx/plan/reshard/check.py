@@ -309,7 +309,7 @@ def order_problems(plan: CheckedPlan) -> list[Problem]:
     stuck = [rank for rank in ranks if at[rank] < len(programs[rank])]
     problems = []
     if stuck:
-        rule = "waits for ever: the other side of its next message waits for another one"
+        rule = "deadlocks: the other side of its next message waits for another one"
         problems.append(Problem(where=f"rank {stuck[0]}", value=None, rule=rule))
     if not stuck and done != len(plan.hops):
         rule = f"the ranks' programs have {done} messages, the plan {len(plan.hops)}"

@@ -34,7 +34,7 @@ class Flow(NamedTuple):
     """Largest item size in it: where it may be cut."""
 
 
-class Lot(NamedTuple):
+class UnitGroup(NamedTuple):
     """Unit tasks of one template that travel alike: from any of `sources[source_of[i]]` to all of `targets[target_of[i]]` goes unit `units[i]`."""
 
     template: int
@@ -99,10 +99,10 @@ class FlowSet:
     """All flows of a phase, and which unit task is in which."""
 
     templates: tuple[Template, ...]
-    lots: tuple[Lot, ...]
+    groups: tuple[UnitGroup, ...]
     flows: tuple[Flow, ...]
     flow_of: tuple[Ints, ...]
-    """Flow of each unit of each lot."""
+    """Flow of each unit of each group."""
 
     @cached_property
     def items(self) -> tuple[tuple[Item, ...], ...]:
@@ -110,33 +110,33 @@ class FlowSet:
         return _items(self)
 
 
-def whole_lots(templates: Sequence[Template]) -> tuple[Lot, ...]:
+def whole_groups(templates: Sequence[Template]) -> tuple[UnitGroup, ...]:
     """Every unit task of templates of whole values, from its holders to its needers."""
     return tuple(
-        Lot(number, WHOLE, np.arange(t.num_units), tuple(h[0] for h in t.holders), t.src_of, t.needers, t.dst_of)
+        UnitGroup(number, WHOLE, np.arange(t.num_units), tuple(h[0] for h in t.holders), t.src_of, t.needers, t.dst_of)
         for number, t in enumerate(templates)
         if t.num_terms == 1
     )
 
 
-def make_flows(templates: Sequence[Template], lots: Sequence[Lot], hosts: Hosts) -> FlowSet:
+def make_flows(templates: Sequence[Template], groups: Sequence[UnitGroup], hosts: Hosts) -> FlowSet:
     """Gather unit tasks into flows by (hosts that hold, hosts that lack)."""
     numbers: dict[tuple[HostSet, HostSet], int] = {}
     sizes: list[int] = []
     grains: list[int] = []
     flow_of = []
     host_set = _host_sets(hosts)
-    for lot in lots:
-        template = templates[lot.template]
-        sources, targets = [host_set(r) for r in lot.sources], [host_set(r) for r in lot.targets]
+    for group in groups:
+        template = templates[group.template]
+        sources, targets = [host_set(r) for r in group.sources], [host_set(r) for r in group.targets]
         source_ids, target_ids = _numbered(sources), _numbered(targets)
-        pair = source_ids[lot.source_of] * len(targets) + target_ids[lot.target_of]
+        pair = source_ids[group.source_of] * len(targets) + target_ids[group.target_of]
         kinds, first, inverse = np.unique(pair, return_index=True, return_inverse=True)
-        counts = np.bincount(inverse, weights=template.elements[lot.units], minlength=len(kinds))
+        counts = np.bincount(inverse, weights=template.elements[group.units], minlength=len(kinds))
         mine = np.zeros(len(kinds), dtype=np.int64)
         for kind in np.argsort(first, kind="stable").tolist():
             at = int(first[kind])
-            holders, wanted = sources[int(lot.source_of[at])], targets[int(lot.target_of[at])]
+            holders, wanted = sources[int(group.source_of[at])], targets[int(group.target_of[at])]
             key = holders, tuple(host for host in wanted if host not in holders)
             number = numbers.setdefault(key, len(numbers))
             if number == len(sizes):
@@ -147,24 +147,24 @@ def make_flows(templates: Sequence[Template], lots: Sequence[Lot], hosts: Hosts)
             mine[kind] = number
         flow_of.append(mine[inverse])
     flows = tuple(Flow(*key, size, grain) for key, size, grain in zip(numbers, sizes, grains, strict=True))
-    return FlowSet(templates=tuple(templates), lots=tuple(lots), flows=flows, flow_of=tuple(flow_of))
+    return FlowSet(templates=tuple(templates), groups=tuple(groups), flows=flows, flow_of=tuple(flow_of))
 
 
-def unit_flows(templates: Sequence[Template], lots: Sequence[Lot], hosts: Hosts) -> FlowSet:
+def unit_flows(templates: Sequence[Template], groups: Sequence[UnitGroup], hosts: Hosts) -> FlowSet:
     """Each unit task a flow of its own, in order, as the paper schedules them. Moves of one template are one."""
     host_set = _host_sets(hosts)
     flows: list[Flow] = []
     flow_of = []
-    for lot in lots:
-        template = templates[lot.template]
+    for group in groups:
+        template = templates[group.template]
         start = len(flows)
-        elements = template.elements[lot.units].tolist()
-        for size, source, target in zip(elements, lot.source_of.tolist(), lot.target_of.tolist(), strict=True):
-            holders = host_set(lot.sources[source])
-            needers = tuple(host for host in host_set(lot.targets[target]) if host not in holders)
+        elements = template.elements[group.units].tolist()
+        for size, source, target in zip(elements, group.source_of.tolist(), group.target_of.tolist(), strict=True):
+            holders = host_set(group.sources[source])
+            needers = tuple(host for host in host_set(group.targets[target]) if host not in holders)
             flows.append(Flow(holders, needers, size * template.itemsize * len(template.moves), template.itemsize))
         flow_of.append(np.arange(start, len(flows)))
-    return FlowSet(templates=tuple(templates), lots=tuple(lots), flows=tuple(flows), flow_of=tuple(flow_of))
+    return FlowSet(templates=tuple(templates), groups=tuple(groups), flows=tuple(flows), flow_of=tuple(flow_of))
 
 
 def _host_sets(hosts: Hosts) -> Callable[[Ranks], HostSet]:
@@ -187,27 +187,27 @@ def _numbered(sets: Sequence[HostSet]) -> Ints:
 def _items(flows: FlowSet) -> tuple[tuple[Item, ...], ...]:
     pairs: dict[tuple[Ranks, Ranks], int] = {}
     rows: list[list[tuple[int, int, int, int]]] = [[] for _ in flows.flows]
-    for number, (lot, flow_of) in enumerate(zip(flows.lots, flows.flow_of, strict=True)):
+    for number, (group, flow_of) in enumerate(zip(flows.groups, flows.flow_of, strict=True)):
         of_pair: dict[tuple[int, int], int] = {}
-        columns = zip(flow_of.tolist(), lot.source_of.tolist(), lot.target_of.tolist(), strict=True)
+        columns = zip(flow_of.tolist(), group.source_of.tolist(), group.target_of.tolist(), strict=True)
         for at, (flow, source, target) in enumerate(columns):
             if (source, target) not in of_pair:
-                key = lot.sources[source], lot.targets[target]
+                key = group.sources[source], group.targets[target]
                 of_pair[source, target] = pairs.setdefault(key, len(pairs))
             pair = of_pair[source, target]
-            rows[flow] += [(pair, number, move, at) for move in flows.templates[lot.template].moves]
+            rows[flow] += [(pair, number, move, at) for move in flows.templates[group.template].moves]
     return tuple(_stream(flows, sorted(mine)) for mine in rows)
 
 
 def _stream(flows: FlowSet, rows: Sequence[tuple[int, int, int, int]]) -> tuple[Item, ...]:
-    """Rows in the order of (pair of rank sets, lot, move, unit), laid end to end."""
+    """Rows in the order of (pair of rank sets, group, move, unit), laid end to end."""
     out, start = [], 0
     for _, number, move, at in rows:
-        lot = flows.lots[number]
-        template = flows.templates[lot.template]
-        unit = int(lot.units[at])
+        group = flows.groups[number]
+        template = flows.templates[group.template]
+        unit = int(group.units[at])
         stop = start + int(template.elements[unit]) * template.itemsize
-        sources, targets = lot.sources[int(lot.source_of[at])], lot.targets[int(lot.target_of[at])]
-        out.append(Item(start, stop, move, lot.template, unit, lot.term, sources, targets))
+        sources, targets = group.sources[int(group.source_of[at])], group.targets[int(group.target_of[at])]
+        out.append(Item(start, stop, move, group.template, unit, group.term, sources, targets))
         start = stop
     return tuple(out)

@@ -1,7 +1,7 @@
 """The strategies of arXiv 2211.05322 and of the systems before it, as baselines that can be run, and as history to read.
 
 Decides nothing that a plan of ours uses. Must never change: they see each unit task by itself (no flows), in tile order, as in the paper's artifact; a
-solution is a sender for each task and one order, and a task begins when its sender and all its receivers are free (`gang_times`).
+solution is a sender for each task and one order, and a task begins when its sender and all its receivers are free (`busy_times`).
 
     send_recv         each device gets its slice from some device that has it, by itself: a slice enters a host once for each of its devices
     local_all_gather  each device of a host gets an equal part of the slice, and they gather it inside the host
@@ -45,7 +45,7 @@ def history_schedule(flows: FlowSet, hosts: Hosts, *, method: str) -> FlowSchedu
         solution = depth_first(tasks, hosts)
     else:
         solution = greedy(tasks, hosts)
-    return _gangs(tasks, hosts, solution, name=method)
+    return _in_order(tasks, hosts, solution, name=method)
 
 
 def crossing(tasks: Sequence[Flow]) -> list[int]:
@@ -59,7 +59,7 @@ def seconds(task: Flow, sender: int, hosts: Hosts) -> float:
     return task.num_bytes / rate
 
 
-def gang_times(
+def busy_times(
     tasks: Sequence[Flow], hosts: Hosts, solution: Solution, *, weights: Sequence[float] | None = None
 ) -> tuple[list[float], float]:
     """Beginning of each step of a solution, and the end of the last: `max(ready(sender), ready(receivers))`, hosts keep to the order.
@@ -164,14 +164,14 @@ def _spread(
 def depth_first(tasks: Sequence[Flow], hosts: Hosts, *, nodes: int = NODES) -> Solution:
     """Search with pruning, begun with the tile order; the best solution found when the nodes are used up."""
     best = size_balanced(tasks, hosts)
-    best_s = gang_times(tasks, hosts, best)[1]
+    best_s = busy_times(tasks, hosts, best)[1]
     left = nodes
     stack: list[tuple[Solution, tuple[int, ...]]] = [([], tuple(crossing(tasks)))]
     while stack and left > 0:
         left -= 1
         prefix, rest = stack.pop()
         if not rest:
-            end = gang_times(tasks, hosts, prefix)[1]
+            end = busy_times(tasks, hosts, prefix)[1]
             if end < best_s:
                 best, best_s = prefix, end
             continue
@@ -186,7 +186,7 @@ def depth_first(tasks: Sequence[Flow], hosts: Hosts, *, nodes: int = NODES) -> S
 def _estimate(tasks: Sequence[Flow], hosts: Hosts, prefix: Solution, rest: Sequence[int]) -> float:
     """Least time at which a prefix can end, by the paper: the rest goes to the holders that are free first, added up host by host."""
     sends, receives = [0.0] * hosts.count, [0.0] * hosts.count
-    starts, _ = gang_times(tasks, hosts, prefix)
+    starts, _ = busy_times(tasks, hosts, prefix)
     for (i, sender), begin in zip(prefix, starts, strict=True):
         end = begin + seconds(tasks[i], sender, hosts)
         sends[sender] = max(sends[sender], end)
@@ -201,8 +201,8 @@ def _estimate(tasks: Sequence[Flow], hosts: Hosts, prefix: Solution, rest: Seque
     return max([*sends, *receives])
 
 
-def _gangs(tasks: Sequence[Flow], hosts: Hosts, solution: Solution, *, name: str) -> FlowSchedule:
-    starts, end = gang_times(tasks, hosts, solution)
+def _in_order(tasks: Sequence[Flow], hosts: Hosts, solution: Solution, *, name: str) -> FlowSchedule:
+    starts, end = busy_times(tasks, hosts, solution)
     streams = tuple(
         FlowStream(i, 0, tasks[i].num_bytes, _chain(tasks[i], sender), begin, begin + seconds(tasks[i], sender, hosts))
         for (i, sender), begin in zip(solution, starts, strict=True)
@@ -271,10 +271,12 @@ def _round_seconds(streams: Sequence[FlowStream], hosts: Hosts, depth: int) -> f
 def needers_by_host(flows: FlowSet, hosts: Hosts) -> list[dict[int, int]]:
     """Number of ranks of each host that need each unit task and do not hold it."""
     out: list[dict[int, int]] = [{} for _ in flows.flows]
-    for lot, flow_of in zip(flows.lots, flows.flow_of, strict=True):
-        for flow, source, target in zip(flow_of.tolist(), lot.source_of.tolist(), lot.target_of.tolist(), strict=True):
-            for rank in lot.targets[target]:
-                if rank not in lot.sources[source]:
+    for group, flow_of in zip(flows.groups, flows.flow_of, strict=True):
+        for flow, source, target in zip(
+            flow_of.tolist(), group.source_of.tolist(), group.target_of.tolist(), strict=True
+        ):
+            for rank in group.targets[target]:
+                if rank not in group.sources[source]:
                     host = hosts.host_of_rank[rank]
                     out[flow][host] = out[flow].get(host, 0) + 1
     return out

@@ -72,7 +72,7 @@ def cut_tasks(tasks: Sequence[SendTask], flows: Sequence[Flow], parts: int) -> l
     return out
 
 
-def gang_schedule(
+def best_list_schedule(
     tasks: Sequence[SendTask], hosts: Hosts, *, goal_s: float, name: str, restarts: int | None = None
 ) -> FlowSchedule:
     """The best of some restarts; stops at `goal_s`."""

@@ -24,7 +24,7 @@ from phalanx.core.errors import PlanError, Problem, nearest, raise_if
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.reshard.best import best_schedule, find_bound
 from phalanx.plan.reshard.bound import Bound, quick_bound, solve_shares
-from phalanx.plan.reshard.flows import FlowSchedule, FlowSet, make_flows, unit_flows, whole_lots
+from phalanx.plan.reshard.flows import FlowSchedule, FlowSet, make_flows, unit_flows, whole_groups
 from phalanx.plan.reshard.history import HISTORY, history_schedule
 from phalanx.plan.reshard.messages import make_hops
 from phalanx.plan.reshard.sums import WHERES, PartialSums, bound_flows, cut_partial, place_sums
@@ -223,9 +223,9 @@ def plan_reshard(
         _argument_problems(method, message_bytes, open_hops, staging_bytes, least_bytes), PlanError, subject="arguments"
     )
     templates = templates_of(moves, hosts)
-    lots = whole_lots(templates)
+    groups = whole_groups(templates)
     if all(t.num_terms == 1 for t in templates):
-        flows = make_flows(templates, lots, hosts) if method == "best" else unit_flows(templates, lots, hosts)
+        flows = make_flows(templates, groups, hosts) if method == "best" else unit_flows(templates, groups, hosts)
         schedule, bound = _scheduled(flows, hosts, method, least_bytes)
         phases: tuple[Phase, ...] = (Phase(flows, schedule, 0.0),)
         reductions: tuple[Reduction, ...] = ()
@@ -257,7 +257,7 @@ def _scheduled(flows: FlowSet, hosts: Hosts, method: str, least_bytes: int) -> t
     schedule = history_schedule(flows, hosts, method=method)
     bound = quick_bound(flows.flows, hosts)
     if schedule.makespan_s > bound.seconds * (1 + 1e-9):
-        whole = make_flows(flows.templates, flows.lots, hosts)
+        whole = make_flows(flows.templates, flows.groups, hosts)
         bound, _ = find_bound(whole.flows, hosts)
     return schedule, bound
 
@@ -268,7 +268,7 @@ def _plan_partial(
     """The shortest of the ways to place sums: terms travel, then sums do."""
     cut = [cut_partial(t, piece_bytes) for t in templates]
     entering, leaving = bound_flows(cut, hosts)
-    whole = make_flows(cut, whole_lots(cut), hosts).flows
+    whole = make_flows(cut, whole_groups(cut), hosts).flows
     both = [*whole, *leaving]
     bound = quick_bound(both, hosts, entering=[*whole, *entering])
     if any(flow.needers for flow in both):
@@ -284,9 +284,9 @@ def _with_sums(
     make = make_flows if method == "best" else unit_flows
     phases: list[Phase] = []
     start = 0.0
-    for lots in ((*whole_lots(templates), *sums.before), sums.after):
-        if lots or not phases:
-            flows = make(templates, lots, hosts)
+    for groups in ((*whole_groups(templates), *sums.before), sums.after):
+        if groups or not phases:
+            flows = make(templates, groups, hosts)
             schedule, _ = _scheduled(flows, hosts, method, least_bytes)
             phases.append(Phase(flows, schedule, start))
             start += schedule.makespan_s

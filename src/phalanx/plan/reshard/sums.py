@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from phalanx.plan.reshard.flows import Flow, Lot
+from phalanx.plan.reshard.flows import Flow, UnitGroup
 from phalanx.plan.reshard.types import WHOLE, Hosts, Reduction
 from phalanx.plan.reshard.units import Ints, Ranks, Template
 
@@ -25,8 +25,8 @@ WHERES: tuple[Where, ...] = ("destination", "source", "either")
 class PartialSums(NamedTuple):
     """Sums of all partial templates: what travels before them and after them."""
 
-    before: tuple[Lot, ...]
-    after: tuple[Lot, ...]
+    before: tuple[UnitGroup, ...]
+    after: tuple[UnitGroup, ...]
     reductions: tuple[Reduction, ...]
 
 
@@ -64,8 +64,8 @@ def cut_partial(template: Template, piece_bytes: int) -> Template:
 def place_sums(templates: Sequence[Template], hosts: Hosts, *, where: Where) -> PartialSums:
     """Choose the rank that adds each box."""
     chooser = _Chooser(hosts, where)
-    before: list[Lot] = []
-    after: list[Lot] = []
+    before: list[UnitGroup] = []
+    after: list[UnitGroup] = []
     reductions: list[Reduction] = []
     for number, template in enumerate(templates):
         if template.num_terms == 1:
@@ -76,7 +76,7 @@ def place_sums(templates: Sequence[Template], hosts: Hosts, *, where: Where) -> 
         ]
         before += _before(number, template, adders)
         after.append(_after(number, template, adders))
-    return PartialSums(tuple(before), tuple(lot for lot in after if len(lot.units)), tuple(reductions))
+    return PartialSums(tuple(before), tuple(group for group in after if len(group.units)), tuple(reductions))
 
 
 class _Chooser:
@@ -141,18 +141,20 @@ class _Chooser:
                 load[host] += seconds
 
 
-def _before(number: int, template: Template, adders: Sequence[int]) -> list[Lot]:
+def _before(number: int, template: Template, adders: Sequence[int]) -> list[UnitGroup]:
     """Every term goes to the rank that adds, if that rank does not hold it."""
-    lots = []
+    groups = []
     for term in range(template.num_terms):
         sources = tuple(holders[term] for holders in template.holders)
         away = [u for u, rank in enumerate(adders) if rank not in sources[int(template.src_of[u])]]
         if away:
-            lots.append(_lot(number, template, term, away, sources, template.src_of, [(adders[u],) for u in away]))
-    return lots
+            groups.append(
+                _unit_group(number, template, term, away, sources, template.src_of, [(adders[u],) for u in away])
+            )
+    return groups
 
 
-def _after(number: int, template: Template, adders: Sequence[int]) -> Lot:
+def _after(number: int, template: Template, adders: Sequence[int]) -> UnitGroup:
     """The sum goes from the rank that added it to all who need it."""
     rest = [
         tuple(r for r in template.needers[int(d)] if r != rank)
@@ -161,10 +163,10 @@ def _after(number: int, template: Template, adders: Sequence[int]) -> Lot:
     units = [u for u, ranks in enumerate(rest) if ranks]
     table = {rank: i for i, rank in enumerate(dict.fromkeys(adders))}
     source_of = np.array([table[rank] for rank in adders], dtype=np.int64)
-    return _lot(number, template, WHOLE, units, tuple((r,) for r in table), source_of, [rest[u] for u in units])
+    return _unit_group(number, template, WHOLE, units, tuple((r,) for r in table), source_of, [rest[u] for u in units])
 
 
-def _lot(
+def _unit_group(
     number: int,
     template: Template,
     term: int,
@@ -172,11 +174,11 @@ def _lot(
     sources: tuple[Ranks, ...],
     source_of: Ints,
     targets: Sequence[Ranks],
-) -> Lot:
+) -> UnitGroup:
     table = {ranks: i for i, ranks in enumerate(dict.fromkeys(targets))}
     chosen = np.array(units, dtype=np.int64)
     target_of = np.array([table[ranks] for ranks in targets], dtype=np.int64)
-    return Lot(number, term, chosen, sources, source_of[chosen], tuple(table), target_of)
+    return UnitGroup(number, term, chosen, sources, source_of[chosen], tuple(table), target_of)
 
 
 def bound_flows(templates: Sequence[Template], hosts: Hosts) -> tuple[list[Flow], list[Flow]]:

@@ -6,7 +6,7 @@ way back:
     start 0 | start 1, wait 0, experts 0, return 0 | start 2, wait 1, experts 1, return 1 | ... | wait for all that return, sum
 
 Waits for what returns are recorded last, so autograd, which takes the youngest first, walks the same pipeline backwards: gradients of all chunks
-leave, and while the experts compute those of chunk i, those of chunk i-1 and i+1 travel.
+leave, and while the experts compute those of chunk i, those of chunks i-1 and i+1 travel.
 
 What the chunks cost: messages and products are N times as many and N times as small, and gradients of weights are summed N times.
 
@@ -65,17 +65,17 @@ def run_coarse(
     )
     cut = _cut_capacity if dispatcher.spec.is_static else _cut_tokens
     parts = cut(call, dispatcher, kept_TK, chunks)
-    travel = _Travel(dispatcher, call.op_prefix)
-    coming = [travel.start(parts[0])]
+    exchange = _ChunkExchange(dispatcher, call.op_prefix)
+    pending = [exchange.start(parts[0])]
     returning = []
     for part in parts:
-        coming.extend(travel.start(following) for following in parts[part.number + 1 : part.number + 2])
-        rows_MH, weights_M = travel.arrive(part, coming.pop(0))
+        pending.extend(exchange.start(following) for following in parts[part.number + 1 : part.number + 2])
+        rows_MH, weights_M = exchange.arrive(part, pending.pop(0))
         counts = dispatcher.expert_counts(part.plan)
         compute = partial(rows_of_experts, call=call, counts=counts, kernels=kernels, lanes=lanes)
         y_MH = traced(dispatcher.comms, f"{call.op_prefix}experts.chunk{part.number}", compute, rows_MH, weights_M)
-        returning.append(travel.start_back(part, y_MH))
-    sums = [travel.arrive_back(part, rows) for part, rows in zip(parts, returning, strict=True)]
+        returning.append(exchange.start_back(part, y_MH))
+    sums = [exchange.arrive_back(part, rows) for part, rows in zip(parts, returning, strict=True)]
     return _join(sums, whole=dispatcher.spec.is_static), parts[0].send.dropped
 
 
@@ -167,14 +167,14 @@ def _cut_capacity(call: MoeCall, dispatcher: Dispatcher, kept_TK: torch.Tensor |
 # ---- travelling --------------------------------------------------------------------------------------------------------------
 
 
-class _Travel:
+class _ChunkExchange:
     """Chunks to their experts and back, each way in two halves. `etp` ranks share their rows once these are there, before they go back."""
 
     def __init__(self, dispatcher: Dispatcher, op_prefix: str) -> None:
         self.of, self.comms, self.op_prefix = dispatcher, dispatcher.comms, op_prefix
         self.here = {"ep": dispatcher.ep.index, "etp": dispatcher.etp.index}
 
-    def start(self, part: _Part) -> _Coming:
+    def start(self, part: _Part) -> _PendingChunk:
         """Post the chunk's rows, and the rows' weights."""
         of = self.of
         permute = partial(
@@ -190,14 +190,14 @@ class _Travel:
         at = self._id("dispatch", part)
         weights = self.comms.start_all_to_all_rows(weights_R, **splits, axis=of.ep, op_id=at + "weights")
         rows = self.comms.start_all_to_all_rows(rows_RH, **splits, axis=of.ep, op_id=at + "rows")
-        return _Coming(rows, weights)
+        return _PendingChunk(rows, weights)
 
-    def arrive(self, part: _Part, coming: _Coming) -> tuple[torch.Tensor, torch.Tensor]:
+    def arrive(self, part: _Part, pending: _PendingChunk) -> tuple[torch.Tensor, torch.Tensor]:
         """(M, H) rows of this rank's slots in slot order, and (M,) their weights."""
         of, at = self.of, self._id("dispatch", part)
         sizes = part.plan.etp_sizes(ep=of.ep.index)
-        weights = of.comms.all_gather_rows(coming.weights.wait(), sizes=sizes, axis=of.etp, op_id=at + "weights_etp")
-        rows = of.comms.all_gather_rows(coming.rows.wait(), sizes=sizes, axis=of.etp, op_id=at + "rows_etp")
+        weights = of.comms.all_gather_rows(pending.weights.wait(), sizes=sizes, axis=of.etp, op_id=at + "weights_etp")
+        rows = of.comms.all_gather_rows(pending.rows.wait(), sizes=sizes, axis=of.etp, op_id=at + "rows_etp")
         order = of.slot_order(part.plan)
         if order is None:
             return rows, weights
@@ -232,7 +232,7 @@ class _Travel:
 
 
 @dataclass(frozen=True, eq=False)
-class _Coming:
+class _PendingChunk:
     """A chunk on its way to the experts."""
 
     rows: RowsUnderWay

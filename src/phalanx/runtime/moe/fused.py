@@ -36,8 +36,8 @@ from phalanx.kernels.triton import (
     ArrivalCounts,
     Arrivals,
     Division,
-    Going,
     LaunchShape,
+    SendIndex,
     SymmetricMemory,
     begin,
     check_status,
@@ -135,7 +135,7 @@ class _Call:
 
     arena: SymmetricMemory
     shape: LaunchShape
-    to: Going
+    to: SendIndex
     told: ArrivalCounts
     order: Arranged
     rows: int
@@ -197,7 +197,7 @@ def fused_problems(dispatcher: Dispatcher, hosts: Sequence[int] | None = None) -
     return problems
 
 
-def _tell(to: Going, weights_PCK: torch.Tensor, comms: Collectives, axis: Axis, op_id: str) -> ArrivalCounts:
+def _tell(to: SendIndex, weights_PCK: torch.Tensor, comms: Collectives, axis: Axis, op_id: str) -> ArrivalCounts:
     """What each rank must know of the entries that come to it: as many places from each source as there is room for."""
     ranks, capacity, top_k = to.slots_PCK.shape
     mine = torch.cat([to.slots_PCK, weights_PCK.view(torch.int32)], 2).flatten(0, 1)

@@ -26,7 +26,7 @@ from phalanx.runtime.moe.overlap_streams import RoundMessages
 from phalanx.runtime.moe.streams import Streams
 
 _MOST_BLOCKS = 64
-_TAGS = {"meta": 0, "going": 1, "coming": 2, "dots": 3}
+_TAGS = {"meta": 0, "outbound": 1, "inbound": 2, "dots": 3}
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class ExchangePath:
     entries: list[torch.Tensor] = field(default_factory=list)
     """Entries that come, by source (for this rank itself: the tokens)."""
     sums_b: list[torch.Tensor] = field(default_factory=list)
-    """Partial sums of this rank's tokens, by block, rank by rank, in coming order."""
+    """Partial sums of this rank's tokens, by block, rank by rank, in inbound order."""
     own_dots: torch.Tensor | None = None
     passing: HostWay | None = None
     """What this rank passes on as a gateway."""
@@ -94,11 +94,11 @@ class InFlightExchange:
     def _token_places(self, num_tokens: int, copies: int) -> torch.Tensor:
         """(T, C) what comes back of each token, rank by rank, and where each row comes back by itself, slot by slot."""
         if self.per_token or not self.has_order:
-            return places_of(torch.cat([line.tokens_coming for line in self.lines]), num_tokens, copies)
+            return places_of(torch.cat([line.tokens_inbound for line in self.lines]), num_tokens, copies)
         tokens = [torch.div(line.pairs, self.top_k, rounding_mode="floor") for line in self.lines]
         nth_TC = places_of(torch.cat(tokens), num_tokens, copies)
-        coming = torch.cat([at + line.entries.coming_of_row for at, line in zip(self.base, self.lines, strict=False)])
-        return torch.where(nth_TC < 0, nth_TC, coming[nth_TC.clamp(min=0)]) if len(coming) else nth_TC
+        inbound = torch.cat([at + line.entries.inbound_of_row for at, line in zip(self.base, self.lines, strict=False)])
+        return torch.where(nth_TC < 0, nth_TC, inbound[nth_TC.clamp(min=0)]) if len(inbound) else nth_TC
 
     # ---- messages ---------------------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class InFlightExchange:
         """Backward, gradients of the output go the way of the rows, and have the id of the exchange whose gradient they are."""
         if kind == "dots":
             return self._id("dispatch.weights", way)
-        to_experts = (kind == "going") == (way.plan.direction == "forward")
+        to_experts = (kind == "outbound") == (way.plan.direction == "forward")
         return self._id("dispatch.rows" if to_experts else "combine.rows", way)
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int, op_id: str) -> Exchange:
@@ -130,8 +130,8 @@ class InFlightExchange:
             self._read_meta(tables, flat_N, dtype)
             return
         near = self.others if self.ways is None else [peer for peer in self.others if self.ways.is_near(peer)]
-        coming = [self._receive(tables[peer], peer, _tag("meta"), name) for peer in near if rows_from[peer]]
-        going = [
+        inbound = [self._receive(tables[peer], peer, _tag("meta"), name) for peer in near if rows_from[peer]]
+        outbound = [
             self._send(self._meta(self.outs[peer], flat_N), peer, _tag("meta"), name)
             for peer in near
             if len(self.outs[peer].pairs)
@@ -140,20 +140,20 @@ class InFlightExchange:
             further = self.ways.exchange_tables(
                 tables, lambda out: self._words(out, flat_N), send=self._send, receive=self._receive, op_id=name
             )
-            coming, going = coming + further[0], going + further[1]
-        for exchange in coming:
+            inbound, outbound = inbound + further[0], outbound + further[1]
+        for exchange in inbound:
             exchange.wait()
         self._read_meta(tables, flat_N, dtype)
-        for exchange in going:
+        for exchange in outbound:
             exchange.wait()
 
     def _exchange_meta_at_once(self, tables: Sequence[torch.Tensor], flat_N: torch.Tensor, op_id: str) -> None:
         """One group on the current stream: nothing can be posted before it has come, for sizes follow from it."""
-        going = [
+        outbound = [
             Message(self._meta(self.outs[peer], flat_N), peer) for peer in self.others if len(self.outs[peer].pairs)
         ]
-        coming = [Message(tables[peer], peer) for peer in self.others if len(tables[peer])]
-        self.comms.start_exchange(going, coming, self.axis, op_id=op_id).wait()
+        inbound = [Message(tables[peer], peer) for peer in self.others if len(tables[peer])]
+        self.comms.start_exchange(outbound, inbound, self.axis, op_id=op_id).wait()
 
     def _read_meta(self, tables: Sequence[torch.Tensor], flat_N: torch.Tensor, dtype: torch.dtype) -> None:
         """Entries, weights, and which entry each row takes, by source."""
@@ -172,7 +172,7 @@ class InFlightExchange:
         own = self.outs[self.own]
         found = {self.own: own.entries, **dict(zip(self.others, come, strict=True))}
         self.ins = [found[source] for source in range(len(tables))]
-        self.index = [entries.going_of_row for entries in self.ins]
+        self.index = [entries.outbound_of_row for entries in self.ins]
         """Entry of each row, by source."""
         self.index[self.own] = torch.div(own.pairs, self.top_k, rounding_mode="floor")
         self.row_weights: list[torch.Tensor] = []
@@ -191,7 +191,7 @@ class InFlightExchange:
         weights = self._words(out, flat_N)
         if not self.per_token:
             return weights
-        return torch.cat([out.entries.going_of_row.to(torch.int32).unsqueeze(1), weights], 1)
+        return torch.cat([out.entries.outbound_of_row.to(torch.int32).unsqueeze(1), weights], 1)
 
     @property
     def left_free(self) -> int:
@@ -207,36 +207,41 @@ class InFlightExchange:
         """Post all receives of one direction, then send this rank's entries. `columns`: of each block of what comes back."""
         way = ExchangePath(plan)
         if self.streams is not None:
-            op_id: dict[MessageKind, str] = {kind: self._leg_id(way, kind) for kind in ("going", "coming", "dots")}
+            op_id: dict[MessageKind, str] = {kind: self._leg_id(way, kind) for kind in ("outbound", "inbound", "dots")}
             way.rounds = RoundMessages(rounds_of(plan), self.streams, self.comms, self.axis, op_id=op_id.__getitem__)
-        at, size = self._leg_id(way, "going"), x_TH.shape[1]
+        at, size = self._leg_id(way, "outbound"), x_TH.shape[1]
         for source, entries in enumerate(self.ins):
             if source == self.own:
                 way.entries.append(x_TH)
                 continue
             buffer = x_TH.new_empty(entries.num, size)
             way.entries.append(buffer)
-            for part in range(len(entries.ends_going)):
+            for part in range(len(entries.ends_outbound)):
                 if self._way_in(source) != self.own:
                     leg, tag = (
-                        MessageEnd("going", False, self._way_in(source), part),
-                        self._tag_in(source, "going", part),
+                        MessageEnd("outbound", False, self._way_in(source), part),
+                        self._tag_in(source, "outbound", part),
                     )
-                    arriving = self._give(way, leg, buffer[entries.going(part)], tag)
+                    arriving = self._give(way, leg, buffer[entries.outbound(part)], tag)
                     if arriving is not None:
                         way.arriving[source, part] = arriving
         if self.ways is not None:
-            back = self._leg_id(way, "coming")
+            back = self._leg_id(way, "inbound")
             way.passing = self.ways.open(
-                x_TH, columns, going_tag=lambda part: _tag("going", part), receive=self._receive, there=at, back=back
+                x_TH,
+                columns,
+                outbound_tag=lambda part: _tag("outbound", part),
+                receive=self._receive,
+                there=at,
+                back=back,
             )
         way.sums_b = [x_TH.new_empty(self.base[-1], n) for n in columns]
         self._expect(way)
         for op in plan.ops:
             if op.kind == "send" and op.peer != self.own:
                 out = self.lines[op.peer]
-                rows = x_TH.index_select(0, out.tokens_going[out.entries.going(op.part)])
-                self.sent(way, MessageEnd("going", True, op.peer, op.part), rows)
+                rows = x_TH.index_select(0, out.tokens_outbound[out.entries.outbound(op.part)])
+                self.sent(way, MessageEnd("outbound", True, op.peer, op.part), rows)
         return way
 
     def _give(
@@ -259,10 +264,10 @@ class InFlightExchange:
         """Post the receives of what comes back."""
         for peer in self.others:
             entries = self.lines[peer].entries
-            for part in range(len(entries.ends_coming)):
+            for part in range(len(entries.ends_inbound)):
                 for block, sums in enumerate(way.sums_b):
-                    into = sums[self.base[peer] : self.base[peer] + entries.num][entries.coming(part)]
-                    exchange = self._give(way, MessageEnd("coming", False, peer, part, block), into)
+                    into = sums[self.base[peer] : self.base[peer] + entries.num][entries.inbound(part)]
+                    exchange = self._give(way, MessageEnd("inbound", False, peer, part, block), into)
                     if exchange is not None:
                         way.returning[peer, part, block] = exchange
             if way.plan.direction == "backward" and len(self.outs[peer].pairs):
@@ -275,10 +280,10 @@ class InFlightExchange:
     def give_back(self, way: ExchangePath, op: TileOp, rows_b: torch.Tensor) -> None:
         """Sum the copies of the entries that are complete with a part, and send them to their source (own: put them in place)."""
         entries = self.ins[op.peer]
-        which = entries.coming(op.part)
+        which = entries.inbound(op.part)
         if which.start == which.stop:
             if way.rounds is not None and op.peer != self.own:
-                self.sent(way, MessageEnd("coming", True, op.peer, op.part, op.block), rows_b[:0])
+                self.sent(way, MessageEnd("inbound", True, op.peer, op.part, op.block), rows_b[:0])
             return
         places_NC = self.row_places[op.peer][which]
         if op.peer == self.own:
@@ -293,9 +298,9 @@ class InFlightExchange:
         sums = sum_places(rows_b, places_NC, lanes=self.lanes)
         self.sent(
             way,
-            MessageEnd("coming", True, to, op.part, op.block),
+            MessageEnd("inbound", True, to, op.part, op.block),
             sums,
-            self._tag_in(op.peer, "coming", op.part, op.block),
+            self._tag_in(op.peer, "inbound", op.part, op.block),
         )
 
     def _way_in(self, source: int) -> int:
@@ -305,29 +310,29 @@ class InFlightExchange:
     def _tag_in(self, source: int, kind: str, part: int, block: int = 0) -> int:
         if self.ways is None or self.ways.is_near(source):
             return _tag(kind, part, block)
-        return self.ways.tag(1 if kind == "going" else 2, source, part, block)
+        return self.ways.tag(1 if kind == "outbound" else 2, source, part, block)
 
     def pass_on(self, way: ExchangePath, op: TileOp) -> None:
         """What a gateway does for its host: `relay` and `merge`."""
         assert self.ways is not None and way.passing is not None  # the plan has gateways
         if op.kind == "relay":
-            at = self._leg_id(way, "going")
+            at = self._leg_id(way, "outbound")
             way.sent += self.ways.relay(way.passing, op, way.entries[op.peer], send=self._send, op_id=at)
             return
         sums = self.ways.merge(way.passing, op, self.lanes)
         if sums is not None:
-            tag = _tag("coming", op.part, op.block)
-            way.sent.append(self._send(sums, op.peer, tag, self._leg_id(way, "coming")))
+            tag = _tag("inbound", op.part, op.block)
+            way.sent.append(self._send(sums, op.peer, tag, self._leg_id(way, "inbound")))
 
     def place_rows(self, geometry: Geometry) -> None:
-        """Padded rows of each coming entry, by source, slots ascending."""
+        """Padded rows of each inbound entry, by source, slots ascending."""
         self.row_places: list[torch.Tensor] = []
         self.padded_row: list[torch.Tensor] = []
         for source, entries in enumerate(self.ins):
-            device = entries.going_of_row.device
+            device = entries.outbound_of_row.device
             pieces = [torch.arange(at, at + num, device=device) for at, num in geometry.of_source[source]]
-            padded_n = torch.cat(pieces) if pieces else entries.going_of_row
-            nth = places_of(entries.coming_of_row, entries.num, min(self.top_k, self.slots))
+            padded_n = torch.cat(pieces) if pieces else entries.outbound_of_row
+            nth = places_of(entries.inbound_of_row, entries.num, min(self.top_k, self.slots))
             found = padded_n[nth.clamp(min=0)] if len(padded_n) else nth
             self.row_places.append(torch.where(nth < 0, nth, found))
             self.padded_row.append(padded_n)

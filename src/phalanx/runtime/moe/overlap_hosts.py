@@ -39,8 +39,8 @@ from phalanx.runtime.moe.overlap_lists import (
     Entries,
     Outgoing,
     entries_of,
-    going_places,
     host_outgoing,
+    outbound_places,
     part_rows,
     places_of,
     row_parts,
@@ -63,8 +63,8 @@ class HostWay:
     arriving: dict[tuple[int, int], Exchange] = field(default_factory=dict)
     """Exchanges that bring them, by (source, part)."""
     sums_b: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Partial sums of this host's ranks, by source, then block, rank by rank, each in its coming order."""
-    coming: dict[tuple[int, int, int], list[Exchange]] = field(default_factory=dict)
+    """Partial sums of this host's ranks, by source, then block, rank by rank, each in its inbound order."""
+    inbound: dict[tuple[int, int, int], list[Exchange]] = field(default_factory=dict)
     """Exchanges of those, by (source, part, block)."""
 
 
@@ -75,10 +75,10 @@ class _Passed:
     whole: Outgoing
     """Its entries for this host."""
     picked: dict[int, torch.Tensor]
-    """Which of them each rank gets, in its going order."""
+    """Which of them each rank gets, in its outbound order."""
     entries: dict[int, Entries]
     places_NC: torch.Tensor
-    """Rows of the partial sums that make up each coming entry of the whole."""
+    """Rows of the partial sums that make up each inbound entry of the whole."""
     base: dict[int, int]
     """Where each rank's partial sums begin."""
     num_sums: int
@@ -140,23 +140,23 @@ class Gateways:
         receive: Post,
         op_id: str,
     ) -> tuple[list[Exchange], list[Exchange]]:
-        """Tell gateways of this rank's rows, pass on what others tell; (what is coming into `tables`, what is being sent).
+        """Tell gateways of this rank's rows, pass on what others tell; (what is inbound into `tables`, what is being sent).
 
         `tables` (n, words) int32 by source: place of the row's entry, its weight; `words_of`: the weights of rows as (n, words - 1).
         """
-        like, going = tables[self.own], []
+        like, outbound = tables[self.own], []
         for through in gateways(self.hosts, self.own):
             weights = [words_of(self.outs[peer]) for peer in members(self.hosts, self.hosts[through])]
-            places = self.lines[through].entries.going_of_row.to(torch.int32)
+            places = self.lines[through].entries.outbound_of_row.to(torch.int32)
             table = torch.cat([places.unsqueeze(1), torch.cat(weights)], 1)
             if len(table):
-                going.append(send(table, through, self.tag(0, self.own), op_id))
+                outbound.append(send(table, through, self.tag(0, self.own), op_id))
         told = {
             s: like.new_empty(sum(sum(self.rows[s][r // self.etp]) for r in self.here), like.shape[1])
             for s in self.sources
         }
         asked = [receive(table, source, self.tag(0, source), op_id) for source, table in told.items()]
-        coming = [
+        inbound = [
             receive(table, self.way_in(source), self.tag(0, source), op_id)
             for source, table in enumerate(tables)
             if len(table) and self.way_in(source) not in (source, self.own)
@@ -167,8 +167,8 @@ class Gateways:
                 if rank == self.own:
                     tables[source].copy_(table)
                 elif len(table):
-                    going.append(send(table, rank, self.tag(0, source), op_id))
-        return coming, going
+                    outbound.append(send(table, rank, self.tag(0, source), op_id))
+        return inbound, outbound
 
     def _pass_on(self, source: int, table: torch.Tensor) -> dict[int, torch.Tensor]:
         """Gives each rank of this host its table, and remembers which entries it gets."""
@@ -177,18 +177,18 @@ class Gateways:
         places = table[:, 0].to(torch.int64)
         parts = torch.cat([self._row_parts(source, rank, device) for rank in self.here])
         whole = host_outgoing(places, parts, self.plan.relay_parts[source])
-        back = whole.entries.coming_of_row.split(sizes)
+        back = whole.entries.inbound_of_row.split(sizes)
         picked, entries, base, keys, tables, at = {}, {}, {}, [], {}, 0
         for i, (rank, place_n, rows) in enumerate(zip(self.here, places.split(sizes), table.split(sizes), strict=True)):
             tiles, ends = self._tiles(source, rank)
             order = tile_order(tiles, device)
-            going_n, picked[rank] = going_places(place_n, order)
-            entries[rank] = entries_of(going_n, part_rows(tiles, ends), order=order)
+            outbound_n, picked[rank] = outbound_places(place_n, order)
+            entries[rank] = entries_of(outbound_n, part_rows(tiles, ends), order=order)
             key = torch.empty_like(picked[rank])
-            key[entries[rank].coming_of_row] = back[i]
+            key[entries[rank].inbound_of_row] = back[i]
             keys.append(key)
             base[rank], at = at, at + len(key)
-            tables[rank] = torch.cat([going_n.to(torch.int32).unsqueeze(1), rows[:, 1:]], 1)
+            tables[rank] = torch.cat([outbound_n.to(torch.int32).unsqueeze(1), rows[:, 1:]], 1)
         places_NC = places_of(torch.cat(keys), whole.entries.num, len(self.here))
         self.passed[source] = _Passed(whole, picked, entries, places_NC, base, at)
         return tables
@@ -200,7 +200,7 @@ class Gateways:
         like: torch.Tensor,
         columns: Sequence[int],
         *,
-        going_tag: Callable[[int], int],
+        outbound_tag: Callable[[int], int],
         receive: Post,
         there: str,
         back: str,
@@ -211,10 +211,10 @@ class Gateways:
             passed = self.passed[source]
             entries = passed.whole.entries
             way.entries[source] = like.new_empty(entries.num, like.shape[1])
-            for part in range(len(entries.ends_going)):
-                into = way.entries[source][entries.going(part)]
+            for part in range(len(entries.ends_outbound)):
+                into = way.entries[source][entries.outbound(part)]
                 if len(into):
-                    way.arriving[source, part] = receive(into, source, going_tag(part), there)
+                    way.arriving[source, part] = receive(into, source, outbound_tag(part), there)
             way.sums_b[source] = [like.new_empty(passed.num_sums, n) for n in columns]
             for rank in self.here:
                 if rank != self.own:
@@ -223,12 +223,12 @@ class Gateways:
 
     def _expect(self, way: HostWay, source: int, rank: int, receive: Post, op_id: str) -> None:
         entries, first = self.passed[source].entries[rank], self.passed[source].base[rank]
-        for part in range(len(entries.ends_coming)):
+        for part in range(len(entries.ends_inbound)):
             for block, sums in enumerate(way.sums_b[source]):
-                into = sums[first : first + entries.num][entries.coming(part)]
+                into = sums[first : first + entries.num][entries.inbound(part)]
                 if len(into):
                     exchange = receive(into, rank, self.tag(2, source, part, block), op_id)
-                    way.coming.setdefault((source, part, block), []).append(exchange)
+                    way.inbound.setdefault((source, part, block), []).append(exchange)
 
     def relay(self, way: HostWay, op: TileOp, own_entries: torch.Tensor, *, send: Post, op_id: str) -> list[Exchange]:
         """Pass on one part of source `op.peer`; `own_entries`: where this rank's own go. What is being sent."""
@@ -239,9 +239,9 @@ class Gateways:
         passed, sent = self.passed[op.peer], []
         for rank in self.here:
             entries = passed.entries[rank]
-            if op.part >= len(entries.ends_going):
+            if op.part >= len(entries.ends_outbound):
                 continue
-            which = entries.going(op.part)
+            which = entries.outbound(op.part)
             rows = way.entries[op.peer].index_select(0, passed.picked[rank][which])
             if rank == self.own:
                 own_entries[which] = rows
@@ -258,8 +258,8 @@ class Gateways:
     def merge(self, way: HostWay, op: TileOp, lanes: Lanes) -> torch.Tensor | None:
         """The sums of this host for source `op.peer` that are complete with a part; None: there are none."""
         for part in range(op.part + 1):
-            for exchange in way.coming.pop((op.peer, part, op.block), ()):
+            for exchange in way.inbound.pop((op.peer, part, op.block), ()):
                 exchange.wait()
         passed = self.passed[op.peer]
-        places_NC = passed.places_NC[passed.whole.entries.coming(op.part)]
+        places_NC = passed.places_NC[passed.whole.entries.inbound(op.part)]
         return sum_places(way.sums_b[op.peer][op.block], places_NC, lanes=lanes) if len(places_NC) else None

@@ -5,10 +5,10 @@ group, tokens ascending within each (`Dispatcher.exact_list`); those for the slo
 one another (where the plan puts those of other slots first: in the tiles' order), so the first row of a token lies in the first tile that needs it, and its last row
 in the last tile that adds to it:
 
-    going     tokens in the order of their first rows
-    coming    tokens in the order of their last rows
+    outbound     tokens in the order of their first rows
+    inbound    tokens in the order of their last rows
 
-The receiver is told for each row the place of its entry among the going ones, and its weight; the rest follows.
+The receiver is told for each row the place of its entry among the outbound ones, and its weight; the rest follows.
 
 Legend: n rows of one source on one rank, N entries, T tokens, K experts of a token, C copies at most.
 """
@@ -29,20 +29,20 @@ from phalanx.runtime.moe.dispatch import FILL, stable_order
 class Entries:
     """The rows of one source on one rank, as entries."""
 
-    going_of_row: torch.Tensor
-    """int64 (n,): place of the row's entry among the going ones."""
-    coming_of_row: torch.Tensor
-    """int64 (n,): the same among the coming ones."""
+    outbound_of_row: torch.Tensor
+    """int64 (n,): place of the row's entry among the outbound ones."""
+    inbound_of_row: torch.Tensor
+    """int64 (n,): the same among the inbound ones."""
     num: int
-    ends_going: tuple[int, ...]
+    ends_outbound: tuple[int, ...]
     """Number of entries that have gone with each part and those before."""
-    ends_coming: tuple[int, ...]
+    ends_inbound: tuple[int, ...]
 
-    def going(self, part: int) -> slice:
-        return _part(self.ends_going, part)
+    def outbound(self, part: int) -> slice:
+        return _part(self.ends_outbound, part)
 
-    def coming(self, part: int) -> slice:
-        return _part(self.ends_coming, part)
+    def inbound(self, part: int) -> slice:
+        return _part(self.ends_inbound, part)
 
 
 def _part(ends: Sequence[int], part: int) -> slice:
@@ -55,9 +55,9 @@ class Outgoing:
 
     pairs: torch.Tensor
     """int64 (n,): pair `t * K + k` of each row."""
-    tokens_going: torch.Tensor
-    """int64 (N,): token of each going entry."""
-    tokens_coming: torch.Tensor
+    tokens_outbound: torch.Tensor
+    """int64 (N,): token of each outbound entry."""
+    tokens_inbound: torch.Tensor
     entries: Entries
 
 
@@ -105,69 +105,71 @@ def row_by_row(
     return Entries(row_n, row_n, num_rows, tuple(rows_to), tuple(rows_to))
 
 
-def entries_of(going_of_row: torch.Tensor, rows_to: Sequence[int], *, order: torch.Tensor | None = None) -> Entries:
-    """Entries of rows whose going places are known; `rows_to`: rows up to the end of each part; `order`: of the tiles."""
-    return entries_of_all([(going_of_row, rows_to, order)])[0]
+def entries_of(outbound_of_row: torch.Tensor, rows_to: Sequence[int], *, order: torch.Tensor | None = None) -> Entries:
+    """Entries of rows whose outbound places are known; `rows_to`: rows up to the end of each part; `order`: of the tiles."""
+    return entries_of_all([(outbound_of_row, rows_to, order)])[0]
 
 
 def entries_of_all(
     lists: Sequence[tuple[torch.Tensor, Sequence[int], torch.Tensor | None]],
 ) -> list[Entries]:
-    """`entries_of` of several ranks' rows, as (going places, rows to the end of each part, order). A device tells the sizes of all at once."""
+    """`entries_of` of several ranks' rows, as (outbound places, rows to the end of each part, order). A device tells the sizes of all at once."""
     if not lists:
         return []
     device = lists[0][0].device
     all_ends = torch.tensor([end for _, rows_to, _ in lists for end in rows_to], dtype=torch.int64)
     ends = all_ends.to(device, non_blocking=True).split([len(rows_to) for _, rows_to, _ in lists])
-    found = [_coming(going, part, order) for (going, _, order), part in zip(lists, ends, strict=True)]
+    found = [_inbound(outbound, part, order) for (outbound, _, order), part in zip(lists, ends, strict=True)]
     sizes = torch.cat([counts.flatten() for _, counts in found]).tolist()  # SYNC: sizes of messages
     out, at = [], 0
-    for (going, rows_to, _), (coming, _) in zip(lists, found, strict=True):
+    for (outbound, rows_to, _), (inbound, _) in zip(lists, found, strict=True):
         parts = len(rows_to)
         there, back = tuple(sizes[at : at + parts]), tuple(sizes[at + parts : at + 2 * parts])
-        out.append(Entries(going, coming, there[-1] if parts else 0, there, back))
+        out.append(Entries(outbound, inbound, there[-1] if parts else 0, there, back))
         at += 2 * parts
     return out
 
 
-def _coming(going_n: torch.Tensor, ends: torch.Tensor, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(n,) coming place of each row, and (2, parts) how many entries have gone, and come back, up to the end of each part.
+def _inbound(
+    outbound_n: torch.Tensor, ends: torch.Tensor, order: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(n,) inbound place of each row, and (2, parts) how many entries have gone, and come back, up to the end of each part.
 
     How many entries there are is not known yet: at most n, and those that are not have n as their first and last row."""
     if order is not None:
-        coming_n, counts = _coming(going_n[order], ends, None)
-        return coming_n[_inverse(order)], counts
-    n, device = len(going_n), going_n.device
+        inbound_n, counts = _inbound(outbound_n[order], ends, None)
+        return inbound_n[_inverse(order)], counts
+    n, device = len(outbound_n), outbound_n.device
     row_n = torch.arange(n, device=device)
     both = torch.full((2, n), n, dtype=torch.int64, device=device)
     first_N, last_N = both[0], both[1]
-    first_N.scatter_reduce_(0, going_n, row_n, "amin")
-    last_N.scatter_reduce_(0, going_n, row_n, "amax", include_self=False)
+    first_N.scatter_reduce_(0, outbound_n, row_n, "amin")
+    last_N.scatter_reduce_(0, outbound_n, row_n, "amax", include_self=False)
     is_last_n = torch.zeros(n + 1, dtype=torch.bool, device=device)
     is_last_n[last_N] = True
-    coming_n = (is_last_n.cumsum(0) - 1)[last_N[going_n]]
-    return coming_n, torch.stack([torch.searchsorted(first_N, ends), torch.searchsorted(last_N.sort().values, ends)])
+    inbound_n = (is_last_n.cumsum(0) - 1)[last_N[outbound_n]]
+    return inbound_n, torch.stack([torch.searchsorted(first_N, ends), torch.searchsorted(last_N.sort().values, ends)])
 
 
-def going_places(keys_n: torch.Tensor, order: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(n,) going place of each row, rows with equal keys having one, and (N,) the key of each going entry: in the order of their first rows."""
+def outbound_places(keys_n: torch.Tensor, order: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(n,) outbound place of each row, rows with equal keys having one, and (N,) the key of each outbound entry: in the order of their first rows."""
     if not len(keys_n):
         return keys_n, keys_n
-    going_n, keys_N = _places_of_keys(keys_n, int(keys_n.max()) + 1, order)
-    return going_n, keys_N[: int(going_n.max()) + 1]
+    outbound_n, keys_N = _places_of_keys(keys_n, int(keys_n.max()) + 1, order)
+    return outbound_n, keys_N[: int(outbound_n.max()) + 1]
 
 
 def _places_of_keys(keys_n: torch.Tensor, most: int, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`going_places` of keys below `most`, where it is not known yet how many entries there are: (n,) keys, zeros behind those of the entries."""
+    """`outbound_places` of keys below `most`, where it is not known yet how many entries there are: (n,) keys, zeros behind those of the entries."""
     if order is not None:
-        going_n, keys_N = _places_of_keys(keys_n[order], most, None)
-        return going_n[_inverse(order)], keys_N
+        outbound_n, keys_N = _places_of_keys(keys_n[order], most, None)
+        return outbound_n[_inverse(order)], keys_N
     n, device = len(keys_n), keys_n.device
     row_n = torch.arange(n, device=device)
     first_T = torch.full((most,), n, dtype=torch.int64, device=device)
     first_n = first_T.scatter_reduce_(0, keys_n, row_n, "amin")[keys_n]
-    going_n = ((first_n == row_n).cumsum(0) - 1)[first_n]
-    return going_n, torch.zeros_like(keys_n).scatter_(0, going_n, keys_n)
+    outbound_n = ((first_n == row_n).cumsum(0) - 1)[first_n]
+    return outbound_n, torch.zeros_like(keys_n).scatter_(0, outbound_n, keys_n)
 
 
 def outgoing(
@@ -188,12 +190,12 @@ def outgoing(
         return out
     places = [_places_of_keys(t, num_tokens, order) for t, (_, _, order) in zip(tokens, lists, strict=True)]
     entries = entries_of_all(
-        [(going, rows_to, order) for (going, _), (_, rows_to, order) in zip(places, lists, strict=True)]
+        [(outbound, rows_to, order) for (outbound, _), (_, rows_to, order) in zip(places, lists, strict=True)]
     )
     out = []
-    for (pairs, _, _), tokens_n, (_, going_N), one in zip(lists, tokens, places, entries, strict=True):
-        coming_N = torch.zeros_like(tokens_n).scatter_(0, one.coming_of_row, tokens_n)
-        out.append(Outgoing(pairs, going_N[: one.num], coming_N[: one.num], one))
+    for (pairs, _, _), tokens_n, (_, outbound_N), one in zip(lists, tokens, places, entries, strict=True):
+        inbound_N = torch.zeros_like(tokens_n).scatter_(0, one.inbound_of_row, tokens_n)
+        out.append(Outgoing(pairs, outbound_N[: one.num], inbound_N[: one.num], one))
     return out
 
 
@@ -201,22 +203,22 @@ def host_outgoing(tokens_n: torch.Tensor, part_n: torch.Tensor, parts: int) -> O
     """The entries of this rank's rows on all ranks of another host, one for each token: with the first part that any of them needs it in, and back with
     the last part that any adds to it, tokens ascending within both. `tokens_n`, `part_n`: of the rows, rank by rank. The rows' pairs are left out.
 
-    With the going places in place of the tokens the result is the same, which is how a gateway finds it."""
+    With the outbound places in place of the tokens the result is the same, which is how a gateway finds it."""
     num = int(tokens_n.max()) + 1 if len(tokens_n) else 0  # SYNC: sizes of messages
     first_T = torch.full((num,), parts, dtype=torch.int64, device=tokens_n.device)
     first_T.scatter_reduce_(0, tokens_n, part_n, "amin")
     last_T = torch.full_like(first_T, -1).scatter_reduce_(0, tokens_n, part_n, "amax")
     here_N = (last_T >= 0).nonzero().squeeze(1)
     tokens_N = here_N[stable_order(first_T[here_N], parts)]
-    coming_N = stable_order(last_T[tokens_N], parts)
-    going_of_T = torch.zeros_like(first_T)
-    going_of_T[tokens_N] = torch.arange(len(tokens_N), device=tokens_n.device)
-    coming_of_going = _inverse(coming_N)
-    going_n = going_of_T[tokens_n]
+    inbound_N = stable_order(last_T[tokens_N], parts)
+    outbound_of_T = torch.zeros_like(first_T)
+    outbound_of_T[tokens_N] = torch.arange(len(tokens_N), device=tokens_n.device)
+    inbound_of_outbound = _inverse(inbound_N)
+    outbound_n = outbound_of_T[tokens_n]
     counts = torch.stack([torch.bincount(t[tokens_N], minlength=parts).cumsum(0) for t in (first_T, last_T)])
-    going, coming = counts.tolist()  # SYNC: sizes of messages
-    entries = Entries(going_n, coming_of_going[going_n], len(tokens_N), tuple(going), tuple(coming))
-    return Outgoing(tokens_n[:0], tokens_N, tokens_N[coming_N], entries)
+    outbound, inbound = counts.tolist()  # SYNC: sizes of messages
+    entries = Entries(outbound_n, inbound_of_outbound[outbound_n], len(tokens_N), tuple(outbound), tuple(inbound))
+    return Outgoing(tokens_n[:0], tokens_N, tokens_N[inbound_N], entries)
 
 
 def places_of(keys_n: torch.Tensor, num_keys: int, copies: int) -> torch.Tensor:

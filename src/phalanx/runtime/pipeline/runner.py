@@ -125,9 +125,9 @@ class _Executor:
         self.most_open = max(LEAST_OPEN, plan.schedule.max_live[boundary.position])
         self.ready: dict[Transfer, torch.Tensor] = {}
         """Made here and not yet sent or handed over."""
-        self.coming: dict[Transfer, tuple[Arrival, threading.Event | None]] = {}
+        self.posted_receives: dict[Transfer, tuple[Arrival, threading.Event | None]] = {}
         """Transfers that come, with the event that a lane sets where it takes the transfer in."""
-        self.going: deque[tuple[Exchange, list[Message]]] = deque()
+        self.open_sends: deque[tuple[Exchange, list[Message]]] = deque()
         """Exchanges under way, with the messages, whose tensors must live until they are sent."""
         self.lanes: dict[tuple[Edge, Direction], EdgeLane] = {}
         self.stream = boundary.stream()
@@ -219,7 +219,7 @@ class _Executor:
     def _take(self, transfer: Transfer) -> torch.Tensor:
         if transfer.is_local:
             return self.ready.pop(transfer)
-        arrival, here = self.coming.pop(transfer)
+        arrival, here = self.posted_receives.pop(transfer)
         if self.stream is not None:  # allocated there, used here
             arrival.tensor.record_stream(torch.cuda.current_stream(self.boundary.device))
         if here is None:
@@ -241,7 +241,7 @@ class _Executor:
         if self.boundary.wait_for_sends:
             wait_for_receipt(sent, axis=axis, comms=comms, tag=tag, op_id=op_id)
             return
-        self.going.append(sent)
+        self.open_sends.append(sent)
         self._close(self.most_open)
 
     def _receive(self, transfer: Transfer) -> None:
@@ -250,12 +250,12 @@ class _Executor:
         arrival = Arrival(self.boundary.empty(transfer))
         if not route.relays and not self.boundary.wait_for_sends:
             arrival.receive(route.receives, axis=axis, comms=self.boundary.comms, tag=tag, op_id=op_id)
-            self.coming[transfer] = arrival, None
+            self.posted_receives[transfer] = arrival, None
             return
         lane = self._lane(transfer, axis)
         for leg in route.receives:
             arrival.receive([leg], axis=axis, comms=lane.comms, tag=tag, op_id=op_id)
-        self.coming[transfer] = (
+        self.posted_receives[transfer] = (
             arrival,
             lane.add(arrival, route, tag=tag, op_id=op_id, answered=self.boundary.answered(transfer)),
         )
@@ -268,9 +268,9 @@ class _Executor:
 
     def _close(self, most_open: int) -> None:
         """Wait for the oldest sends until at most so many are open."""
-        while len(self.going) > most_open:
-            self.going[0][0].wait()
-            self.going.popleft()
+        while len(self.open_sends) > most_open:
+            self.open_sends[0][0].wait()
+            self.open_sends.popleft()
 
     # ---- devices: a stream of their own for transfers, in the plan's order
 
@@ -300,7 +300,7 @@ class _Executor:
                     sends += [Message(packed(tensor, leg), axis.ranks.index(leg.peer), tag) for leg in route.sends]
                     continue
                 arrival = Arrival(self.boundary.empty(transfer))
-                self.coming[transfer] = arrival, None
+                self.posted_receives[transfer] = arrival, None
                 for leg in route.receives:
                     place = landing(arrival.tensor, leg)
                     receives.append(Message(place.buffer, axis.ranks.index(leg.peer), tag))
@@ -312,7 +312,7 @@ class _Executor:
             for arrival, place in arriving:
                 arrival.parts.append((exchange, place))
             if sends:
-                self.going.append((exchange, sends))
+                self.open_sends.append((exchange, sends))
                 self._close(self.most_open)
 
     def _relay(self, transfer: Transfer) -> None:
@@ -320,7 +320,7 @@ class _Executor:
         route = self.boundary.route(transfer)
         if not route.relays:
             return
-        arrival, _ = self.coming[transfer]
+        arrival, _ = self.posted_receives[transfer]
         with self._aside(after_passes=False):
             arrival.take()
             sent = start_sends(
@@ -331,7 +331,7 @@ class _Executor:
                 tag=self.plan.tag(transfer),
                 op_id=self.name(transfer),
             )
-            self.going.append(sent)
+            self.open_sends.append(sent)
 
     @contextmanager
     def _aside(self, *, after_passes: bool) -> Iterator[None]:

@@ -96,7 +96,7 @@ def _fullest(run: RankPasses, of: Mapping[int, _StageKeeps]) -> dict[tuple[str, 
 
 
 def _under_way(run: RankPasses) -> list[int]:
-    """`_Executor.going` and `coming`: sends that are not waited for yet, receives that are posted ahead of their place."""
+    """`_Executor.open_sends` and `posted_receives`: sends that are not waited for yet, receives that are posted ahead of their place."""
     last = len(run.rank_of_stage) - 1
 
     def elsewhere(stage: int, other: int) -> bool:

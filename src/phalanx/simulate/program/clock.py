@@ -4,7 +4,7 @@ Decides the clock of `plan/program/step.py`, the very operations that a run reco
 what needs it waits. A collective is under way once the last of its ranks has posted it, a message once both of its ends are there; each rank's
 link carries one message out and one in at a time, and a collective takes both ways. Reductions of gradients that travel beside passes share their links with whatever
 else is sent: bytes are kept, so what passes meanwhile takes twice its time (two flows, half of the rate each), and the reduction ends by as much later as it would have taken alone. Must never change: events are taken in order of time, so that links are given to whoever
-is ready first; a program that waits for ever is an error that names who waits for what.
+is ready first; a deadlock is an error that names who waits for what.
 """
 
 from __future__ import annotations
@@ -162,7 +162,11 @@ class _Clock:
             for rank in self._flow(at, key) if self._is_bulk(key) else self._end(key):
                 self._advance(rank)
         stuck = [
-            Problem(where=f"rank {rank}", value=program.ops[self.place[rank]].id, rule="waits for ever")
+            Problem(
+                where=f"rank {rank}",
+                value=program.ops[self.place[rank]].id,
+                rule="deadlocks: what it waits for never comes",
+            )
             for rank, program in enumerate(self.programs)
             if self.place[rank] < len(program.ops)
         ]

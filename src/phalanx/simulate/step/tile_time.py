@@ -449,9 +449,9 @@ def _bytes_s(layer: TileLayer, link: OverlapCost, direction: Direction) -> float
     wire = wire_of(layer, direction)
     hosts = np.asarray(wire.host_of_rank)
     if link.near_bytes_per_s is None:
-        return float(wire.going_PP[0].sum() + wire.coming_PP[0].sum()) / link.bytes_per_s
+        return float(wire.outbound_PP[0].sum() + wire.inbound_PP[0].sum()) / link.bytes_per_s
     out = 0.0
-    for of_rank in (wire.going_PP[0], wire.coming_PP[0]):
+    for of_rank in (wire.outbound_PP[0], wire.inbound_PP[0]):
         far = of_rank[hosts != hosts[0]].sum() / link.bytes_per_s
         out += max(float(far), float(of_rank[hosts == hosts[0]].sum()) / link.near_bytes_per_s)
     return out

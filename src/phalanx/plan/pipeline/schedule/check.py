@@ -130,7 +130,7 @@ def _deadlock(orders: Orders, num_stages: int) -> list[Problem]:
                 position[rank] += 1
                 moved = True
     return [
-        Problem(where=f"schedule.rank{rank}", value=str(order[at]), rule="waits for ever for the neighbouring stage")
+        Problem(where=f"schedule.rank{rank}", value=str(order[at]), rule="deadlocks waiting for the neighbouring stage")
         for rank, (order, at) in enumerate(zip(orders, position, strict=True))
         if at < len(order)
     ]

@@ -185,7 +185,7 @@ def simulate(
     run = _Run(schedule, costs, in_order(edges), dict(pairs), paired_share)
     run.to_the_end()
     stuck = [
-        Problem(where=f"schedule.rank{rank}", value=str(order[len(spans)]), rule="waits for ever for its input")
+        Problem(where=f"schedule.rank{rank}", value=str(order[len(spans)]), rule="deadlocks waiting for its input")
         for rank, (order, spans) in enumerate(zip(schedule.actions, run.spans, strict=True))
         if len(spans) < len(order)
     ]

@@ -26,8 +26,8 @@ TOLERANCE = 0.005
 STEADY = 6
 """Micro-batches for each rank that are simulated at most: each one more repeats the same."""
 TRIED = 120
-"""So many numbers are tried one and all; where there are more (beyond five ranks), a climb of `CLIMBS` steps looks for the best."""
-CLIMBS = 8
+"""So many numbers are tried one and all; where there are more (beyond five ranks), a local search of `SEARCH_STEPS` steps looks for the best."""
+SEARCH_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def _options(limit: tuple[int, ...], takes: Callable[[tuple[int, ...]], float]) 
         return {extra for extra in every if nearest_extra(extra, pp=pp) == extra}
     options = {nearest_extra([min(most, n) for most in limit], pp=pp) for n in range(pp)}
     best = min(options, key=lambda extra: (takes(extra), extra))
-    for _ in range(CLIMBS):
+    for _ in range(SEARCH_STEPS):
         around = {
             nearest_extra([*best[:rank], count, *best[rank + 1 :]], pp=pp)
             for rank, most in enumerate(limit)

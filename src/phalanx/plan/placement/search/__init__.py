@@ -1,7 +1,7 @@
 """How many replicas each expert has, on which hosts they live, and what losses that survives.
 
 The room decides placements by search (`plan_placement`), by published rules (`rule_placement`), and what recovery, load and copies cost each other (`placement_front`). Its other names are
-what goes in (`Fleet`, loads) and what comes out (`HostPlacement`, `ReplicaCounts`, `Certificate`, `Point`, `Migration`), which `phalanx plan placement` prints one by one.
+what goes in (`HostPool`, loads) and what comes out (`HostPlacement`, `ReplicaCounts`, `Certificate`, `Point`, `Migration`), which `phalanx plan placement` prints one by one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,6 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.plan.placement.search.balance import Floats as Floats
-    from phalanx.plan.placement.search.fleet import (
-        Fleet as Fleet,
-        equal_fleet as equal_fleet,
-        fleet_problems as fleet_problems,
-    )
     from phalanx.plan.placement.search.front import (
         CostWeights as CostWeights,
         Point as Point,
@@ -24,6 +19,11 @@ if TYPE_CHECKING:
         parted_placement as parted_placement,
         patched_placement as patched_placement,
         placement_front as placement_front,
+    )
+    from phalanx.plan.placement.search.host_pool import (
+        HostPool as HostPool,
+        equal_pool as equal_pool,
+        pool_problems as pool_problems,
     )
     from phalanx.plan.placement.search.hosts import (
         HostPlacement as HostPlacement,

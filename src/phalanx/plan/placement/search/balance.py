@@ -13,7 +13,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.placement.search.local_search import Counts, FatalTable, climb, holder_sets
+from phalanx.plan.placement.search.local_search import Counts, FatalTable, holder_sets, local_search
 from phalanx.plan.placement.search.rules import Copies
 
 Floats = NDArray[np.float64]
@@ -71,7 +71,7 @@ def levelled(copies_LEN: NDArray[np.int64], loads: Floats, *, swaps: int, seed: 
     out = copies_LEN.copy()
     for layer, copies in enumerate(copies_LEN):
         shares = loads[layer] / copies.sum(1)
-        out[layer] = climb(copies, table, moves=swaps, shares=shares, seed=seed + layer)
+        out[layer] = local_search(copies, table, moves=swaps, shares=shares, seed=seed + layer)
     return out
 
 
@@ -83,7 +83,7 @@ def relieved(
     out = copies_LEN.copy()
     for layer, copies in enumerate(copies_LEN):
         shares = loads[layer] / copies.sum(1)
-        out[layer] = climb(copies, table, moves=swaps, shares=shares, allowed=allowed, seed=seed + layer)
+        out[layer] = local_search(copies, table, moves=swaps, shares=shares, allowed=allowed, seed=seed + layer)
     return out
 
 
@@ -98,5 +98,5 @@ def safest(copies_LEN: NDArray[np.int64], loads: Floats, *, most: float, swaps: 
     for layer, copies in enumerate(copies_LEN):
         shares = loads[layer] / copies.sum(1)
         limit = most * float(loads[layer].sum()) / num_hosts
-        out[layer] = climb(copies, table, moves=swaps, shares=shares, most=limit, seed=seed + layer)
+        out[layer] = local_search(copies, table, moves=swaps, shares=shares, most=limit, seed=seed + layer)
     return out

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.placement.search.balance import relieved, safest
-from phalanx.plan.placement.search.fleet import Fleet
+from phalanx.plan.placement.search.host_pool import HostPool
 from phalanx.plan.placement.search.hosts import HostPlacement, from_copies
 from phalanx.plan.placement.search.local_search import MAX_HOSTS
 from phalanx.plan.placement.search.migration import Migration, plan_migration
@@ -92,7 +92,7 @@ def risk_of(certificate: Certificate, failure: float) -> float:
 
 def placement_front(
     loads: ArrayLike,
-    fleet: Fleet,
+    pool: HostPool,
     *,
     floor: int,
     current: HostPlacement | None = None,
@@ -105,14 +105,14 @@ def placement_front(
     `best`: the best for recovery, where it is known already.
     """
     loads_LE = read_loads(loads)
-    counts = replica_counts(loads_LE, fleet, floor=floor)
+    counts = replica_counts(loads_LE, pool, floor=floor)
     rate = (worth or CostWeights()).failure
     effort = effort or Effort()
-    best = best or plan_placement(counts, fleet, loads_LE, effort=effort)
-    others = _others(loads_LE, fleet, counts, effort)
+    best = best or plan_placement(counts, pool, loads_LE, effort=effort)
+    others = _others(loads_LE, pool, counts, effort)
     level = dict(others).get("least loaded")
     plans = [("ours", best)]
-    if fleet.num_hosts <= MAX_HOSTS and loads_LE.any() and level is not None:
+    if pool.num_hosts <= MAX_HOSTS and loads_LE.any() and level is not None:
         for part in PARTS:
             start = min((best, dict(others).get(UNCAPPED, best)), key=lambda plan: plan.max_over_mean(loads_LE))
             plans.append((f"ours, {part:.0%} to level", _between(start, level, loads_LE, part=part, effort=effort)))
@@ -121,21 +121,21 @@ def placement_front(
     if current is not None:
         moved = plan_migration(current, plans[0][1], rename=True)
         points.append(_measured("ours, fewest moves", moved.new, loads_LE, moved, rate))
-        points += _patched_point(current, fleet, loads_LE, floor=counts.floor, rate=rate)
+        points += _patched_point(current, pool, loads_LE, floor=counts.floor, rate=rate)
     first, rest = points[0], sorted(points[1:], key=lambda p: (p.risk, p.max_over_mean, p.num_copies))
     return [replace(p, on_front=not any(p.is_beaten_by(q) for q in points)) for p in (first, *rest)]
 
 
-def _others(loads: Floats, fleet: Fleet, counts: ReplicaCounts, effort: Effort) -> list[tuple[str, HostPlacement]]:
+def _others(loads: Floats, pool: HostPool, counts: ReplicaCounts, effort: Effort) -> list[tuple[str, HostPlacement]]:
     """Replica counts of the paper, and rules that know nothing of recovery, repaired so far that they hold the floor."""
-    uncapped = replica_counts(loads, fleet, floor=counts.floor, cap=False)
+    uncapped = replica_counts(loads, pool, floor=counts.floor, cap=False)
     plans = []
     if uncapped.counts != counts.counts:
-        plans.append((UNCAPPED, plan_placement(uncapped, fleet, loads, effort=effort)))
+        plans.append((UNCAPPED, plan_placement(uncapped, pool, loads, effort=effort)))
     for rule in ("spread", "least_loaded"):
-        made = rule_placement(rule, loads, counts, fleet)
+        made = rule_placement(rule, loads, counts, pool)
         apart = np.stack([keep_apart(copies) for copies in made.copies])
-        plan = from_copies(apart, fleet, floor=counts.floor)
+        plan = from_copies(apart, pool, floor=counts.floor)
         if int((plan.copies > 0).sum(2).min()) >= counts.floor:
             plans.append((rule.replace("_", " "), plan))
     return plans
@@ -147,7 +147,7 @@ def _between(best: HostPlacement, level: HostPlacement, loads: Floats, *, part: 
     One layer: the safest found within that bound on the load. Several layers survive together only because they are aligned, which swaps
     in one of them cannot build: so the best is relieved of load within that bound on fatal losses.
     """
-    num_hosts, seed = best.fleet.num_hosts, effort.seed
+    num_hosts, seed = best.pool.num_hosts, effort.seed
     swaps = effort.of(num_hosts, effort.balance_swaps, best.num_layers)
     if best.num_layers == 1:
         low, high = level.max_over_mean(loads), best.max_over_mean(loads)
@@ -157,7 +157,7 @@ def _between(best: HostPlacement, level: HostPlacement, loads: Floats, *, part: 
         ends = [fatal_counts(plan.holder_sets, num_hosts) for plan in (best, level)]
         allowed = tuple(a + int(part * max(b - a, 0)) for a, b in zip(*ends, strict=True))
         copies = relieved(best.copies, loads, allowed=allowed, swaps=swaps, seed=seed)
-    plan = from_copies(copies, best.fleet, floor=best.floor)
+    plan = from_copies(copies, best.pool, floor=best.floor)
     plan.check()
     return plan
 
@@ -179,31 +179,31 @@ def _measured(name: str, plan: HostPlacement, loads: Floats, moved: Migration | 
     )
 
 
-def _patched_point(current: HostPlacement, fleet: Fleet, loads: Floats, *, floor: int, rate: float) -> list[Point]:
+def _patched_point(current: HostPlacement, pool: HostPool, loads: Floats, *, floor: int, rate: float) -> list[Point]:
     """What is held now, with no more than the floor mended: where the hosts are those that are there, or fewer of them."""
-    patched = patched_placement(current, fleet, floor=floor)
+    patched = patched_placement(current, pool, floor=floor)
     if patched is None:
         return []
     return [_point("as it is, floor mended", patched, loads, current, rate)]
 
 
-def patched_placement(current: HostPlacement, fleet: Fleet, *, floor: int) -> HostPlacement | None:
-    """The present slots of the hosts of `fleet`, with the fewest changed so that every expert is on `floor` hosts again.
+def patched_placement(current: HostPlacement, pool: HostPool, *, floor: int) -> HostPlacement | None:
+    """The present slots of the hosts of `pool`, with the fewest changed so that every expert is on `floor` hosts again.
 
     What is below the floor takes the slot of the expert with most hosts, in a rack that has none of it where there is one. None where a host is new or has other slots, or where the
     floor cannot be reached this way.
     """
-    names = current.fleet.host_names
-    if any(name not in names for name in fleet.host_names):
+    names = current.pool.host_names
+    if any(name not in names for name in pool.host_names):
         return None
-    at = [names.index(name) for name in fleet.host_names]
-    if tuple(current.fleet.slots[i] for i in at) != fleet.slots:
+    at = [names.index(name) for name in pool.host_names]
+    if tuple(current.pool.slots[i] for i in at) != pool.slots:
         return None
     copies: NDArray[np.int64] = current.copies[:, :, at].copy()
-    racks = np.array(fleet.racks or range(fleet.num_hosts))
+    racks = np.array(pool.racks or range(pool.num_hosts))
     if not all(_mended(table, floor, racks) for table in copies):
         return None
-    return from_copies(copies, fleet, floor=floor)
+    return from_copies(copies, pool, floor=floor)
 
 
 def _mended(table: NDArray[np.int64], floor: int, racks: NDArray[np.int64]) -> bool:
@@ -235,13 +235,13 @@ def parted_placement(plan: HostPlacement, *, floor: int) -> HostPlacement:
     if not plan.num_in_one_rack(floor):
         return plan
     copies = plan.copies.copy()
-    of_rack = np.array(plan.fleet.racks)[:, None] == np.unique(plan.fleet.racks)
+    of_rack = np.array(plan.pool.racks)[:, None] == np.unique(plan.pool.racks)
     for table in copies:
         while any(
             _parted(table, int(expert), floor, of_rack) for expert in np.flatnonzero(_num_racks(table, of_rack) < 2)
         ):
             pass
-    return from_copies(copies, plan.fleet, floor=plan.floor)
+    return from_copies(copies, plan.pool, floor=plan.floor)
 
 
 def _num_racks(table: NDArray[np.int64], of_rack: NDArray[np.bool_]) -> NDArray[np.int64]:

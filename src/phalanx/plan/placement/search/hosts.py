@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.mapping import Placement
-from phalanx.plan.placement.search.fleet import Fleet, fleet_problems
+from phalanx.plan.placement.search.host_pool import HostPool, pool_problems
 from phalanx.plan.placement.search.local_search import holder_sets
 from phalanx.plan.placement.search.probability import Certificate, certify, independent_recovery, rack_sets
 
@@ -32,7 +32,7 @@ class HostPlacement:
     """`slots[layer][host]` = experts there, in slot order."""
 
     num_experts: int
-    fleet: Fleet
+    pool: HostPool
     slots: tuple[tuple[tuple[int, ...], ...], ...]
     floor: int = 1
     """Every expert is on at least so many hosts, so that any loss of fewer is survived."""
@@ -44,7 +44,7 @@ class HostPlacement:
     @cached_property
     def copies(self) -> Copies:
         """(L, E, N) replicas of each expert on each host."""
-        out = np.zeros((self.num_layers, self.num_experts, self.fleet.num_hosts), dtype=np.int64)
+        out = np.zeros((self.num_layers, self.num_experts, self.pool.num_hosts), dtype=np.int64)
         for layer, hosts in enumerate(self.slots):
             columns = np.repeat(np.arange(len(hosts)), [len(held) for held in hosts])
             np.add.at(out[layer], (np.array([e for held in hosts for e in held], dtype=np.int64), columns), 1)
@@ -58,28 +58,28 @@ class HostPlacement:
     @cached_property
     def certificate(self) -> Certificate:
         """P(recover | k hosts lost), all layers together."""
-        return certify(self.holder_sets, self.fleet.num_hosts)
+        return certify(self.holder_sets, self.pool.num_hosts)
 
     @cached_property
     def rack_certificate(self) -> Certificate | None:
         """P(recover | k racks lost), where racks are known."""
-        if not self.fleet.racks:
+        if not self.pool.racks:
             return None
-        return certify(*rack_sets(self.holder_sets, self.fleet.racks))
+        return certify(*rack_sets(self.holder_sets, self.pool.racks))
 
     def num_in_one_rack(self, floor: int) -> int:
         """(layer, expert) that die with one rack, where there are several and `floor` asks for more than one holder."""
-        if floor < 2 or len(set(self.fleet.racks)) < 2:
+        if floor < 2 or len(set(self.pool.racks)) < 2:
             return 0
-        racks = sorted(set(self.fleet.racks))
-        inside = [np.flatnonzero(np.array(self.fleet.racks) == rack) for rack in racks]
+        racks = sorted(set(self.pool.racks))
+        inside = [np.flatnonzero(np.array(self.pool.racks) == rack) for rack in racks]
         touched = np.stack([(self.copies[:, :, hosts] > 0).any(2) for hosts in inside], axis=2)
         return int((touched.sum(2) < 2).sum())
 
     @cached_property
     def independent(self) -> tuple[float, float] | None:
         """P(recover) under the hosts' own failure probabilities (low, high), where they are known."""
-        return independent_recovery(self.holder_sets, self.fleet.failure) if self.fleet.failure else None
+        return independent_recovery(self.holder_sets, self.pool.failure) if self.pool.failure else None
 
     def holders(self, layer: int, expert: int) -> tuple[int, ...]:
         """Hosts that hold an expert, ascending."""
@@ -94,14 +94,14 @@ class HostPlacement:
 
     def max_over_mean(self, loads: ArrayLike) -> float:
         """How much longer the busiest hosts work than the mean host, summed over the layers: they wait for one another in each."""
-        return max_over_mean(self.loads(loads), self.fleet.slots)
+        return max_over_mean(self.loads(loads), self.pool.slots)
 
     def layer_placement(self, layer: int, *, host_of_ep: Sequence[int] = ()) -> Placement:
         """One layer over the ep ranks of all hosts, as one expert-parallel group. `host_of_ep` = name of each one's host; empty: a rank a host.
 
         Replicas beside replicas go to different ranks where they can. Raises `PlanError` where hosts and ranks do not match.
         """
-        names = self.fleet.host_names
+        names = self.pool.host_names
         hosts = list(host_of_ep) or list(names)
         if sorted(set(hosts)) != sorted(names):
             rule = f"the ep ranks lie on the hosts {list(names)}, each of which has one"
@@ -111,7 +111,7 @@ class HostPlacement:
             for name, held in zip(names, self.slots[layer], strict=True)
         }
         slots = (tuple(next(parts[host]) for host in hosts),)
-        rack_of = dict(zip(names, self.fleet.racks, strict=True)) if self.fleet.racks else {}
+        rack_of = dict(zip(names, self.pool.racks, strict=True)) if self.pool.racks else {}
         racks = tuple(rack_of[host] for host in hosts) if rack_of else ()
         known = tuple(hosts) if racks else tuple(host_of_ep)
         made = Placement(num_experts=self.num_experts, slots=slots, hosts=known, racks=racks)
@@ -123,12 +123,12 @@ class HostPlacement:
         raise_if(_problems(self), PlanError, subject="placement on hosts")
 
     def to_dict(self) -> dict[str, Any]:
-        fleet = self.fleet
+        pool = self.pool
         return {
             "num_experts": self.num_experts,
             "floor": self.floor,
             "hosts": {
-                "slots": fleet.slots, "racks": fleet.racks, "failure": fleet.failure, "names": fleet.host_names,
+                "slots": pool.slots, "racks": pool.racks, "failure": pool.failure, "names": pool.host_names,
             },
             "slots": self.slots,
         }  # fmt: skip
@@ -144,7 +144,7 @@ class HostPlacement:
         """Replicas and the certificate, in a few lines."""
         replicas, hosts = self.copies.sum(2), (self.copies > 0).sum(2)
         lines = [
-            f"{self.num_layers} layers x {self.num_experts} experts on {self.fleet.num_hosts} hosts x {_range(self.fleet.slots)} slots: "
+            f"{self.num_layers} layers x {self.num_experts} experts on {self.pool.num_hosts} hosts x {_range(self.pool.slots)} slots: "
             f"{replicas.min()} ... {replicas.max()} replicas of an expert, on {hosts.min()} ... {hosts.max()} hosts",
             "  " + self.certificate.explain(),
         ]
@@ -180,7 +180,7 @@ def _range(values: Sequence[int]) -> str:
 
 
 def _problems(plan: HostPlacement) -> list[Problem]:
-    problems = fleet_problems(plan.fleet)
+    problems = pool_problems(plan.pool)
     if problems:
         return problems
     experts = set(range(plan.num_experts))
@@ -189,8 +189,8 @@ def _problems(plan: HostPlacement) -> list[Problem]:
     for layer, hosts in enumerate(plan.slots):
         where = f"placement.slots[{layer}]"
         widths = tuple(len(held) for held in hosts)
-        if widths != plan.fleet.slots:
-            problems.append(Problem(where=where, value=widths, rule=f"hosts have {plan.fleet.slots} slots"))
+        if widths != plan.pool.slots:
+            problems.append(Problem(where=where, value=widths, rule=f"hosts have {plan.pool.slots} slots"))
         found = {e for held in hosts for e in held}
         if found != experts:
             wrong = sorted(found ^ experts)
@@ -211,7 +211,7 @@ def read_host_placement(data: Mapping[str, Any]) -> HostPlacement:
         plan = HostPlacement(
             num_experts=int(data["num_experts"]),
             floor=int(data["floor"]),
-            fleet=Fleet(
+            pool=HostPool(
                 slots=tuple(int(s) for s in hosts["slots"]),
                 racks=tuple(int(r) for r in hosts["racks"]),
                 failure=tuple(float(p) for p in hosts["failure"]),
@@ -226,11 +226,11 @@ def read_host_placement(data: Mapping[str, Any]) -> HostPlacement:
     return plan
 
 
-def from_copies(copies_LEN: Copies, fleet: Fleet, *, floor: int) -> HostPlacement:
+def from_copies(copies_LEN: Copies, pool: HostPool, *, floor: int) -> HostPlacement:
     """Slots in order of experts."""
     num_experts = copies_LEN.shape[1]
     experts = np.arange(num_experts)
     slots = tuple(
-        tuple(tuple(np.repeat(experts, copies[:, n]).tolist()) for n in range(fleet.num_hosts)) for copies in copies_LEN
+        tuple(tuple(np.repeat(experts, copies[:, n]).tolist()) for n in range(pool.num_hosts)) for copies in copies_LEN
     )
-    return HostPlacement(num_experts=num_experts, fleet=fleet, slots=slots, floor=floor)
+    return HostPlacement(num_experts=num_experts, pool=pool, slots=slots, floor=floor)

@@ -64,7 +64,7 @@ def busiest(copies: Copies, shares: NDArray[np.float64]) -> float:
     return float((shares @ copies).max())
 
 
-def climb(
+def local_search(
     copies: Copies,
     table: FatalTable,
     *,

@@ -111,12 +111,12 @@ class Migration:
 def plan_migration(
     old: HostPlacement, new: HostPlacement, *, rename: bool = False, alive: Collection[int] = ()
 ) -> Migration:
-    """The cheapest way to `new`, on the hosts that `new.fleet` names; hosts that `old` does not know hold nothing yet.
+    """The cheapest way to `new`, on the hosts that `new.pool` names; hosts that `old` does not know hold nothing yet.
 
     `alive` names further hosts of `old` that live and can send, though they have no part in `new`.
     """
     raise_if(_mismatch(old, new), PlanError, subject="migration")
-    held = _held(old, new.fleet.host_names)
+    held = _held(old, new.pool.host_names)
     copies = _named_hosts(new, new.copies, held)
     turn = 0
     while rename and turn < MAX_TURNS:
@@ -124,9 +124,9 @@ def plan_migration(
         if _missing(named, held) >= _missing(copies, held):
             break
         copies, turn = named, turn + 1
-    placed = from_copies(copies, new.fleet, floor=new.floor)
+    placed = from_copies(copies, new.pool, floor=new.floor)
     placed = replace(placed, slots=_kept_slots(old, placed))
-    senders = tuple(dict.fromkeys((*new.fleet.host_names, *(n for n in old.fleet.host_names if n in alive))))
+    senders = tuple(dict.fromkeys((*new.pool.host_names, *(n for n in old.pool.host_names if n in alive))))
     fetches, urgent, lost = _fetches(placed, held, _held(old, senders), senders)
     made = Migration(old=old, new=placed, senders=senders, fetches=fetches, urgent=urgent, lost=lost)
     made.check()
@@ -145,7 +145,7 @@ def _mismatch(old: HostPlacement, new: HostPlacement) -> list[Problem]:
 def _held(old: HostPlacement, names: Sequence[int]) -> NDArray[np.bool_]:
     """(L, E, N) whether each of the hosts `names` holds an expert now."""
     out = np.zeros((*old.copies.shape[:2], len(names)), dtype=bool)
-    at = {name: i for i, name in enumerate(old.fleet.host_names)}
+    at = {name: i for i, name in enumerate(old.pool.host_names)}
     for n, name in enumerate(names):
         if name in at:
             out[:, :, n] = old.copies[:, :, at[name]] > 0
@@ -160,7 +160,7 @@ def _named_hosts(plan: HostPlacement, copies: Ints, held: NDArray[np.bool_]) -> 
     """Places given to hosts so that the fewest copies travel; racks and risks go before that."""
     wanted = (copies > 0).reshape(-1, copies.shape[2]).T.astype(np.int64)
     costs = wanted @ (~held).reshape(-1, copies.shape[2]).astype(np.int64)
-    return copies[:, :, ordered_hosts(plan.holder_sets, plan.fleet, costs=costs)]
+    return copies[:, :, ordered_hosts(plan.holder_sets, plan.pool, costs=costs)]
 
 
 def _named_rows(copies: Ints, held: NDArray[np.bool_]) -> Ints:
@@ -180,11 +180,11 @@ def _named_rows(copies: Ints, held: NDArray[np.bool_]) -> Ints:
 
 
 def _kept_slots(old: HostPlacement, new: HostPlacement) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    at = {name: i for i, name in enumerate(old.fleet.host_names)}
+    at = {name: i for i, name in enumerate(old.pool.host_names)}
     return tuple(
         tuple(
             _in_place(old.slots[layer][at[name]], held) if name in at else held
-            for name, held in zip(new.fleet.host_names, hosts, strict=True)
+            for name, held in zip(new.pool.host_names, hosts, strict=True)
         )
         for layer, hosts in enumerate(new.slots)
     )
@@ -206,7 +206,7 @@ def _fetches(
     new: HostPlacement, held: NDArray[np.bool_], sent_by: NDArray[np.bool_], senders: Sequence[int]
 ) -> tuple[tuple[Fetch, ...], int, tuple[tuple[int, int], ...]]:
     """Sources in turn, so that no holder sends much more than the others; states with few holders choose first."""
-    names = new.fleet.host_names
+    names = new.pool.host_names
     holders = sent_by.sum(2)
     needed = np.argwhere((new.copies > 0) & ~held)
     lost = sorted({(int(layer), int(expert)) for layer, expert, _ in needed if not holders[layer, expert]})
@@ -224,7 +224,7 @@ def _fetches(
 
 def _problems(made: Migration) -> list[Problem]:
     problems = []
-    names, senders = made.new.fleet.host_names, made.senders
+    names, senders = made.new.pool.host_names, made.senders
     can_send = _held(made.old, senders)
     arrived = _held(made.old, names)
     for i, (layer, expert, src, dst) in enumerate(made.fetches):

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.placement.search.fleet import Fleet
+from phalanx.plan.placement.search.host_pool import HostPool
 from phalanx.plan.placement.search.host_sets import mask_of, minimal_sets
 from phalanx.plan.placement.search.probability import fatal_counts, independent_recovery
 
@@ -26,29 +26,29 @@ Costs = NDArray[np.int64]
 """(N, N) what moves if place i of the plan goes to host j."""
 
 
-def ordered_hosts(sets: Collection[int], fleet: Fleet, *, costs: Costs | None = None) -> list[int]:
+def ordered_hosts(sets: Collection[int], pool: HostPool, *, costs: Costs | None = None) -> list[int]:
     """`order[host]` = place of the plan that the host takes. As it is where all hosts are alike and nothing costs anything."""
-    num_hosts = fleet.num_hosts
-    if not fleet.racks and not fleet.failure and costs is None:
+    num_hosts = pool.num_hosts
+    if not pool.racks and not pool.failure and costs is None:
         return list(range(num_hosts))
     minimal = minimal_sets(sets, limit=400) or sorted(sets, key=lambda s: (s.bit_count(), s))[:400]
-    starts = [list(range(num_hosts)), _dealt(fleet)]
+    starts = [list(range(num_hosts)), _dealt(pool)]
     if costs is not None:
-        starts.append(_cheapest(costs, fleet))
-    if not fleet.racks and not fleet.failure:
+        starts.append(_cheapest(costs, pool))
+    if not pool.racks and not pool.failure:
         return starts[-1]
-    judge = _Judge(minimal, fleet, costs)
-    return min((_climbed(start, judge, fleet) for start in starts), key=judge)
+    judge = _Judge(minimal, pool, costs)
+    return min((_searched(start, judge, pool) for start in starts), key=judge)
 
 
 class _Judge:
     """Orders compared; what depends on the order alone is computed once."""
 
-    def __init__(self, minimal: Sequence[int], fleet: Fleet, costs: Costs | None) -> None:
-        self.fleet, self.costs = fleet, costs
-        self.held = np.array([[s >> n & 1 for n in range(fleet.num_hosts)] for s in minimal], dtype=bool)
-        racks = sorted(set(fleet.racks))
-        self.rack_of = np.array([racks.index(r) for r in fleet.racks], dtype=np.int64)
+    def __init__(self, minimal: Sequence[int], pool: HostPool, costs: Costs | None) -> None:
+        self.pool, self.costs = pool, costs
+        self.held = np.array([[s >> n & 1 for n in range(pool.num_hosts)] for s in minimal], dtype=bool)
+        racks = sorted(set(pool.racks))
+        self.rack_of = np.array([racks.index(r) for r in pool.racks], dtype=np.int64)
         self.num_racks = len(racks)
 
     def __call__(self, order: Sequence[int]) -> tuple[tuple[int, ...], float, int]:
@@ -56,16 +56,16 @@ class _Judge:
         return self._racks(held), self._risk(held), self._cost(order)
 
     def _racks(self, held: NDArray[np.bool_]) -> tuple[int, ...]:
-        if not self.fleet.racks:
+        if not self.pool.racks:
             return ()
         touched = np.stack([held[:, self.rack_of == r].any(1) for r in range(self.num_racks)], axis=1)
         return fatal_counts({mask_of(np.flatnonzero(row)) for row in touched}, self.num_racks)
 
     def _risk(self, held: NDArray[np.bool_]) -> float:
         """Probability of a fatal loss; 12 digits, so that rounding decides nothing."""
-        if not self.fleet.failure:
+        if not self.pool.failure:
             return 0.0
-        low, _ = independent_recovery([mask_of(np.flatnonzero(row)) for row in held], self.fleet.failure)
+        low, _ = independent_recovery([mask_of(np.flatnonzero(row)) for row in held], self.pool.failure)
         return float(f"{1 - low:.12g}")
 
     def _cost(self, order: Sequence[int]) -> int:
@@ -74,11 +74,11 @@ class _Judge:
         return int(self.costs[list(order), np.arange(len(order))].sum())
 
 
-def _dealt(fleet: Fleet) -> list[int]:
+def _dealt(pool: HostPool) -> list[int]:
     """Places dealt over racks in turn, so that consecutive places (a segment) stand in different racks; risky hosts far apart."""
-    num_hosts = fleet.num_hosts
-    failure = fleet.failure or (0.0,) * num_hosts
-    racks = fleet.racks or tuple(range(num_hosts))
+    num_hosts = pool.num_hosts
+    failure = pool.failure or (0.0,) * num_hosts
+    racks = pool.racks or tuple(range(num_hosts))
     seen: dict[int, int] = {}
     turn = []
     for host in sorted(range(num_hosts), key=lambda n: (failure[n], n)):
@@ -86,35 +86,35 @@ def _dealt(fleet: Fleet) -> list[int]:
         seen[racks[host]] = seen.get(racks[host], 0) + 1
     order = [0] * num_hosts
     places: dict[int, list[int]] = {}
-    for place, slots in enumerate(fleet.slots):
+    for place, slots in enumerate(pool.slots):
         places.setdefault(slots, []).append(place)
     for _, _, host in sorted(turn):
-        order[host] = places[fleet.slots[host]].pop(0)
+        order[host] = places[pool.slots[host]].pop(0)
     return order
 
 
-def _cheapest(costs: Costs, fleet: Fleet) -> list[int]:
+def _cheapest(costs: Costs, pool: HostPool) -> list[int]:
     """The assignment with the least cost (Hungarian), among hosts with equally many slots."""
     from scipy.optimize import linear_sum_assignment
 
-    order = [0] * fleet.num_hosts
-    for slots in set(fleet.slots):
-        alike = [n for n, s in enumerate(fleet.slots) if s == slots]
+    order = [0] * pool.num_hosts
+    for slots in set(pool.slots):
+        alike = [n for n, s in enumerate(pool.slots) if s == slots]
         rows, columns = linear_sum_assignment(costs[np.ix_(alike, alike)])
         for place, host in zip(rows, columns, strict=True):
             order[alike[host]] = alike[place]
     return order
 
 
-def _climbed(start: Sequence[int], judge: _Judge, fleet: Fleet) -> list[int]:
+def _searched(start: Sequence[int], judge: _Judge, pool: HostPool) -> list[int]:
     """Trade the places of two hosts as long as that is better."""
     order, best = list(start), judge(start)
-    left = MAX_PAIRS if math.comb(fleet.num_hosts, 2) < 200 else MAX_PAIRS // 40
+    left = MAX_PAIRS if math.comb(pool.num_hosts, 2) < 200 else MAX_PAIRS // 40
     for _ in range(MAX_ROUNDS):
         before = best
-        for i in range(fleet.num_hosts):
+        for i in range(pool.num_hosts):
             for j in range(i):
-                if fleet.slots[i] != fleet.slots[j] or left <= 0:
+                if pool.slots[i] != pool.slots[j] or left <= 0:
                     continue
                 left -= 1
                 order[i], order[j] = order[j], order[i]

@@ -21,9 +21,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.placement.search.balance import levelled, name_rows
-from phalanx.plan.placement.search.fleet import Fleet
+from phalanx.plan.placement.search.host_pool import HostPool
 from phalanx.plan.placement.search.hosts import HostPlacement, from_copies
-from phalanx.plan.placement.search.local_search import MAX_HOSTS, Counts, FatalTable, climb, holder_sets, least_fatal
+from phalanx.plan.placement.search.local_search import (
+    MAX_HOSTS,
+    Counts,
+    FatalTable,
+    holder_sets,
+    least_fatal,
+    local_search,
+)
 from phalanx.plan.placement.search.order import ordered_hosts
 from phalanx.plan.placement.search.probability import certify, fatal_counts
 from phalanx.plan.placement.search.replicas import Floats, ReplicaCounts, paper_counts, read_loads
@@ -66,7 +73,7 @@ RULES = ("printed", "spread", "compact", "least_loaded")
 """What others do; `rule_placement` makes them."""
 
 
-def rule_placement(rule: str, loads: ArrayLike, counts: ReplicaCounts, fleet: Fleet) -> HostPlacement:
+def rule_placement(rule: str, loads: ArrayLike, counts: ReplicaCounts, pool: HostPool) -> HostPlacement:
     """One of `RULES`, as it is: nothing repaired, hosts in plan order. All but `least_loaded` with the counts of the paper, uncapped.
 
     `floor` of the result is what the rule was asked for, whether it keeps it or not (`check` tells).
@@ -77,15 +84,15 @@ def rule_placement(rule: str, loads: ArrayLike, counts: ReplicaCounts, fleet: Fl
         asked = (
             np.array(counts.counts[layer])
             if rule == "least_loaded"
-            else paper_counts(loads_E, fleet.num_slots, floor=counts.floor)
+            else paper_counts(loads_E, pool.num_slots, floor=counts.floor)
         )
         order = sorted(range(len(asked)), key=lambda e, asked=asked, loads_E=loads_E: (asked[e], loads_E[e], e))  # type: ignore[misc]
         pattern = [int(asked[e]) for e in order]
-        made = _BY_NAME[rule](pattern, fleet.slots, loads_E[order])
+        made = _BY_NAME[rule](pattern, pool.slots, loads_E[order])
         copies = np.zeros_like(made)
         copies[order] = made
         rows.append(copies)
-    return from_copies(np.stack(rows), fleet, floor=counts.floor)
+    return from_copies(np.stack(rows), pool, floor=counts.floor)
 
 
 _BY_NAME: Mapping[str, Callable[[Sequence[int], Sequence[int], Floats], Copies]] = {
@@ -103,7 +110,7 @@ _BY_NAME: Mapping[str, Callable[[Sequence[int], Sequence[int], Floats], Copies]]
 class _Layers:
     """Layers by pattern. `order[l]` = experts of layer l in the order of its pattern."""
 
-    fleet: Fleet
+    pool: HostPool
     floor: int
     loads: Floats
     paper: tuple[tuple[int, ...], ...]
@@ -116,24 +123,24 @@ class _Layers:
     """No layer's segments are cut short: the printed rule needs no repair."""
 
 
-def _layers(counts: ReplicaCounts, fleet: Fleet, loads: Floats) -> _Layers:
+def _layers(counts: ReplicaCounts, pool: HostPool, loads: Floats) -> _Layers:
     order, rows, paper = [], [], []
     for row, loads_E in zip(counts.counts, loads, strict=True):
         by = sorted(range(len(row)), key=lambda e, row=row, loads_E=loads_E: (row[e], loads_E[e], e))  # type: ignore[misc]
         order.append(tuple(by))
         rows.append(tuple(row[e] for e in by))
-        paper.append(tuple(paper_counts(loads_E, fleet.num_slots, floor=counts.floor)[by].tolist()))
+        paper.append(tuple(paper_counts(loads_E, pool.num_slots, floor=counts.floor)[by].tolist()))
     patterns = tuple(dict.fromkeys(rows))
     number = {pattern: i for i, pattern in enumerate(patterns)}
     return _Layers(
-        fleet=fleet,
+        pool=pool,
         floor=counts.floor,
         loads=loads,
         paper=tuple(paper),
         order=tuple(order),
         patterns=patterns,
         pattern_of=tuple(number[row] for row in rows),
-        all_fit=all(segments_fit(pattern, fleet.slots) for pattern in patterns),
+        all_fit=all(segments_fit(pattern, pool.slots) for pattern in patterns),
     )
 
 
@@ -142,7 +149,7 @@ Tables = list[Copies]
 
 
 def plan_placement(
-    counts: ReplicaCounts, fleet: Fleet, loads: ArrayLike, *, effort: Effort | None = None
+    counts: ReplicaCounts, pool: HostPool, loads: ArrayLike, *, effort: Effort | None = None
 ) -> HostPlacement:
     """The placement with the fewest fatal losses of 1, 2, 3, ... hosts; among equals the one that levels the load.
 
@@ -150,30 +157,30 @@ def plan_placement(
     """
     effort = effort or Effort()
     loads_LE = read_loads(loads)
-    raise_if(_input_problems(counts, fleet, loads_LE), PlanError, subject="placement")
-    layers = _layers(counts, fleet, loads_LE)
+    raise_if(_input_problems(counts, pool, loads_LE), PlanError, subject="placement")
+    layers = _layers(counts, pool, loads_LE)
     ranked = _ranked(layers)
     best = [tables for score, tables in ranked if score == ranked[0][0]]
-    if fleet.num_hosts <= MAX_HOSTS:
+    if pool.num_hosts <= MAX_HOSTS:
         best = [_improved(layers, _starts(ranked), effort)]
     copies = _named(layers, _least_busy(layers, best))
-    if fleet.num_hosts <= MAX_HOSTS and loads_LE.any():
-        swaps = effort.of(fleet.num_hosts, effort.balance_swaps, 4 * len(copies))
+    if pool.num_hosts <= MAX_HOSTS and loads_LE.any():
+        swaps = effort.of(pool.num_hosts, effort.balance_swaps, 4 * len(copies))
         copies = levelled(copies, loads_LE, swaps=swaps, seed=effort.seed)
-    copies = copies[:, :, ordered_hosts({m for c in copies for m in holder_sets(c)}, fleet)]
-    plan = from_copies(copies, fleet, floor=counts.floor)
+    copies = copies[:, :, ordered_hosts({m for c in copies for m in holder_sets(c)}, pool)]
+    plan = from_copies(copies, pool, floor=counts.floor)
     plan.check()
     return plan
 
 
-def _input_problems(counts: ReplicaCounts, fleet: Fleet, loads: Floats) -> list[Problem]:
+def _input_problems(counts: ReplicaCounts, pool: HostPool, loads: Floats) -> list[Problem]:
     problems = []
     shape = (counts.num_layers, counts.num_experts)
     if loads.shape != shape:
         problems.append(Problem(where="loads.shape", value=loads.shape, rule=f"must be those of the counts, {shape}"))
     for layer, row in enumerate(counts.counts):
-        if sum(row) != fleet.num_slots:
-            rule = f"replicas of a layer fill the {fleet.num_slots} slots"
+        if sum(row) != pool.num_slots:
+            rule = f"replicas of a layer fill the {pool.num_slots} slots"
             problems.append(Problem(where=f"counts[{layer}]", value=sum(row), rule=rule))
         if min(row) < counts.floor:
             problems.append(Problem(where=f"counts[{layer}]", value=min(row), rule=f"is at least {counts.floor}"))
@@ -184,9 +191,9 @@ def _ranked(layers: _Layers) -> list[tuple[Score, Tables]]:
     """All plans by rule, and their mix, from the best to the worst."""
     candidates = [_candidates(layers, i) for i in range(len(layers.patterns))]
     plans = [[tables[name] for tables in candidates] for name in candidates[0] if all(name in t for t in candidates)]
-    if layers.fleet.num_hosts <= MAX_HOSTS and len(layers.patterns) > 1:
+    if layers.pool.num_hosts <= MAX_HOSTS and len(layers.patterns) > 1:
         plans.append(_mixed(layers, candidates))
-    scored = [(_score(plan, layers.fleet.num_hosts), plan) for plan in plans]
+    scored = [(_score(plan, layers.pool.num_hosts), plan) for plan in plans]
     return sorted(scored, key=lambda pair: pair[0])
 
 
@@ -204,7 +211,7 @@ def _score(tables: Tables, num_hosts: int) -> Score:
 
 def _candidates(layers: _Layers, index: int) -> dict[str, Copies]:
     """Tables by rule. `first` = some layer of the pattern: its paper counts and loads stand for all of them where they differ."""
-    pattern, slots, floor = layers.patterns[index], layers.fleet.slots, layers.floor
+    pattern, slots, floor = layers.patterns[index], layers.pool.slots, layers.floor
     layer = layers.pattern_of.index(index)
     out = {
         "overlap": max_overlap(pattern, slots),
@@ -213,7 +220,7 @@ def _candidates(layers: _Layers, index: int) -> dict[str, Copies]:
     }
     if min(slots) < max(slots):  # with equal slots, copies that are kept apart hold the floor
         out["safe"] = safe_spread(pattern, slots, floor=floor)
-    if layers.fleet.num_hosts <= MAX_HOSTS or not layers.all_fit:
+    if layers.pool.num_hosts <= MAX_HOSTS or not layers.all_fit:
         paper = layers.paper[layer]
         topped = {"printed_topped": max_overlap(paper, slots), "spread_topped": spread(paper, slots)}
         out |= {
@@ -226,14 +233,14 @@ def _candidates(layers: _Layers, index: int) -> dict[str, Copies]:
 
 def _levelled_overlap(layers: _Layers, layer: int) -> Copies:
     """The printed segments; what is left over goes where load is least, which costs no recovery."""
-    pattern, slots = layers.patterns[layers.pattern_of[layer]], layers.fleet.slots
+    pattern, slots = layers.patterns[layers.pattern_of[layer]], layers.pool.slots
     shares = layers.loads[layer][list(layers.order[layer])] / np.array(pattern)
     return fill(segments(pattern, slots), pattern, slots, shares=shares.tolist())
 
 
 def _mixed(layers: _Layers, candidates: Sequence[Mapping[str, Copies]]) -> Tables:
     """Patterns from the most vulnerable on, each by the rule that adds fewest fatal losses to those of the patterns before."""
-    num_hosts = layers.fleet.num_hosts
+    num_hosts = layers.pool.num_hosts
     table = FatalTable(num_hosts)
     chosen: dict[int, Copies] = {}
     harm = [min(fatal_counts(holder_sets(c), num_hosts) for c in tables.values()) for tables in candidates]
@@ -254,8 +261,8 @@ def _mixed(layers: _Layers, candidates: Sequence[Mapping[str, Copies]]) -> Table
 
 def _improved(layers: _Layers, starts: Sequence[Tables], effort: Effort) -> Tables:
     """Random swaps, pattern by pattern, unless no placement can be better; the best of what the starts become."""
-    num_hosts = layers.fleet.num_hosts
-    enough = tuple(max(column) for column in zip(*(_bound(p, layers.fleet) for p in layers.patterns), strict=True))
+    num_hosts = layers.pool.num_hosts
+    enough = tuple(max(column) for column in zip(*(_bound(p, layers.pool) for p in layers.patterns), strict=True))
     swaps = effort.of(num_hosts, effort.swaps, len(layers.patterns))
     found: list[tuple[Counts, Tables]] = []
     for tables in starts:
@@ -264,22 +271,22 @@ def _improved(layers: _Layers, starts: Sequence[Tables], effort: Effort) -> Tabl
         for i, copies in enumerate(tables):
             if table.fatal() == enough:
                 return out
-            out[i] = climb(copies, table, moves=swaps, enough=enough, seed=effort.seed + i)
+            out[i] = local_search(copies, table, moves=swaps, enough=enough, seed=effort.seed + i)
         found.append((table.fatal(), out))
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def _bound(pattern: Sequence[int], fleet: Fleet) -> Counts:
+def _bound(pattern: Sequence[int], pool: HostPool) -> Counts:
     """Fatal losses that no placement of one layer avoids: exact where the printed segments fit."""
-    if segments_fit(pattern, fleet.slots):
-        return fatal_counts(holder_sets(max_overlap(pattern, fleet.slots)), fleet.num_hosts)
-    return least_fatal(pattern, fleet.num_hosts)
+    if segments_fit(pattern, pool.slots):
+        return fatal_counts(holder_sets(max_overlap(pattern, pool.slots)), pool.num_hosts)
+    return least_fatal(pattern, pool.num_hosts)
 
 
 def _named(layers: _Layers, tables: Tables, *, first: int | None = None) -> NDArray[np.int64]:
     """(L, E, N) with the experts' own names: which of the experts with equally many replicas is which is free, and levels the load."""
     orders = layers.order[:first]
-    out = np.zeros((len(orders), len(orders[0]), layers.fleet.num_hosts), dtype=np.int64)
+    out = np.zeros((len(orders), len(orders[0]), layers.pool.num_hosts), dtype=np.int64)
     for layer, order in enumerate(orders):
         loads = layers.loads[layer][list(order)]
         table = tables[layers.pattern_of[layer]]

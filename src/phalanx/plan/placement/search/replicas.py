@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.placement.search.fleet import Fleet, fleet_problems
+from phalanx.plan.placement.search.host_pool import HostPool, pool_problems
 
 Floats = NDArray[np.float64]
 
@@ -135,54 +135,54 @@ def capped(counts_E: ArrayLike, loads_E: ArrayLike, *, num_hosts: int) -> NDArra
     return counts
 
 
-def replica_counts(loads: ArrayLike, fleet: Fleet, *, floor: int, cap: bool = True) -> ReplicaCounts:
+def replica_counts(loads: ArrayLike, pool: HostPool, *, floor: int, cap: bool = True) -> ReplicaCounts:
     """Counts for every layer. Raises `PlanError` with all problems; a floor that cannot be held is lowered, with a note."""
     loads_LE = read_loads(loads)
     num_experts = loads_LE.shape[1]
-    raise_if(_problems(fleet, num_experts, floor), PlanError, subject="replica counts")
-    possible = fleet.max_floor(num_experts)
+    raise_if(_problems(pool, num_experts, floor), PlanError, subject="replica counts")
+    possible = pool.max_floor(num_experts)
     used = max(1, min(floor, possible))
     rows = []
     for loads_E in loads_LE:
-        counts = paper_counts(loads_E, fleet.num_slots, floor=used)
-        rows.append(capped(counts, loads_E, num_hosts=fleet.num_hosts) if cap else counts)
+        counts = paper_counts(loads_E, pool.num_slots, floor=used)
+        rows.append(capped(counts, loads_E, num_hosts=pool.num_hosts) if cap else counts)
     return ReplicaCounts(
         counts=tuple(tuple(int(c) for c in row) for row in rows),
         floor=used,
         asked_floor=floor,
-        notes=_notes(rows, loads_LE, fleet, asked=floor, used=used),
+        notes=_notes(rows, loads_LE, pool, asked=floor, used=used),
     )
 
 
-def _problems(fleet: Fleet, num_experts: int, floor: int) -> list[Problem]:
-    problems = fleet_problems(fleet)
+def _problems(pool: HostPool, num_experts: int, floor: int) -> list[Problem]:
+    problems = pool_problems(pool)
     if floor < 1:
         problems.append(Problem(where="floor", value=floor, rule="every expert needs a replica", hint="use 1 or more"))
-    if not problems and fleet.num_slots < num_experts:
-        rule = f"{num_experts} experts need a slot each, {fleet.num_hosts} hosts have {fleet.num_slots}"
-        hint = f"at least {-(-num_experts // fleet.num_hosts)} slots a host"
-        problems.append(Problem(where="slots", value=list(dict.fromkeys(fleet.slots)), rule=rule, hint=hint))
+    if not problems and pool.num_slots < num_experts:
+        rule = f"{num_experts} experts need a slot each, {pool.num_hosts} hosts have {pool.num_slots}"
+        hint = f"at least {-(-num_experts // pool.num_hosts)} slots a host"
+        problems.append(Problem(where="slots", value=list(dict.fromkeys(pool.slots)), rule=rule, hint=hint))
     return problems
 
 
 def _notes(
-    rows: Sequence[NDArray[np.int64]], loads_LE: Floats, fleet: Fleet, *, asked: int, used: int
+    rows: Sequence[NDArray[np.int64]], loads_LE: Floats, pool: HostPool, *, asked: int, used: int
 ) -> tuple[str, ...]:
     notes = []
     if used < asked:
-        experts, hosts = loads_LE.shape[1], fleet.num_hosts
+        experts, hosts = loads_LE.shape[1], pool.num_hosts
         why = (
             f"there are {hosts} hosts"
             if used == hosts
-            else f"{fleet.num_slots} slots hold {experts} experts {used} times"
+            else f"{pool.num_slots} slots hold {experts} experts {used} times"
         )
         notes.append(f"f lowered from {asked} to {used}: {why}")
     idle = [layer for layer, row in enumerate(loads_LE) if not row.any()]
     if idle:
         notes.append(f"{len(idle)} layer(s) without any load (first: {idle[0]}): all experts count equally")
     over = max(int(row.max()) for row in rows)
-    if over > fleet.num_hosts:
+    if over > pool.num_hosts:
         notes.append(
-            f"up to {over} replicas of an expert on {fleet.num_hosts} hosts: copies on one host share work, not risk"
+            f"up to {over} replicas of an expert on {pool.num_hosts} hosts: copies on one host share work, not risk"
         )
     return tuple(notes)

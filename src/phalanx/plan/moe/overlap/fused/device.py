@@ -1,6 +1,6 @@
 """The rule by which a device orders one MoE layer's rows by itself: what depends on the routing of a batch, without telling the host.
 
-Kernels that wait on flags need two things of a batch: which tokens go to which rank (`going`), and in which order this rank computes with the
+Kernels that wait on flags need two things of a batch: which tokens go to which rank (`send_index`), and in which order this rank computes with the
 rows that come (`arrange`). Both are built on the device (`kernels/triton/index.py`, so that a
 step can be captured in a graph; their twin in NumPy, written for reading, is in tests/oracles/device_rows.py). How many thread blocks send rather than compute is what `predicted_s` weighs.
 

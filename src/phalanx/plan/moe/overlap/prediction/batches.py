@@ -93,8 +93,8 @@ def typical(found: About) -> tuple[DispatchPlan, WireBytes]:
     np.fill_diagonal(between_PP, 0)
     if found.route == "dedup_host":
         return dispatch, _through_gateways(found, between_PP)
-    going_PP = _spread(between_PP, *found.sent)
-    return dispatch, WireBytes(found.route, going_PP, going_PP.T.copy(), found.host_of_rank)
+    outbound_PP = _spread(between_PP, *found.sent)
+    return dispatch, WireBytes(found.route, outbound_PP, outbound_PP.T.copy(), found.host_of_rank)
 
 
 def _coarse(number: int) -> int:
@@ -104,7 +104,7 @@ def _coarse(number: int) -> int:
 
 
 def _sent(wire: WireBytes) -> tuple[Ints, ...]:
-    return (wire.going_PP,) if wire.legs is None else (wire.legs.first_going_PP, wire.legs.last_going_PP)
+    return (wire.outbound_PP,) if wire.legs is None else (wire.legs.first_outbound_PP, wire.legs.last_outbound_PP)
 
 
 def _spread(weights: Ints, total: int) -> Ints:
@@ -144,9 +144,9 @@ def _through_gateways(found: About, between_PP: Ints) -> WireBytes:
             first[source, through] = between_PP[source, there].sum()
             last[source, through] = 0
             passed_on += [(through, source, rank) for rank in there if rank != through]
-    first_going, last_going = (_spread(rows, sent) for rows, sent in zip((first, last), found.sent, strict=True))
-    going = first_going + last_going * np.equal.outer(hosts, hosts)
+    first_outbound, last_outbound = (_spread(rows, sent) for rows, sent in zip((first, last), found.sent, strict=True))
+    outbound = first_outbound + last_outbound * np.equal.outer(hosts, hosts)
     for through, source, rank in passed_on:
-        going[through, rank] += last_going[source, rank]
-    legs = Legs(first_going, first_going.T.copy(), last_going, last_going.T.copy())
-    return WireBytes(found.route, going, going.T.copy(), hosts, legs)
+        outbound[through, rank] += last_outbound[source, rank]
+    legs = Legs(first_outbound, first_outbound.T.copy(), last_outbound, last_outbound.T.copy())
+    return WireBytes(found.route, outbound, outbound.T.copy(), hosts, legs)

@@ -108,13 +108,13 @@ def _problems(traffic: Traffic, size: int, slots_per_rank: int) -> Iterable[Prob
 class Legs:
     """Bytes of the two legs of a message between hosts. Those that stay in a host have the last leg only."""
 
-    first_going_PP: Ints
+    first_outbound_PP: Ints
     """Bytes from each source to each of its gateways."""
-    first_coming_PP: Ints
+    first_inbound_PP: Ints
     """Bytes from gateways back to sources."""
-    last_going_PP: Ints
+    last_outbound_PP: Ints
     """(source, rank): about the source's rows, from wherever they come to the rank. Of a gateway itself nothing."""
-    last_coming_PP: Ints
+    last_inbound_PP: Ints
     """(rank, source)."""
 
 
@@ -123,9 +123,9 @@ class WireBytes:
     """Bytes from each rank (first axis) to each other (second) in one pass of one layer. The diagonal is zero."""
 
     route: Route
-    going_PP: Ints
+    outbound_PP: Ints
     """Bytes from sources to experts."""
-    coming_PP: Ints
+    inbound_PP: Ints
     """Bytes from experts to sources."""
     host_of_rank: tuple[int, ...]
     legs: Legs | None = None
@@ -135,23 +135,23 @@ class WireBytes:
     def leaving_PP(self) -> Ints:
         """Bytes from each source to whom it sends by itself: to gateways what they pass on."""
         if self.legs is None:
-            return self.going_PP
+            return self.outbound_PP
         hosts = np.asarray(self.host_of_rank)
-        return self.legs.first_going_PP + np.where(hosts[:, None] == hosts, self.legs.last_going_PP, 0)
+        return self.legs.first_outbound_PP + np.where(hosts[:, None] == hosts, self.legs.last_outbound_PP, 0)
 
     @property
-    def last_going_PP(self) -> Ints:
+    def last_outbound_PP(self) -> Ints:
         """(source, rank), on the last leg."""
-        return self.going_PP if self.legs is None else self.legs.last_going_PP
+        return self.outbound_PP if self.legs is None else self.legs.last_outbound_PP
 
     @property
-    def last_coming_PP(self) -> Ints:
+    def last_inbound_PP(self) -> Ints:
         """(rank, source), on the leg that begins at the rank."""
-        return self.coming_PP if self.legs is None else self.legs.last_coming_PP
+        return self.inbound_PP if self.legs is None else self.legs.last_inbound_PP
 
     @property
     def total_PP(self) -> Ints:
-        return self.going_PP + self.coming_PP
+        return self.outbound_PP + self.inbound_PP
 
     @property
     def total(self) -> int:
@@ -172,10 +172,10 @@ def wire_bytes(
     if route == "dedup_host":
         return _through_gateways(traffic, row_bytes, there=there, back=back)
     entries, pairs = _entries(traffic, route), traffic.pairs_PP
-    going, coming = entries * row_bytes + pairs * there, (entries * row_bytes + pairs * back).T.copy()
-    np.fill_diagonal(going, 0)
-    np.fill_diagonal(coming, 0)
-    return WireBytes(route, going, coming, traffic.host_of_rank)
+    outbound, inbound = entries * row_bytes + pairs * there, (entries * row_bytes + pairs * back).T.copy()
+    np.fill_diagonal(outbound, 0)
+    np.fill_diagonal(inbound, 0)
+    return WireBytes(route, outbound, inbound, traffic.host_of_rank)
 
 
 def _entries(traffic: Traffic, route: Route) -> Ints:
@@ -189,31 +189,31 @@ def _entries(traffic: Traffic, route: Route) -> Ints:
 def _through_gateways(traffic: Traffic, row_bytes: int, *, there: int, back: int) -> WireBytes:
     """Rows for another host go through one of its ranks."""
     hosts, size = traffic.host_of_rank, len(traffic.host_of_rank)
-    going = traffic.copies_PP * row_bytes + traffic.pairs_PP * there
-    coming, straight = (traffic.copies_PP * row_bytes).T.copy(), (traffic.pairs_PP * back).T.copy()
+    outbound = traffic.copies_PP * row_bytes + traffic.pairs_PP * there
+    inbound, straight = (traffic.copies_PP * row_bytes).T.copy(), (traffic.pairs_PP * back).T.copy()
     np.fill_diagonal(straight, 0)
-    first_going, first_coming = np.zeros((2, size, size), dtype=np.int64)
+    first_outbound, first_inbound = np.zeros((2, size, size), dtype=np.int64)
     for source in range(size):
         for through in gateways(hosts, source):
             pairs = traffic.pairs_PP[source, members(hosts, hosts[through])].sum()
             entries = traffic.copies_PH[source, hosts[through]] * row_bytes
-            first_going[source, through] = entries + pairs * there
-            first_coming[through, source] = entries
-    total_going, total_coming = first_going.copy(), first_coming + straight
+            first_outbound[source, through] = entries + pairs * there
+            first_inbound[through, source] = entries
+    total_outbound, total_inbound = first_outbound.copy(), first_inbound + straight
     for source, rank in np.ndindex(size, size):
         near = hosts[source] == hosts[rank]
         through = source if near else gateway(hosts, source, hosts[rank])
         if through == rank:
-            going[source, rank] = coming[rank, source] = 0
-        total_going[through, rank] += going[source, rank]
-        total_coming[rank, through] += coming[rank, source]
+            outbound[source, rank] = inbound[rank, source] = 0
+        total_outbound[through, rank] += outbound[source, rank]
+        total_inbound[rank, through] += inbound[rank, source]
     near = np.asarray(hosts)[:, None] == np.asarray(hosts)
     for source in range(size):  # a clock takes what goes straight between hosts to go with the sums
         for through in gateways(hosts, source):
             there_P = members(hosts, hosts[through])
-            first_coming[through, source] += straight[there_P, source].sum()
-    legs = Legs(first_going, first_coming, going, coming + np.where(near, straight, 0))
-    return WireBytes("dedup_host", total_going, total_coming, hosts, legs)
+            first_inbound[through, source] += straight[there_P, source].sum()
+    legs = Legs(first_outbound, first_inbound, outbound, inbound + np.where(near, straight, 0))
+    return WireBytes("dedup_host", total_outbound, total_inbound, hosts, legs)
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ class RankClock:
         self.per_byte = [per_byte if host != hosts[rank] else near_s for host in hosts]
         self.is_far = [wire.legs is not None and host != hosts[rank] for host in hosts]
         self.through_s = near_s
-        self.leaving_in, self.coming = leaving[:, rank].tolist(), wire.last_coming_PP[rank].tolist()
-        self.back_in = wire.coming_PP[:, rank].tolist()
+        self.leaving_in, self.inbound = leaving[:, rank].tolist(), wire.last_inbound_PP[rank].tolist()
+        self.back_in = wire.inbound_PP[:, rank].tolist()
         self.out_free = float(on_link[rank].sum()) * per_byte
         self.returned: dict[tuple[int, int, int], float] = {}
         """Own results by (rank, part, block): when they are there."""
@@ -94,7 +94,7 @@ class RankClock:
         seconds, work = self.work.seconds(op, self.cost), self.work
         at = at + seconds if busy_until <= at else self.cost.slowed(seconds, at=at, busy_until=busy_until)
         if op.kind == "return" and op.peer != work.rank:
-            num_bytes = self.coming[op.peer] * work.share[op.peer][op.part] / work.blocks
+            num_bytes = self.inbound[op.peer] * work.share[op.peer][op.part] / work.blocks
             if self.is_far[op.peer]:
                 there = self._posted(num_bytes * self.through_s, at, on_link=self.cost.near_bytes_per_s is None)
                 key = (op.part, op.block)
@@ -108,7 +108,7 @@ class RankClock:
             there = self._posted(num_bytes * self.through_s, at, on_link=self.cost.near_bytes_per_s is None)
             self.passed[op.part] = max(self.passed.get(op.part, 0.0), there)
         elif op.kind == "merge":
-            num_bytes = float(self.wire.coming_PP[work.rank, op.peer]) / (work.relay[op.peer] * work.blocks)
+            num_bytes = float(self.wire.inbound_PP[work.rank, op.peer]) / (work.relay[op.peer] * work.blocks)
             there = self._posted(num_bytes / self.cost.bytes_per_s, at, on_link=True)
             self.merged[op.part, op.block] = max(self.merged.get((op.part, op.block), 0.0), there)
         return at

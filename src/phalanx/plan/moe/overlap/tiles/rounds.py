@@ -10,10 +10,10 @@ other for ever. Decides the order that all ranks share, from a rank's plan alone
     round   messages of one rank that are posted as one group: those of one kind, part and block with the next ranks of the ring
     (all of them, or as many as a group may have)
 
-Rounds are ordered by (going before coming before dots, part, ring, block). Both ends of a message see the same four numbers, so
+Rounds are ordered by (outbound before inbound before dots, part, ring, block). Both ends of a message see the same four numbers, so
 their rounds have the same place among
-all rounds. No circle of waiting can close: going entries wait for nothing; a rank computes when going entries have come, none of
-which is behind a coming message; so every rank
+all rounds. No circle of waiting can close: outbound entries wait for nothing; a rank computes when outbound entries have come, none of
+which is behind an inbound message; so every rank
 gets to its returns, and of the rounds that are not over yet the first one is at the head everywhere. `round_problems`
 (tests/oracles/overlap_rounds.py) shows the same without this argument, by carrying the rounds out.
 
@@ -30,8 +30,8 @@ from typing import Literal
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.moe.overlap.tiles.types import RankPlan
 
-MessageKind = Literal["going", "coming", "dots"]
-_KINDS: tuple[MessageKind, ...] = ("going", "coming", "dots")
+MessageKind = Literal["outbound", "inbound", "dots"]
+_KINDS: tuple[MessageKind, ...] = ("outbound", "inbound", "dots")
 MOST_MESSAGES = 250
 """Most messages of one group: with hundreds NCCL is said to hang (pytorch #174288). So up to 126 ranks there is one round for all
 peers."""
@@ -42,7 +42,7 @@ class MessageEnd:
     """This rank's end of one message."""
 
     kind: MessageKind
-    """going: entries of `part`; coming: partial sums of (`part`, `block`); dots: gradients of the row weights (backward)."""
+    """outbound: entries of `part`; inbound: partial sums of (`part`, `block`); dots: gradients of the row weights (backward)."""
     is_send: bool
     peer: int
     part: int = 0
@@ -79,7 +79,7 @@ def rounds_of(plan: RankPlan, *, width: int | None = None) -> tuple[Round, ...]:
     apart = MOST_MESSAGES // 2 if width is None else width  # one message each way
     found: dict[tuple[int, int, int, int], list[MessageEnd]] = {}
     for leg in _legs(plan):
-        rows_are_here = leg.is_send != (leg.kind == "going")  # the peer is the source of the rows
+        rows_are_here = leg.is_send != (leg.kind == "outbound")  # the peer is the source of the rows
         distance = (plan.rank - leg.peer if rows_are_here else leg.peer - plan.rank) % plan.size
         key = _KINDS.index(leg.kind), leg.part, (distance - 1) // apart, leg.block
         found.setdefault(key, []).append(leg)
@@ -93,8 +93,8 @@ def _legs(plan: RankPlan) -> Iterator[MessageEnd]:
             continue
         for here, ends in ((True, plan.part_ends[peer]), (False, plan.peer_part_ends[peer])):
             for part in range(len(ends)):
-                yield MessageEnd("going", not here, peer, part)
+                yield MessageEnd("outbound", not here, peer, part)
                 for block in range(plan.blocks):
-                    yield MessageEnd("coming", here, peer, part, block)
+                    yield MessageEnd("inbound", here, peer, part, block)
             if ends and plan.direction == "backward":
                 yield MessageEnd("dots", here, peer)

@@ -13,8 +13,8 @@ Words:
     joint     a slot whose rows of all sources are multiplied together, as one run of rows cut into tiles: weights are read once, and products are larger. Which slots are
               depends on the counts alone. Joint slots are numbered last. Their tiles by source, as above, only say which rows travel together.
     part      consecutive tiles of one source
-    going     entries (tokens) that a source sends to this rank, ordered by (first tile that needs it, token). A message carries those of one part.
-    coming    the same entries on their way back, ordered by (last tile that adds to it, token). A message carries those of one part, one block of columns.
+    outbound     entries (tokens) that a source sends to this rank, ordered by (first tile that needs it, token). A message carries those of one part.
+    inbound    the same entries on their way back, ordered by (last tile that adds to it, token). A message carries those of one part, one block of columns.
     block     columns of the second product's result, equal numbers, all tiles alike
 
     gateway   the rank through which a source's entries enter another host, where a host gets one copy of a token (`hosts.py`)

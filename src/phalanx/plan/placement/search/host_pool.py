@@ -13,7 +13,7 @@ from phalanx.core.errors import PlanError, Problem, raise_if
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fleet:
+class HostPool:
     """N hosts. `racks` and `failure` are empty where nothing is known: every host its own rack, all equally likely to fail."""
 
     slots: tuple[int, ...]
@@ -45,7 +45,7 @@ class Fleet:
         places = sum(min(slots, num_experts) for slots in self.slots)
         return min(self.num_hosts, places // num_experts)
 
-    def without(self, lost: tuple[int, ...]) -> Fleet:
+    def without(self, lost: tuple[int, ...]) -> HostPool:
         """The hosts whose names are not in `lost`."""
         kept = [i for i, name in enumerate(self.host_names) if name not in lost]
 
@@ -62,36 +62,36 @@ class Fleet:
 
     def check(self) -> None:
         """Raise `PlanError` with all problems."""
-        raise_if(fleet_problems(self), PlanError, subject="hosts")
+        raise_if(pool_problems(self), PlanError, subject="hosts")
 
 
-def equal_fleet(num_hosts: int, slots: int, *, num_racks: int = 0) -> Fleet:
+def equal_pool(num_hosts: int, slots: int, *, num_racks: int = 0) -> HostPool:
     """`num_hosts` hosts of `slots` slots; with racks, consecutive hosts share one and sizes differ by one host at most."""
     racks = tuple(i * num_racks // num_hosts for i in range(num_hosts)) if num_racks else ()
-    fleet = Fleet(slots=(slots,) * num_hosts, racks=racks)
-    fleet.check()
-    return fleet
+    pool = HostPool(slots=(slots,) * num_hosts, racks=racks)
+    pool.check()
+    return pool
 
 
-def fleet_problems(fleet: Fleet) -> list[Problem]:
+def pool_problems(pool: HostPool) -> list[Problem]:
     """What is wrong with the numbers alone."""
-    n = fleet.num_hosts
+    n = pool.num_hosts
     if not n:
         return [Problem(where="hosts", value=0, rule="must be at least 1", hint="use 1 or more")]
     problems = []
-    few = [s for s in fleet.slots if s < 1]
+    few = [s for s in pool.slots if s < 1]
     if few:
         problems.append(
             Problem(where="slots", value=few[0], rule="must be at least 1 on each host", hint="use 1 or more")
         )
     for name in ("racks", "failure", "names"):
-        values = getattr(fleet, name)
+        values = getattr(pool, name)
         if values and len(values) != n:
             problems.append(Problem(where=name, value=len(values), rule=f"needs one for each of the {n} hosts"))
-    wrong = [p for p in fleet.failure if not 0 <= p < 1]
+    wrong = [p for p in pool.failure if not 0 <= p < 1]
     if wrong:
         rule = "is a probability of failing, from 0 to below 1"
         problems.append(Problem(where="failure", value=wrong[0], rule=rule, hint="use 0.01"))
-    if len(set(fleet.names)) != len(fleet.names):
-        problems.append(Problem(where="names", value=list(fleet.names), rule="hosts have different names"))
+    if len(set(pool.names)) != len(pool.names):
+        problems.append(Problem(where="names", value=list(pool.names), rule="hosts have different names"))
     return problems
