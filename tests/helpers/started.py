@@ -1,11 +1,13 @@
 """A run as `phalanx train` starts it, with every process but those of a pool of ranks left out, and what can be seen of it.
 
 `cli.train.start` decides and builds as always. In the place of new processes the ranks of the pool go on themselves: as ranks of a fixed world, or as members of an elastic
-run whose one generation always commits. What is seen: arguments of the start, events, files, and everything that the trainer is made of, but for the recipe itself.
+run whose one generation always commits. What is seen: what anybody could observe (events, what is traced, printed and written, state of torch), and what is only handed on: arguments of the start,
+and everything that the trainer is made of, but for the recipe itself. What ranks decide by measured seconds they decide by fixed ones here.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -25,8 +27,9 @@ import torch.distributed as dist
 from phalanx.cli.train import Request, read_recipe, start
 from phalanx.core import config
 from phalanx.core.errors import PhalanxError
-from phalanx.core.events import Event
+from phalanx.core.events import Collective, Event, Operation
 from phalanx.observe.sinks import Sinks, open_sinks
+from phalanx.plan.placement import Costs
 from phalanx.runtime import processes
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.membership.member import resolve_now, run_steps
@@ -36,9 +39,11 @@ from phalanx.runtime.membership.votes import GO_ON, MemberReport
 from phalanx.runtime.processes import launch
 from phalanx.runtime.processes.world import WorldInfo
 from phalanx.train import loop, run
+from phalanx.train.placement.rebalancer import Rebalancer
 from phalanx.train.recovery import elastic, run as recovery_run
 from phalanx.train.setup import rank as setup
 from phalanx.train.setup.run_folder import RunFolder
+from phalanx.train.step import warmup
 
 Seen = dict[str, str]
 
@@ -46,6 +51,16 @@ MEASURED = re.compile(
     r"_s$|mfu|memory|seconds|bytes$|waited|clock|slowness|streaks|recipe_hash|^reused$|_outcomes|_owner$|_at$|_checkpoint$"
 )
 """Fields of events and attributes that hold what a machine took, which differs from run to run."""
+TAKEN = re.compile("_s$")
+FIGURES = re.compile(r"[0-9][0-9.,]*( ?[a-zA-Z/%]+)?")
+"""In what is printed: with their units, which follow the size."""
+OBSERVED = ("event ", "file ", "traced ", "printed", "served", "torch")
+"""How the keys begin of what anybody could observe."""
+PASS_S = 1e-3
+"""What each pass of a pipeline and each transfer takes, for those who decide by it."""
+MEASURED_COSTS = Rebalancer._costs
+COSTS = {"row_s": 1.0, "bytes_per_s": 1e9, "rebuild_s": 1e-3}
+"""What moving experts costs: little beside what it gains."""
 UNSEEN = {
     *(t.__name__ for t in vars(config).values() if dataclasses.is_dataclass(t)),
     "MemoryMeter", "Prefetch", "PassTimes", "ExchangeTimes", "LayerTimes", "AbortableCall", "JsonlSink", "HelperProcess",
@@ -59,18 +74,28 @@ def seen_of(words: list[str], *, rank: int, cache: GroupCache, folder: Path) -> 
 
     `folder` is this run's own, and named nowhere in the result.
     """
-    seen, events = dict[str, str](), list[Event]()
+    seen, events, printed = dict[str, str](), list[Event](), io.StringIO()
     request = Request(recipe_path=None, overrides=tuple(words), dry_run=False)
-    with contextlib.redirect_stdout(io.StringIO()), _processes_left_out(rank, cache, seen, events):
+    with contextlib.redirect_stdout(printed), _processes_left_out(rank, cache, seen, events):
         start(read_recipe(request, world=None), {})
     assert any(key.startswith(("ranks", "supervisor")) for key in seen), "processes were not left out"
-    for number, event in enumerate(e for e in events if type(e).__name__ not in ("Collective", "Operation")):
+    seen["printed"] = FIGURES.sub("#", printed.getvalue())
+    traced = collections.Counter(_traced(e) for e in events if isinstance(e, Collective | Operation))
+    seen.update({f"traced {text}": str(times) for text, times in traced.items()})
+    counted = collections.Counter[str]()
+    for event in (e for e in events if not isinstance(e, Collective | Operation)):
+        kind = type(event).__name__
+        counted[kind] += 1  # by kind: a checkpoint that is written beside the steps is told between any two of them
         fields = {k: v for k, v in vars(event).items() if not MEASURED.search(k)}
-        _walk(fields, f"event {number} {type(event).__name__}", seen, set())
-    for path in folder.rglob("*"):
-        if path.is_file():
-            seen[f"file {re.sub('[0-9]{3,}.*', '', str(path.relative_to(folder)))}"] = ""
+        _walk(fields, f"event {kind} {counted[kind]}", seen, set())
+    files = (str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    names = collections.Counter(re.sub(r"[0-9a-f]{6,}|[0-9]{3,}.*", "#", name) for name in files)
+    seen.update({f"file {name}": str(count) for name, count in names.items()})
     return {key: text.replace(str(folder), "~") for key, text in seen.items()}
+
+
+def _traced(event: Collective | Operation) -> str:
+    return f"{type(event).__name__} " + " ".join(f"{k}={v}" for k, v in vars(event).items() if not TAKEN.search(k))
 
 
 @contextlib.contextmanager
@@ -101,6 +126,7 @@ def _processes_left_out(rank: int, cache: GroupCache, seen: Seen, events: list[E
 
     def closing(self: loop.Trainer, **words: Any) -> Any:
         _walk(self, "trainer", seen, set())
+        seen["served"] = _listeners(self.rank.recipe.observe.prometheus_port or 0)
         seen["torch"] = f"{torch.get_num_threads()} threads, deterministic {torch.get_deterministic_debug_mode()}"
         return close(self, **words)
 
@@ -122,6 +148,9 @@ def _processes_left_out(rank: int, cache: GroupCache, seen: Seen, events: list[E
         elastic: {"matmul_flops_per_s": lambda *_: 1e9},
         Sinks: {"__call__": telling},
         loop.Trainer: {"close": closing},
+        warmup: {"transfer_seconds": lambda *_, **__: PASS_S},
+        warmup.PassTimes: {"median_s": lambda self, kind: PASS_S},
+        Rebalancer: {"_costs": _fixed_costs},
     }
     with contextlib.ExitStack() as stack:
         for owner, names in patches.items():
@@ -134,6 +163,16 @@ def _processes_left_out(rank: int, cache: GroupCache, seen: Seen, events: list[E
             setup.be_deterministic(False)
             for group in made:
                 dist.destroy_process_group(group)
+
+
+def _listeners(port: int) -> str:
+    """Addresses of this machine at which somebody listens on that port."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return " ".join(row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}"))
+
+
+def _fixed_costs(self: Rebalancer, parts: Any, told: Any) -> Costs:
+    return dataclasses.replace(MEASURED_COSTS(self, parts, told), **COSTS)
 
 
 def _open_sinks(*given: Any, **words: Any) -> Sinks:

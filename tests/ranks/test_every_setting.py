@@ -1,7 +1,7 @@
 """Every setting of a recipe changes something in the run that it is given to, or is refused by name: with a fixed world, and with members that come and go.
 
 A setting that is accepted and ignored is the worst kind of drift: nobody finds out. So each is tried: a run with it and one without go from `cli.train.start` to the last
-checkpoint (`helpers/started.py`), and what can be seen of them must differ.
+checkpoint (`helpers/started.py`), and what anybody can observe of them must differ. What only shows when something goes wrong, or by the clock, is named with the test that shows it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from typing import Any, Literal
 from unittest import mock
 
 import pytest
-from started import Seen, seen_of
+from started import OBSERVED, Seen, seen_of
+from tiers import some
 from train_help import write_text
 
+from phalanx.cli.train import Request, read_recipe
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.settings import Setting, describe_settings
+from phalanx.plan import choose_recovery
+from phalanx.runtime.checkpoint.folder import CheckpointFolder
 from phalanx.runtime.checkpoint.manager import import_now
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.train import build, loop
@@ -30,6 +34,7 @@ pytestmark = pytest.mark.ranks
 import_now()  # once, and not by each rank
 
 World = Literal["fixed", "elastic"]
+WORLDS: tuple[World, ...] = ("fixed", "elastic")
 Words = Mapping[str, str]
 
 BASE: Words = {
@@ -50,6 +55,7 @@ BASE: Words = {
     "checkpoint.interval": "1",
     "observe.console": "none",
     "observe.tensorboard": "false",
+    "observe.trace_steps": "1",
     "launch.ranks": "2",
     "launch.threads": "1",
     "resilience.heal": "false",
@@ -80,7 +86,7 @@ LATENT = {
     "model.top_k": "2", "model.expert_ffn": "32", "model.shared_ffn": "16", "model.dense_ffn": "48", "router.num_groups": "2", "router.group_topk": "1",
     "model.q_rank": "8", "model.kv_rank": "16", "model.nope_dim": "8", "model.rope_dim": "8", "model.value_dim": "8",
 }  # fmt: skip
-STRETCHED = {"model.yarn_factor": "4", "model.yarn_original_length": "8"}
+STRETCHED = {"model.yarn_factor": "4", "model.yarn_original_length": "4096"}
 GROUPS = {"router.num_groups": "4", "router.group_topk": "2"}
 REPLICAS = {"resilience.slots_per_rank": "5", "resilience.mode": "fast", "resilience.f": "1", "folding.ep": ""}
 MOVES = {**REPLICAS, "resilience.replace_interval": "1", "train.steps": "3"}
@@ -115,10 +121,10 @@ TRIES: dict[str, Try] = {
     "model.value_dim": Try(value="16", beside=LATENT),
     "model.rope_interleaved": Try(value="false", beside=LATENT),
     "model.yarn_factor": Try(value="8", beside=STRETCHED),
-    "model.yarn_original_length": Try(value="4", beside=STRETCHED),
-    "model.yarn_beta_fast": Try(value="0.5", beside={**STRETCHED, "model.yarn_beta_slow": "0.1"}),
+    "model.yarn_original_length": Try(value="64", beside=STRETCHED),
+    "model.yarn_beta_fast": Try(value="4", beside=STRETCHED),
     "model.yarn_beta_slow": Try(value="0.1", beside=STRETCHED),
-    "model.yarn_mscale": Try(value="0.5", beside=STRETCHED),
+    "model.yarn_mscale": Try(value="0.5", beside={**STRETCHED, "model.yarn_mscale_all_dim": "1"}),
     "model.yarn_mscale_all_dim": Try(value="0.5", beside={**LATENT, **STRETCHED}),
     "router.score": Try(value="sigmoid"),
     "router.softmax_order": Try(value="after_topk"),
@@ -142,7 +148,7 @@ TRIES: dict[str, Try] = {
     "folding.pp": Try(value="2", beside={"model.num_layers": "4"}),
     "folding.ep": Try(value="2"),
     "folding.stages": Try(value='["tp1", "tp1"]', beside={"folding.ep": ""}),
-    "pipeline.schedule": Try(value="gpipe", beside=TWO_STAGES),
+    "pipeline.schedule": Try(value="zero_bubble", beside=TWO_STAGES),
     "pipeline.virtual": Try(value="2", beside={**TWO_STAGES, "train.global_batch": "8"}),
     "pipeline.layers": Try(value="1, 3", beside=TWO_STAGES),
     "pipeline.extra_warmup": Try(value="auto", beside=EAGER),
@@ -178,7 +184,7 @@ TRIES: dict[str, Try] = {
     "resilience.straggler_steps": Try(value="5"),
     "resilience.straggler_rest_s": Try(value="5", members={"resilience.straggler": "3"}),
     "resilience.state_gb": Try(value="1"),
-    "resilience.chunk_rows": Try(value="16", beside=EXACT),
+    "resilience.chunk_rows": Try(value="16", beside={**EXACT, "train.seq_len": "128"}),
     "resilience.fixed_bits": Try(value="40", beside=EXACT),
     "resilience.slots_per_rank": Try(value="5", beside={"folding.ep": "", "resilience.mode": "fast"}, members={"resilience.f": "1"}),
     "resilience.f": Try(value="2", beside={**REPLICAS, "resilience.slots_per_rank": "8"}, members={"resilience.slots_per_rank": "", "folding.ep": "1"}),
@@ -192,7 +198,7 @@ TRIES: dict[str, Try] = {
     "checkpoint.resume": Try(value="false", again=True),
     "checkpoint.step": Try(value="1", again=True),
     "observe.console": Try(value="plain"),
-    "observe.log_interval": Try(value="2", beside={"observe.console": "plain"}),
+    "observe.log_interval": Try(value="3", beside={"observe.console": "plain", "observe.log_interval": "1", "train.steps": "4"}),
     "observe.wandb_project": Try(value="some"),
     "observe.wandb_mode": Try(value="offline"),
     "observe.prometheus_port": Try(value="{port}"),
@@ -213,6 +219,33 @@ ELSEWHERE = {"dispatch.left_free", "observe.wandb_mode", "observe.wandb_project"
 
 BY_REFUSING = {"checkpoint.resume", "pipeline.memory_gb"}
 """What they do is to end a run that would mix with another one, or that would hold more."""
+
+
+OF_HOSTS = "runs/test_elastic_bad_luck.py::test_a_host_with_another_recipe_is_refused_by_name_and_the_run_goes_on"
+TOO_FEW = "runs/test_elastic_bad_luck.py::test_too_few_members_wait_say_for_whom_save_and_end"
+TOO_SLOW = "runs/test_straggler_run.py::test_a_slow_rank_hands_over_leaves_and_stays_away"
+PROVEN_BY = {
+    "pipeline.pair_passes": "ranks/test_pairs_run.py::test_ranks_may_interleave_their_passes_as_they_come",
+    "resilience.service": OF_HOSTS,
+    "resilience.wanted": "ranks/test_membership.py::test_a_fresh_run_waits_for_all_that_are_wanted",
+    "resilience.minimum": TOO_FEW,
+    "resilience.wait_s": TOO_FEW,
+    "resilience.limit_s": "unit/test_membership_outage.py::test_a_host_that_dies_while_the_service_is_away_is_put_out_after_the_limit",
+    "resilience.straggler": TOO_SLOW,
+    "resilience.straggler_steps": TOO_SLOW,
+    "resilience.straggler_rest_s": "unit/test_supervisor_deaths.py::test_a_slot_that_was_too_slow_is_filled_again_after_its_rest",
+    "resilience.state_gb": "unit/test_recovery_plans.py::test_ranks_are_rather_idle_than_without_room",
+    "resilience.f": "unit/test_plan_replicas.py::test_every_input_has_an_answer_that_holds_what_it_says",
+    "checkpoint.asynchronous": "ranks/test_checkpoint.py::test_a_save_is_completed_between_later_steps_or_by_nobody",
+    "checkpoint.write_rate": "ranks/test_checkpoint.py::test_a_checkpoint_is_written_no_faster_than_the_limit",
+    "launch.ranks": "runs/test_launch.py::test_ranks_meet_and_compute",
+    "launch.threads": "runs/test_launch.py::test_threads_share_the_cores",
+    "launch.device": "ranks/test_devices.py::test_an_elastic_run_without_gpus_says_so_once_and_ends",
+    "launch.timeout_s": "ranks/test_collectives.py::test_timeout_names_op_axis_and_ranks",
+    "launch.rack": "unit/test_plan_racks.py::test_shards_have_holders_in_as_many_racks_as_can_be",
+    "launch.keep_service": OF_HOSTS,
+}  # fmt: skip
+"""Settings of which runs where nothing goes wrong show nothing, or not in both worlds: there it is only seen that they are handed on. With the test of what they do."""
 
 
 def other_value(setting: Setting) -> str:
@@ -249,7 +282,7 @@ _SEEN: dict[str, Seen] = {}  # tests only: what was seen of runs that are the ba
 def tried(
     rank: int, cache: GroupCache, name: str, base: dict[str, str], changed: dict[str, str], folder: str, plant: Plant
 ) -> tuple[str, list[str]]:
-    """("changes", what), ("refused", why) or ("nothing", []); ("wrong", why) where the setting cannot be tried so. Collective."""
+    """("changes", what), ("handed on", where) if only that, ("refused", why) or ("nothing", []); ("wrong", why) where the setting cannot be tried so. Collective."""
     places = json.loads(Path(folder, "places.json").read_text())
     again = TRIES.get(name, Try()).again
     with contextlib.ExitStack() as stack:
@@ -275,7 +308,8 @@ def tried(
             named = [str(p) for p in err.problems if p.where.removeprefix("--").split("[")[0] == name]
             return ("refused", named) if named else ("wrong", [str(err)])
     differ = sorted(path for path in {*seen, *before} if seen.get(path) != before.get(path))
-    return ("changes" if differ else "nothing"), differ[:4]
+    observed = [path for path in differ if path.startswith(OBSERVED)]
+    return ("changes" if observed else "handed on" if differ else "nothing"), (observed or differ)[:4]
 
 
 Plant = tuple[tuple[Any, str, Any], ...]
@@ -322,19 +356,73 @@ def try_it(name: str, world: World, folder: Path, plant: Plant = ()) -> tuple[st
     return run_ranks(2, tried, name, base, changed, str(folder), plant)[0]
 
 
-@pytest.mark.parametrize("name", [s.name for s in describe_settings()])
+NAMES = [s.name for s in describe_settings()]
+TODAY = some(NAMES, 2)
+"""Tried in the core tier, too."""
+
+
+def bases() -> dict[str, tuple[str, World]]:
+    """Each run that settings are held against, by its words -> the first of those settings, and its world."""
+    found: dict[str, tuple[str, World]] = {}
+    for name in NAMES:
+        for world in WORLDS:
+            base, _ = words_of(name, world)
+            found.setdefault(json.dumps([base, TRIES.get(name, Try()).again]), (name, world))
+    return found
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.core if n in TODAY else ()) for n in NAMES])
 def test_a_setting_changes_something_or_is_refused(name: str, places: Callable[[], Path]) -> None:
-    found = {world: try_it(name, world, places()) for world in ("fixed", "elastic")}  # type: ignore[arg-type]
-    assert all(what != "nothing" for what, _ in found.values()), f"{name} is accepted and ignored: {found}"
-    assert all(what != "wrong" for what, _ in found.values()), f"{name} needs another entry in TRIES: {found}"
-    assert name in ELSEWHERE | BY_REFUSING or any(what == "changes" for what, _ in found.values()), found
+    found = {world: try_it(name, world, places()) for world in WORLDS}
+    kinds = {what for what, _ in found.values()}
+    assert "nothing" not in kinds, f"{name} is accepted and ignored: {found}"
+    assert "wrong" not in kinds, f"{name} needs another entry in TRIES: {found}"
+    assert ("handed on" in kinds) == (name in PROVEN_BY), (
+        f"{name} shows nothing, or does and stands in PROVEN_BY: {found}"
+    )
+    assert name in ELSEWHERE | BY_REFUSING or kinds & {"changes", "handed on"}, found
 
 
-@pytest.mark.parametrize("world", ["fixed", "elastic"])
-def test_two_runs_of_one_recipe_look_the_same(world: World, places: Callable[[], Path]) -> None:
-    """Else every setting would seem to change something."""
-    base, _ = words_of("run.name", world)
-    assert run_ranks(2, tried, "run.name", base, base, str(places()), ())[0] == ("nothing", [])
+@pytest.mark.parametrize(("name", "world"), some(list(bases().values()), 4))
+def test_two_runs_of_one_recipe_look_the_same(name: str, world: World, places: Callable[[], Path]) -> None:
+    """Else every setting that is held against it would seem to change something."""
+    base, _ = words_of(name, world)
+    assert run_ranks(2, tried, name, base, base, str(places()), ())[0] == ("nothing", [])
+
+
+def test_a_setting_that_is_stored_and_never_read_is_found(places: Callable[[], Path]) -> None:
+    plant: Plant = ((CheckpointFolder, "prune", _never),)
+    assert try_it("checkpoint.keep_last", "fixed", places(), plant)[0] == "handed on"
+
+
+def refused(words: Words, *, launched: bool) -> tuple[set[str], bool]:
+    """The settings that are refused before ranks are there, and whether the run would be elastic."""
+    line = [word for k, v in words.items() if v for word in (f"--{k}", v)]
+    try:
+        recipe = read_recipe(Request(None, tuple(line), False), world=2 if launched else None)
+        return set(), choose_recovery(recipe, launched=launched).is_elastic
+    except ConfigError as err:
+        return {p.where.removeprefix("--").split("[")[0] for p in err.problems}, False
+
+
+@pytest.mark.core
+def test_where_the_recipe_leaves_recovery_open_the_same_is_refused_as_where_it_says_so(
+    places: Callable[[], Path],
+) -> None:
+    """By default, and under a launcher, a run is one of the two worlds."""
+    folder = places()
+    found = json.loads((folder / "places.json").read_text())
+    for name in [n for n in NAMES if n not in ("resilience.heal", "launch.ranks")]:
+        _, changed = words_of(name, "fixed")
+        words = {k: v.format(folder=folder, **found) for k, v in changed.items() if k != "resilience.heal"}
+        fixed, _ = refused({**words, "resilience.heal": "false"}, launched=False)
+        launched, elastic = refused(words, launched=True)
+        assert (name in launched) == (name in fixed) and not elastic, name
+        by_default, elastic = refused(words, launched=False)
+        if elastic:
+            mode = "exact" if words.get("resilience.mode") == "exact" else "fast"
+            fixed, _ = refused({**words, "resilience.heal": "true", "resilience.mode": mode}, launched=False)
+        assert (name in by_default) == (name in fixed), name
 
 
 def test_a_setting_that_an_elastic_run_ignores_is_found(places: Callable[[], Path]) -> None:
@@ -344,11 +432,14 @@ def test_a_setting_that_an_elastic_run_ignores_is_found(places: Callable[[], Pat
         assert try_it(name, "elastic", places(), plant) == ("nothing", [])
 
 
-def _never(*_: object) -> bool:
+def _never(*_: object, **__: object) -> bool:
     return False
 
 
 def test_each_entry_names_a_setting() -> None:
     names = {s.name for s in describe_settings()}
-    assert not (set(TRIES) | ELSEWHERE | BY_REFUSING) - names
+    assert not (set(TRIES) | ELSEWHERE | BY_REFUSING | set(PROVEN_BY)) - names
+    for test in PROVEN_BY.values():
+        file, _, function = test.partition("::")
+        assert f"def {function}(" in (Path(__file__).parents[1] / file).read_text(), f"{test} is no test"
     assert {f.name for f in dataclasses.fields(Try)} == {"value", "beside", "members", "again"}

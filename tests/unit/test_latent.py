@@ -191,6 +191,14 @@ def test_a_shrunken_deepseek_is_a_recipe() -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"preset": "tiny", "kv_rank": 8}, "model.kv_rank = 8: has no effect: tiny has no multi-head latent attention"),
     ({"preset": "tiny", "yarn_mscale": 1.0}, "model.yarn_mscale = 1.0: has no effect: model.yarn_factor is not set"),
+    (
+        {"preset": "tiny", "yarn_factor": 2.0, "yarn_original_length": 64, "yarn_mscale": 1.0},
+        "model.yarn_mscale = 1.0: has no effect: model.yarn_mscale_all_dim is not set",
+    ),
+    (
+        {"preset": "tiny", "yarn_factor": 2.0, "yarn_original_length": 64, "yarn_mscale_all_dim": 1.0},
+        "model.yarn_mscale_all_dim = 1.0: has no effect: model.yarn_mscale is not set, and attention is not latent",
+    ),
     ({"preset": "tiny", "yarn_factor": 2.0}, "model.yarn_original_length: is needed with model.yarn_factor"),
     ({"preset": "tiny", "shared_gate": True}, "model.shared_gate = true: has no effect: there is no shared expert"),
     ({"preset": "deepseek-v3", "rope_dim": 7}, "model.rope_dim = 7: must be even"),

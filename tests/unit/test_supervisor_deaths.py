@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from types import SimpleNamespace
 
 import pytest
 from membership_help import MemoryService
@@ -91,6 +93,21 @@ def test_a_step_forgives_what_was_before() -> None:
         found.all_end(int(signal.SIGKILL))
         found.deaths.clear()  # what `_hear_one` does with the word of a step
     assert found.stops == 0
+
+
+def test_a_slot_that_was_too_slow_is_filled_again_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SupervisorSettings(slots=2, wanted=2, rest_s=1000.0)
+    found, now = Host(lambda agent: 0, settings, service=MemoryService()), time.monotonic()
+    for slot in range(2):
+        found._start(slot)
+    monkeypatch.setattr(NoProcess, "hear", lambda self: [{"rest": True}] if self.slot else [])
+    found._hear()
+    found.workers[1].status = 0
+    found._ended(found.workers[1])
+    for later_s, workers in ((990, 2), (1010, 3)):
+        monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda at=now + later_s: at))
+        found._fill()
+        assert len(found.workers) == workers
 
 
 def test_a_worker_is_one_process() -> None:

@@ -152,6 +152,8 @@ def _rope(options: Options) -> tuple[float, YarnSpec | None]:
 
 def _yarn(options: Options, key: str, rope: Mapping[str, Any]) -> YarnSpec | None:
     given = {ours: rope[theirs] for theirs, ours in _YARN.items() if rope.get(theirs) is not None}
+    if not given.get("mscale_all_dim"):
+        given.pop("mscale", None)  # it counts beside the other only, there as here
     given.setdefault("original_length", options.config.get("max_position_embeddings"))
     if not all(isinstance(v, int | float) for v in given.values()) or "factor" not in given:
         options.refuse(key, "yarn needs the numbers factor and original_max_position_embeddings")

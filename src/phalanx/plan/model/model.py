@@ -479,6 +479,11 @@ def _idle_settings(model: ModelConfig, router: RouterConfig, spec: ModelSpec) ->
     }
     for name in ("original_length", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         idle[f"model.yarn_{name}"] = (spec.yarn is None, "model.yarn_factor is not set")
+    if spec.yarn is not None:  # `rope.amplitude` takes both or none, `rope.softmax_factor` is of latent attention
+        own, scores = spec.yarn.mscale, spec.yarn.mscale_all_dim
+        idle["model.yarn_mscale"] = (own > 0 == scores, "model.yarn_mscale_all_dim is not set")
+        alone = scores > 0 == own and not latent
+        idle["model.yarn_mscale_all_dim"] = (alone, "model.yarn_mscale is not set, and attention is not latent")
     idle["model.mtp_weight"] = (not spec.mtp_layers, "model.mtp_layers is 0")
     idle["model.shared_gate"] = (not spec.shared_ffn or dense, "there is no shared expert")
     for name in MLA_SETTINGS:
