@@ -34,7 +34,7 @@ NO_FACE = {
 
 
 @dataclass(frozen=True)
-class Import:
+class ImportStatement:
     """`module`, or `name` of it, as an import statement of `file` says."""
 
     file: Path
@@ -48,14 +48,14 @@ class House:
     """The modules of the product and what they import from each other."""
 
     modules: Mapping[str, Path]
-    imports: Mapping[str, tuple[Import, ...]]
+    imports: Mapping[str, tuple[ImportStatement, ...]]
     faces: Mapping[str, Mapping[str, tuple[str, str]]]
 
     def room(self, module: str) -> str:
         """The package that a module lies in; a package lies in itself."""
         return ".".join(self.modules[module].parent.relative_to(SOURCE.parent).parts)
 
-    def target(self, found: Import) -> str:
+    def target(self, found: ImportStatement) -> str:
         """The module that an import loads: behind a face, the module that the name comes from."""
         face = self.faces.get(found.module, {})
         return face[found.name][0] if found.name is not None and found.name in face else found.module
@@ -72,7 +72,7 @@ class House:
             found.setdefault(room, set()).update({self.room(t) for t in targets} - {room})
         return found
 
-    def past_faces(self) -> list[Import]:
+    def past_faces(self) -> list[ImportStatement]:
         """Imports of modules of other rooms, where those rooms have a face."""
         return [
             found
@@ -97,20 +97,20 @@ def product() -> House:
     return House(modules=modules, imports=imports, faces=faces)
 
 
-def _imports(path: Path, modules: Mapping[str, Path], *, is_face: bool) -> Iterable[Import]:
+def _imports(path: Path, modules: Mapping[str, Path], *, is_face: bool) -> Iterable[ImportStatement]:
     """Wherever an import stands, in functions too. What a face names is loaded later, by whoever asks for it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (Import(path, node.lineno, a.name) for a in node.names if a.name in modules)
+            yield from (ImportStatement(path, node.lineno, a.name) for a in node.names if a.name in modules)
         elif isinstance(node, ast.ImportFrom) and node.module in modules:
             if is_face and node.module != "phalanx.core.faces" and path != SOURCE / "__init__.py":
                 continue
             for a in node.names:
                 full = f"{node.module}.{a.name}"
                 yield (
-                    Import(path, node.lineno, full)
+                    ImportStatement(path, node.lineno, full)
                     if full in modules
-                    else Import(path, node.lineno, str(node.module), a.name)
+                    else ImportStatement(path, node.lineno, str(node.module), a.name)
                 )
 
 

@@ -15,11 +15,15 @@ from phalanx_lab.bench import baseline_transformers
 from phalanx_lab.bench.commands import BENCHMARKS, main as bench
 from phalanx_lab.bench.curve import CurveArgs, averages, compare
 from phalanx_lab.bench.train import TrainArgs, TrainResult, _conclude, _worker, main as bench_train, report
-from phalanx_lab.bench.workload import Shape, batch_of
+from phalanx_lab.bench.workload import WorkloadShape, batch_of
 
-TINY = Shape(layers=1, hidden=32, heads=2, kv_heads=1, experts=4, top_k=2, ffn=32, vocab=64, batch=2, seq_len=16)
+TINY = WorkloadShape(
+    layers=1, hidden=32, heads=2, kv_heads=1, experts=4, top_k=2, ffn=32, vocab=64, batch=2, seq_len=16
+)
 TINY_WORDS = [
-    w for f in dataclasses.fields(Shape) for w in (f"--shape.{f.name.replace('_', '-')}", str(getattr(TINY, f.name)))
+    w
+    for f in dataclasses.fields(WorkloadShape)
+    for w in (f"--shape.{f.name.replace('_', '-')}", str(getattr(TINY, f.name)))
 ]
 
 
@@ -70,10 +74,10 @@ def test_train_in_small(tmp_path: Path) -> None:
 
 def test_both_contenders_have_the_same_model() -> None:
     pytest.importorskip("transformers", reason="the baseline is the extra `bench`")
-    from phalanx_lab.bench.ours import Ours
+    from phalanx_lab.bench.ours import OurRun
 
     baseline = baseline_transformers.Baseline(TINY, baseline_transformers.VARIANTS[0])
-    ours = Ours(TINY, threads=1)
+    ours = OurRun(TINY, threads=1)
     assert baseline.num_params == ours.num_params
     assert baseline.run(1)[1] == pytest.approx(ours.run(1)[1][0], rel=0.05), (
         "both start at the entropy of the vocabulary"

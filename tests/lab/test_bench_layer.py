@@ -36,7 +36,7 @@ from phalanx_lab.bench.layer.cells import (
 )
 from phalanx_lab.bench.layer.loads import exact_routing, load_vector, pair_counts
 from phalanx_lab.bench.layer.methods import COARSE, METHODS, OURS, Inside, overlap_of
-from phalanx_lab.bench.layer.rank import LayerShape
+from phalanx_lab.bench.layer.rank import BenchLayerShape
 from phalanx_lab.bench.layer.scores import figures, regret
 from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
@@ -133,7 +133,7 @@ def test_the_grid_has_every_model_size_link_load_and_type() -> None:
 
 def test_cells_are_put_together() -> None:
     rows = [
-        {"model": "mixtral", "shape": vars(LayerShape()), "link_bit_per_s": link, "auto": auto, "seconds": {"serial": [2.0] * 8, "all 2": all_2, "auto": [2.0] * 8}}
+        {"model": "mixtral", "shape": vars(BenchLayerShape()), "link_bit_per_s": link, "auto": auto, "seconds": {"serial": [2.0] * 8, "all 2": all_2, "auto": [2.0] * 8}}
         for link, auto, all_2 in ((2e8, "tiles:parts=2", [1.0] * 8), (None, "tiles", [2.0, 1.5] * 4))
     ]  # fmt: skip
     result = cells_result(rows, [])
@@ -206,7 +206,7 @@ def test_methods_have_names() -> None:
 def test_a_recipe_can_say_every_method_and_auto_has_every_schedule() -> None:
     assert not any(setting_problems(overlap_of(method)) for method in METHODS)
     schedules = {parse_overlap(overlap).schedule for overlap in OURS.values()}
-    assert schedules <= {SERIAL, *CANDIDATES} == {SERIAL, *candidates(LayerShape().hidden)}
+    assert schedules <= {SERIAL, *CANDIDATES} == {SERIAL, *candidates(BenchLayerShape().hidden)}
     assert sum(schedule.blocks > 1 for schedule in schedules) == 3
 
 

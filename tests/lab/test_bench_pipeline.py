@@ -11,11 +11,11 @@ import torch
 from phalanx.core.errors import RunError
 from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx_lab.bench.pipeline.command import CONFIGURATIONS, PipelineArgs, _cluster, _edges, _result
-from phalanx_lab.bench.pipeline.models import MODELS, STAGES, Pace, PacedPasses, StageModel, gradient_digest
+from phalanx_lab.bench.pipeline.models import MODELS, STAGES, PacedPasses, PassPace, StageModel, gradient_digest
 
 pytestmark = pytest.mark.unit
 SMALL = {name: dataclasses.replace(shape, sequences=2, seq_len=4, hidden=8) for name, shape in MODELS.items()}
-FAST = Pace(forward_s=0, input_s=0, weight_s=0)
+FAST = PassPace(forward_s=0, input_s=0, weight_s=0)
 
 
 def digest_of(name: str, stage: int, *, divided: bool) -> str:
@@ -55,7 +55,9 @@ def test_gradients_are_read_to_the_bit() -> None:
 
 def test_a_pass_takes_its_time_and_a_late_one_is_counted() -> None:
     later = DeferredGradients()
-    passes = PacedPasses(StageModel(SMALL["decoder"], 0, later), later, Pace(forward_s=0.5, input_s=1e-9, weight_s=0))
+    passes = PacedPasses(
+        StageModel(SMALL["decoder"], 0, later), later, PassPace(forward_s=0.5, input_s=1e-9, weight_s=0)
+    )
     begin = time.monotonic()
     (out,) = passes.forward(0, 0, ())
     assert time.monotonic() - begin >= 0.5 and passes.late == 0, (

@@ -22,7 +22,7 @@ from phalanx.simulate.hardware.collectives import GroupSpan, Network
 from phalanx.simulate.program.cost import ProgramOracle, kind_of
 from phalanx_lab.bench.predict import laws as predict_laws, real as predict_real
 from phalanx_lab.bench.predict.command import PredictArgs, kendall_tau, plans_of, report_of, tie_of
-from phalanx_lab.bench.predict.plans import FLOOR_S, NOT_TOLD, PLANS, WORLD, Glue, Plan, glued, paced_s, predicted_s
+from phalanx_lab.bench.predict.plans import FLOOR_S, NOT_TOLD, PLANS, WORLD, Glue, StepPlan, glued, paced_s, predicted_s
 from phalanx_lab.bench.predict.spans import recorded_step
 
 
@@ -251,7 +251,7 @@ def test_what_was_learned_from_recorded_steps_predicts_the_others() -> None:
     assert len(predict_real.PLANS) >= 20
 
 
-def _step_of(plan: Plan, *, slower: float = 1.0) -> dict[str, Any]:
+def _step_of(plan: StepPlan, *, slower: float = 1.0) -> dict[str, Any]:
     """One step of all ranks, in which work takes 1 ms and 1 ns for each unit, a collective 0.3 ms, what comes before and behind all of it 1 and 2 ms."""
     step = []
     for program in plan.programs():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from train_help import phalanx
 
-from phalanx_lab.bench.heal_cost import MODES, ORDERS, Case, evaluate, ratio_of_medians
+from phalanx_lab.bench.heal_cost import MODES, ORDERS, HealCostCase, evaluate, ratio_of_medians
 
 
 @pytest.mark.unit
@@ -25,7 +25,7 @@ def test_ratio_and_interval() -> None:
 @pytest.mark.unit
 def test_the_report_has_what_is_asked_for() -> None:
     times = {mode: {"step_s": [t] * 5, "cpu_s": [2 * t] * 5} for mode, t in zip(MODES, (1.0, 1.02, 1.5), strict=True)}
-    report = evaluate(times, Case())
+    report = evaluate(times, HealCostCase())
     assert [report[k] for k in ("fast_over_plain", "fast_ci_low", "fast_ci_high", "exact_over_plain")] == pytest.approx(
         [1.02, 1.02, 1.02, 1.5]
     )

@@ -22,9 +22,9 @@ from phalanx_lab.bench.recovery.model import (
     restarts,
     where_as_good,
 )
-from phalanx_lab.bench.recovery.ours import Ours
+from phalanx_lab.bench.recovery.ours import PhalanxSystem
 from phalanx_lab.bench.recovery.replay import replay
-from phalanx_lab.bench.recovery.table import Ledger, score
+from phalanx_lab.bench.recovery.table import RunHistory, score
 from phalanx_lab.bench.recovery.torchrun import Torchrun
 from phalanx_lab.bench.recovery.trace import BAMBOO, Change, Trace, bamboo, every, from_nodes, random_failures
 from phalanx_lab.bench.recovery.workload import Workload, workloads
@@ -130,14 +130,14 @@ def test_a_step_that_was_taken_back_counts_once() -> None:
     assert (outage.running_s, outage.resumed_s, outage.caught_up_s) == (3.5, 4.5, 6.5)
     early = score(_history(), system="x", global_batch=2, begin_s=1.5, end_s=8.5)
     assert early.committed_steps == 1  # back at step 2
-    assert Ledger(_history()).at(7.0) == 4
+    assert RunHistory(_history()).at(7.0) == 4
 
 
 def test_a_sample_that_is_trained_on_twice_is_found() -> None:
     records = _history() + _step(12.5, 7, 0, (70, 70))
-    assert Ledger(records).doubled() == 1
+    assert RunHistory(records).doubled() == 1
     lost = [r for r in _history() if not (r["kind"] == "SamplesTaken" and r["step"] == 4 and r["time_s"] > 8)]
-    assert Ledger(lost).untold(0, 6, global_batch=2) == 2
+    assert RunHistory(lost).untold(0, 6, global_batch=2) == 2
 
 
 # ---- model -----------------------------------------------------------------------------------------------------------
@@ -205,13 +205,13 @@ def test_a_folder_with_old_runs_is_refused(tmp_path: Path) -> None:
 
 def test_both_systems_get_the_same_run(tmp_path: Path) -> None:
     workload = replace(workloads(4)["small"], skew=2.2)
-    ours = Ours(workload, tmp_path / "a", slots=4, mode="fast", interval=50)
+    ours = PhalanxSystem(workload, tmp_path / "a", slots=4, mode="fast", interval=50)
     base = Torchrun(workload, tmp_path / "b", slots=4, interval=10, asynchronous=False, name="base")
     differs = {k for k in ours.settings | base.settings if ours.settings.get(k) != base.settings.get(k)}
     own = {"resilience.heal", "resilience.mode", "optim.zero", "launch.ranks"}
     assert differs == own | {"run.folder", "checkpoint.interval", "checkpoint.asynchronous"}
     assert base.settings["router.force_skew"] == 2.2
-    spread = Ours(workload, tmp_path / "c", slots=4, mode="fast", interval=50, replica_slots=6)
+    spread = PhalanxSystem(workload, tmp_path / "c", slots=4, mode="fast", interval=50, replica_slots=6)
     assert spread.settings["resilience.slots_per_rank"] == 6 and "folding.ep" not in spread.settings
 
 
@@ -245,7 +245,7 @@ def tiny() -> Workload:
 def test_both_systems_go_on_after_a_loss(tiny: Workload, tmp_path: Path) -> None:
     """Slot 1 is lost and, for the one that is elastic, comes back. The baseline runs on one expert-parallel group in place of two."""
     loss, back = Change(at_s=1.0, lost=(1,)), Change(at_s=3.0, back=(1,))
-    ours = Ours(tiny, tmp_path / "ours", slots=4, mode="fast", interval=1000)
+    ours = PhalanxSystem(tiny, tmp_path / "ours", slots=4, mode="fast", interval=1000)
     elastic = replay(
         ours,
         Trace(name="t", slots=4, duration_s=60, changes=(loss, back)),

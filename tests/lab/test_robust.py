@@ -28,10 +28,10 @@ from phalanx_lab.bench.robust.command import (
     growth,
     judge_iterations,
 )
-from phalanx_lab.bench.robust.rank import METHODS, RAISED, Raised, Sample, heap_in_use
+from phalanx_lab.bench.robust.rank import METHODS, RAISED, MemorySample, Raised, heap_in_use
 
 TWO = make_folding(world=2, ep=2)
-SAMPLE = Sample(iteration=0, resident_bytes=100_000, in_use_bytes=1000, objects=10)
+SAMPLE = MemorySample(iteration=0, resident_bytes=100_000, in_use_bytes=1000, objects=10)
 
 
 @pytest.mark.ranks
@@ -193,7 +193,7 @@ def test_what_is_allocated_is_counted() -> None:
 
 def test_products_ask_for_no_memory_after_the_buffers_were_filled() -> None:
     """In a thread of its own, for buffers are a thread's: products as they come keep up to 22 MB otherwise, where torch has MKL."""
-    shape, grown = robust_rank.Shape(tokens=128, hidden=64, ffn=64), []
+    shape, grown = robust_rank.RobustShape(tokens=128, hidden=64, ffn=64), []
 
     def products() -> None:
         torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from phalanx.simulate.hardware.clusters import load_hardware
 from phalanx_lab.publications.bars import bars_markdown, gains
 from phalanx_lab.publications.published import COLUMNS, data_file, read_rows
 from phalanx_lab.publications.published_mapping import mapping_of, measured_seconds
-from phalanx_lab.publications.validate import Outcome, kendall_tau, outcome_of, report, role, statistics_of, validate
+from phalanx_lab.publications.validate import RowOutcome, kendall_tau, outcome_of, report, role, statistics_of, validate
 from phalanx_lab.publications.validate_search import fastest, places
 
 pytestmark = pytest.mark.unit
@@ -26,11 +26,11 @@ DATA = data_file("training_steps.csv")
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> tuple[Outcome, ...]:
+def outcomes() -> tuple[RowOutcome, ...]:
     return validate(DATA)
 
 
-def table3(outcomes: tuple[Outcome, ...]) -> list[Outcome]:
+def table3(outcomes: tuple[RowOutcome, ...]) -> list[RowOutcome]:
     return [o for o in outcomes if o.row.family.startswith("MPF") and o.row.metric in ("MFU_pct", "OOM")]
 
 
@@ -48,13 +48,13 @@ def written(path: Path, **changes: str) -> Path:
 # ---- the bars -------------------------------------------------------------------------------------------------------------------
 
 
-def test_table_3_methods_of_megatron(outcomes: tuple[Outcome, ...]) -> None:
+def test_table_3_methods_of_megatron(outcomes: tuple[RowOutcome, ...]) -> None:
     best = [o for o in table3(outcomes) if o.row.method.startswith("MCore")]
     assert len(best) == 8
     assert statistics_of(best)["mape"] <= 8
 
 
-def test_table_3_other_methods(outcomes: tuple[Outcome, ...]) -> None:
+def test_table_3_other_methods(outcomes: tuple[RowOutcome, ...]) -> None:
     others = [o for o in table3(outcomes) if not o.row.method.startswith("MCore")]
     found = statistics_of(others)
     assert found["rows"] == 12 and found["oom_rows"] == 2
@@ -62,7 +62,7 @@ def test_table_3_other_methods(outcomes: tuple[Outcome, ...]) -> None:
     assert found["oom_right"] == 2
 
 
-def test_table_3_ranking_and_memory(outcomes: tuple[Outcome, ...]) -> None:
+def test_table_3_ranking_and_memory(outcomes: tuple[RowOutcome, ...]) -> None:
     found = statistics_of(table3(outcomes))
     assert found["kendall_tau"] >= 0.9
     assert found["false_oom"] == 0
@@ -72,13 +72,13 @@ def test_table_3_ranking_and_memory(outcomes: tuple[Outcome, ...]) -> None:
     ("model", "gain"),
     [("Mixtral-8x22B", 3.0), ("Llama3-8x70B", 2.8), ("Qwen2-57B-A14B", 3.7), ("Mixtral-8x22B-G8T8", 11.7)],
 )
-def test_size_of_the_folding_gain(outcomes: tuple[Outcome, ...], model: str, gain: float) -> None:
+def test_size_of_the_folding_gain(outcomes: tuple[RowOutcome, ...], model: str, gain: float) -> None:
     mfu = {o.row.method: o.mfu_pct for o in table3(outcomes) if o.row.spec.name == model}
     found = (mfu["MCore w/ Folding"] or 0) - (mfu["MCore"] or 0)
     assert 0.5 * gain <= found <= 1.5 * gain
 
 
-def test_calibration_leaves_no_trend_on_its_rows(outcomes: tuple[Outcome, ...]) -> None:
+def test_calibration_leaves_no_trend_on_its_rows(outcomes: tuple[RowOutcome, ...]) -> None:
     """The two fitted efficiencies of H100: median signed error of NVIDIA's dense runs near zero."""
     for precision in ("bf16", "fp8"):
         errors = [
@@ -90,7 +90,7 @@ def test_calibration_leaves_no_trend_on_its_rows(outcomes: tuple[Outcome, ...]) 
         assert abs(statistics.median(e for e in errors if e is not None)) < 0.03
 
 
-def test_roles_do_not_mix(outcomes: tuple[Outcome, ...]) -> None:
+def test_roles_do_not_mix(outcomes: tuple[RowOutcome, ...]) -> None:
     result = report(outcomes)
     assert result["roles"]["calibration"]["rows"] + result["roles"]["validation"]["rows"] == result["rows"] == 300
     for o in outcomes:
@@ -261,7 +261,7 @@ def test_every_kind_of_hardware_can_be_validated(tmp_path: Path) -> None:
         assert outcome_of(row).prediction is not None
 
 
-def test_kendall_counts_pairs_of_one_job(outcomes: tuple[Outcome, ...]) -> None:
+def test_kendall_counts_pairs_of_one_job(outcomes: tuple[RowOutcome, ...]) -> None:
     rows = sorted((o for o in table3(outcomes) if o.row.spec.name == "Qwen2-57B-A14B"), key=lambda o: o.measured)
     assert kendall_tau(rows) == 1
     one = rows[0]
@@ -304,7 +304,7 @@ def test_a_search_says_where_the_fastest_mapping_stands(tmp_path: Path) -> None:
     assert place.behind is not None and place.behind >= 0
 
 
-def test_the_bars_of_the_page_are_counted_from_the_rows(outcomes: tuple[Outcome, ...]) -> None:
+def test_the_bars_of_the_page_are_counted_from_the_rows(outcomes: tuple[RowOutcome, ...]) -> None:
     text = bars_markdown(outcomes, [])
     assert "8 rows of MCore" in text and "4 of 4" in text and "2 of 2, 0 false" in text
     printed = {model: round(a, 1) for model, (a, _) in gains(outcomes).items()}

@@ -22,10 +22,10 @@ from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import equal_hosts
 from phalanx.train.recovery.watch import PHASES, collective_watch
 from phalanx_lab.bench.storm.arena import Arena, users_of
-from phalanx_lab.bench.storm.board import Board
+from phalanx_lab.bench.storm.board import PhaseBoard
 from phalanx_lab.bench.storm.command import StormArgs, run_storm
 from phalanx_lab.bench.storm.joins import joins
-from phalanx_lab.bench.storm.ledger import CalmStep, Verdict, calm_steps, judge, read_ledger
+from phalanx_lab.bench.storm.ledger import CalmStep, StormVerdict, calm_steps, judge, read_ledger
 
 STEPS, MEMBERS, SAMPLES = 6, 3, 6
 Log = list[dict[str, Any]]
@@ -64,7 +64,7 @@ def calm() -> dict[int, CalmStep]:
     return calm_steps([[event for step in range(1, STEPS + 1) for event in step_of(step, 0, 1)]])
 
 
-def verdict_of(changed: list[Log], **options: Any) -> Verdict:
+def verdict_of(changed: list[Log], **options: Any) -> StormVerdict:
     return judge(read_ledger(changed), calm(), steps=STEPS, **options)
 
 
@@ -207,11 +207,11 @@ def test_what_moves_is_the_least_that_can_move(seed: int) -> None:
 
 
 def test_a_trap_holds_a_worker_in_the_phase_that_is_wanted(tmp_path: Path) -> None:
-    mine = Board(2, PHASES, path=tmp_path / "board")
+    mine = PhaseBoard(2, PHASES, path=tmp_path / "board")
     mine.set_trap(1, "vote")
     pid = os.fork()
     if pid == 0:
-        other = Board(2, PHASES, path=tmp_path / "board")
+        other = PhaseBoard(2, PHASES, path=tmp_path / "board")
         for step in range(100):
             for phase in ("forward", "vote", "commit"):
                 other.write(1, os.getpid(), phase, step)
@@ -269,7 +269,7 @@ def test_two_notices_go_to_two_hosts_and_both_come_back(tmp_path: Path) -> None:
         def start_host(self, name: str) -> None:
             begun.append(name)
 
-    arena = Still(hosts=3, slots=1, folder=tmp_path, board=Board(3, PHASES), service=object())  # type: ignore[arg-type]
+    arena = Still(hosts=3, slots=1, folder=tmp_path, board=PhaseBoard(3, PHASES), service=object())  # type: ignore[arg-type]
     arena.pids = {"h0": 1, "h1": 2, "h2": 3}
     struck = arena._strike("two notices", 1, random.Random(0), 0.0)
     assert struck is not None and struck[0] == "h1" and len(set(struck)) == 2

@@ -19,10 +19,10 @@ from phalanx.cli.main import main as program
 from phalanx.core.errors import TestbedError
 from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
-from phalanx_lab.testbed.measure import Traffic, measure
+from phalanx_lab.testbed.measure import TrafficMeter, measure
 from phalanx_lab.testbed.owner import parse_tag, processes_of
 from phalanx_lab.testbed.play import play
-from phalanx_lab.testbed.scenario import Action, Progress, Scenario
+from phalanx_lab.testbed.scenario import Progress, Scenario, ScenarioAction
 
 SOURCES = str(Path(phalanx.__file__).parent.parent)
 
@@ -133,7 +133,7 @@ def test_gloo_all_reduce_over_two_hosts(bed: Testbed, tmp_path: Path) -> None:
 
 @pytest.mark.alone("measures rates of links within 0.8 s")
 def test_rate_changes_while_it_runs(bed: Testbed) -> None:
-    traffic = Traffic(bed, bed.folder, 0.8)
+    traffic = TrafficMeter(bed, bed.folder, 0.8)
     bed.set_rate(0, 50e6)
     try:
         assert 40e6 < traffic.streams((0, 1))[0] < 50e6
@@ -171,13 +171,13 @@ def test_a_scenario_at_seconds_and_steps(tmp_path: Path) -> None:
     scenario = Scenario(
         progress=Progress(events="rank-*.jsonl"),
         actions=(
-            Action(do="kill", at_step=5, rank=3),
-            Action(do="freeze", at_step=5, rank=1, for_s=0.7),
-            Action(do="kill", at_s=0.6, host=2),
-            Action(do="start", at_s=1.0, host=2),
-            Action(do="terminate", at_s=2.0, host=0),
-            Action(do="terminate", at_s=2.0, rank=2),
-            Action(do="kill", at_s=2.2, host=2, silent=True),
+            ScenarioAction(do="kill", at_step=5, rank=3),
+            ScenarioAction(do="freeze", at_step=5, rank=1, for_s=0.7),
+            ScenarioAction(do="kill", at_s=0.6, host=2),
+            ScenarioAction(do="start", at_s=1.0, host=2),
+            ScenarioAction(do="terminate", at_s=2.0, host=0),
+            ScenarioAction(do="terminate", at_s=2.0, rank=2),
+            ScenarioAction(do="kill", at_s=2.2, host=2, silent=True),
         ),
     )
     with Testbed(ClusterSpec(hosts=3, ranks_per_host=2)) as bed:
@@ -280,9 +280,9 @@ def test_a_cut_link_is_silent_and_comes_back(bed: Testbed) -> None:
 def test_what_never_happened_is_a_problem(bed: Testbed) -> None:
     scenario = Scenario(
         actions=(
-            Action(do="kill", at_s=0.0, rank=0),
-            Action(do="kill", at_s=0.3, rank=0),
-            Action(do="kill", at_s=60, rank=1),
+            ScenarioAction(do="kill", at_s=0.0, rank=0),
+            ScenarioAction(do="kill", at_s=0.3, rank=0),
+            ScenarioAction(do="kill", at_s=60, rank=1),
         )
     )
     job = bed.run(["sleep", "0.6"])
@@ -334,7 +334,7 @@ def test_latency_is_added_or_refused() -> None:
     """netem is missing from some kernels: then the error says so, and nothing is left."""
     try:
         with Testbed(ClusterSpec(hosts=2, link_latency_s=5e-3)) as bed:
-            assert 5e-3 < Traffic(bed, bed.folder, 1.0).latency(0, 1) < 50e-3
+            assert 5e-3 < TrafficMeter(bed, bed.folder, 1.0).latency(0, 1) < 50e-3
     except TestbedError as error:
         assert "this kernel lacks netem" in str(error) and "link_latency_s" in str(error)
 

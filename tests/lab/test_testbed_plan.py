@@ -17,7 +17,7 @@ from phalanx_lab.testbed.access import machine_problems, refusal, ways_out
 from phalanx_lab.testbed.cluster import ClusterSpec, cluster_problems
 from phalanx_lab.testbed.owner import VARIABLE, Owner, new_owner, parse_tag, processes_of, reap_stale
 from phalanx_lab.testbed.progress import StepWatcher
-from phalanx_lab.testbed.scenario import Action, Progress, Scenario, load_scenario, parse_scenario
+from phalanx_lab.testbed.scenario import Progress, Scenario, ScenarioAction, load_scenario, parse_scenario
 
 pytestmark = pytest.mark.unit
 SPEC = ClusterSpec(hosts=3, ranks_per_host=2)
@@ -141,7 +141,7 @@ def test_a_scenario_file(tmp_path: Path) -> None:
     (tmp_path / "good.toml").write_text(GOOD)
     scenario = load_scenario(tmp_path / "good.toml", spec=SPEC)
     assert scenario.progress == Progress(events="runs/demo/events/rank-*.jsonl", kind="StepEnded", key="step")
-    assert scenario.actions[1] == Action(do="rate", at_s=10, host=0, bit_per_s=1e8, for_s=5)
+    assert scenario.actions[1] == ScenarioAction(do="rate", at_s=10, host=0, bit_per_s=1e8, for_s=5)
     assert scenario.explain().splitlines() == [
         "at step 5: kill host 1 silently",
         "at 10.0 s: link of host 0 at 100 Mbit/s for 5 s",
@@ -245,9 +245,9 @@ def test_scenarios_that_are_none(tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_a_freeze_that_ends_by_itself_cannot_be_thawed() -> None:
-    freeze = Action(do="freeze", at_s=1, rank=0, for_s=1)
+    freeze = ScenarioAction(do="freeze", at_s=1, rank=0, for_s=1)
     with pytest.raises(TestbedError, match="has no effect"):
-        Scenario(actions=(freeze, Action(do="thaw", at_s=2, rank=0))).check(SPEC)
+        Scenario(actions=(freeze, ScenarioAction(do="thaw", at_s=2, rank=0))).check(SPEC)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------------

@@ -15,22 +15,22 @@ from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx_lab.bench.storm.arena import Arena, read_events, users_of
 from phalanx_lab.bench.storm.check import problems_of
-from phalanx_lab.bench.storm.members import StormArgs, storm, worker
-from phalanx_lab.bench.storm.toy import Board
+from phalanx_lab.bench.storm.members import ToyStormArgs, storm, worker
+from phalanx_lab.bench.storm.toy import ToyBoard
 
 pytestmark = pytest.mark.ranks
 
 
 def test_a_storm_loses_nothing(tmp_path: Path) -> None:
     """Two faults of each kind; collectives would wait for 60 s, and nothing may."""
-    result = storm(StormArgs(faults=12, seed=3, between_s=0.4), tmp_path)
+    result = storm(ToyStormArgs(faults=12, seed=3, between_s=0.4), tmp_path)
     assert result.failures == []
     assert (result.faults, result.hung, result.orphans, result.bitwise_equal) == (12, 0, 0, True)
     refused = [p for p in tmp_path.glob("stderr-*") if "was removed from the run" in p.read_text()]
     assert refused, "a thawed member must hear that it is out"
 
 
-def arena_of(tmp_path: Path, board: Board, *, hosts: int, slots: int, main: object = None, **rest: object) -> Arena:
+def arena_of(tmp_path: Path, board: ToyBoard, *, hosts: int, slots: int, main: object = None, **rest: object) -> Arena:
     def settings(host: str) -> SupervisorSettings:
         said = {"slots": slots, "wanted": hosts * slots, "limit_s": 2.0, "gather_s": 2.0, **rest}
         return SupervisorSettings(host=host, agent=AgentSettings(timeout_s=60.0), **said)  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ def arena_of(tmp_path: Path, board: Board, *, hosts: int, slots: int, main: obje
 
 
 def test_too_few_members_end_cleanly_and_say_for_whom_they_waited(tmp_path: Path) -> None:
-    board = Board(2)
+    board = ToyBoard(2)
     with arena_of(tmp_path, board, hosts=1, slots=2, minimum=2, respawns=0, wait_s=0.5) as arena:
         arena.wait_for(lambda: arena.step() >= 3, "step 3")
         arena.hurt("kill", random.Random(0), phase="compute")
@@ -52,7 +52,7 @@ def test_too_few_members_end_cleanly_and_say_for_whom_they_waited(tmp_path: Path
 
 
 def test_a_run_that_never_has_its_minimum_ends_and_says_what_it_has(tmp_path: Path) -> None:
-    board = Board(2)
+    board = ToyBoard(2)
     with arena_of(tmp_path, board, hosts=1, slots=2, wanted=3, minimum=3, gather_s=0.2, wait_s=0.5) as arena:
         arena.wait_for_end(90.0)
         assert arena.codes == {"h0": 1}
@@ -62,7 +62,7 @@ def test_a_run_that_never_has_its_minimum_ends_and_says_what_it_has(tmp_path: Pa
 
 
 def test_a_host_with_another_plan_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
-    board = Board(2)
+    board = ToyBoard(2)
     good = worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")
 
     def main(agent: WorkerAgent, place: int, tell: Emit) -> int:
@@ -84,7 +84,7 @@ def test_a_host_with_another_plan_is_refused_and_the_run_goes_on(tmp_path: Path)
 
 @pytest.mark.core
 def test_a_worker_that_fails_by_itself_ends_the_run_with_its_error(tmp_path: Path) -> None:
-    board = Board(1)
+    board = ToyBoard(1)
 
     def main(agent: WorkerAgent, place: int, tell: Emit) -> int:
         agent.announce(plan_hash="toy", version="1")
@@ -98,7 +98,7 @@ def test_a_worker_that_fails_by_itself_ends_the_run_with_its_error(tmp_path: Pat
 
 @pytest.mark.core
 def test_a_run_that_is_stopped_ends_after_a_step(tmp_path: Path) -> None:
-    board = Board(2)
+    board = ToyBoard(2)
     with arena_of(tmp_path, board, hosts=1, slots=2) as arena:
         arena.wait_for(lambda: arena.step() >= 5, "step 5")
         arena.signal_host("h0", signal.SIGTERM)
@@ -112,7 +112,7 @@ def test_a_run_that_is_stopped_ends_after_a_step(tmp_path: Path) -> None:
 
 def test_a_stop_does_not_wait_for_a_worker_that_is_in_no_generation_yet(tmp_path: Path) -> None:
     """One is killed, its successor never says that it is ready, and the run is stopped meanwhile."""
-    board, successor = Board(2), tmp_path / "successor"
+    board, successor = ToyBoard(2), tmp_path / "successor"
     toy = worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")
 
     def main(agent: WorkerAgent, place: int, tell: Emit) -> int:

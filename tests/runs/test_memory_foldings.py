@@ -18,9 +18,9 @@ from phalanx.simulate.memory.balance import expected_balance, most_uneven, plain
 from phalanx.simulate.memory.passes import RankPasses, pass_moments
 from phalanx_lab.bench.memory.foldings import (
     CASES,
-    Case,
     CaseMemory,
-    StageMemory,
+    FoldingCase,
+    MeasuredStageMemory,
     chosen,
     report,
     run_cases,
@@ -178,8 +178,8 @@ def test_parts_are_all_of_it_once() -> None:
     assert "--part" in str(caught.value) and "--only" in str(caught.value) and "gpipe" in str(caught.value)
 
 
-def stage(error: float) -> StageMemory:
-    return StageMemory(
+def stage(error: float) -> MeasuredStageMemory:
+    return MeasuredStageMemory(
         stage=0, measured_bytes=1000, estimated_bytes=round(1000 * (1 + error)), fixed_bytes=100, moment=""
     )
 
@@ -196,7 +196,7 @@ def test_one_stage_that_is_off_fails_the_whole() -> None:
 
 def test_a_case_that_cannot_run_says_so_before_anything_is_trained() -> None:
     with pytest.raises(ConfigError, match=r"folding\.tp"):
-        run_cases([Case(name="none", settings=("folding.tp=3",))])
+        run_cases([FoldingCase(name="none", settings=("folding.tp=3",))])
 
 
 @pytest.mark.ranks

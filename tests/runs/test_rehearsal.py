@@ -22,7 +22,7 @@ from phalanx.train.recovery import rehearsal, run as elastic_run
 from phalanx.train.recovery.rehearsal import rehearse, small_model
 from phalanx.train.recovery.run import prepare_run
 from phalanx.train.setup.run_folder import RunFolder
-from phalanx_lab.bench.storm.trainer import Setup, recipe_words
+from phalanx_lab.bench.storm.trainer import StormSetup, recipe_words
 
 pytestmark = pytest.mark.ranks
 WIDTHS = (
@@ -66,7 +66,7 @@ def test_a_worker_that_cannot_rehearse_joins_cold_and_says_so() -> None:
 def test_the_recipe_that_all_hosts_share_says_nothing_of_one_of_them(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     own = ["--launch.host", "h3", "--launch.rack", "r7", "--launch.keep_service", "true"]
-    recipe = load_recipe(None, [*recipe_words(Setup(), tmp_path), "--resilience.service", "node0:29400", *own])
+    recipe = load_recipe(None, [*recipe_words(StormSetup(), tmp_path), "--resilience.service", "node0:29400", *own])
     assert (recipe.launch.host, recipe.launch.rack, recipe.launch.keep_service) == ("h3", "r7", True)
     folder = RunFolder(tmp_path / "runs" / "x")
     folder.create()
@@ -89,14 +89,14 @@ def test_a_host_that_joins_imports_nothing_for_backward_passes(tmp_path: Path) -
     program = """
 import sys
 from pathlib import Path
-from phalanx_lab.bench.storm.trainer import Setup, recipe_of
+from phalanx_lab.bench.storm.trainer import StormSetup, recipe_of
 from phalanx.observe.sinks import Sinks
 from phalanx.train.recovery.run import prepare_run
 from phalanx.train.recovery.elastic import ElasticMember
 from phalanx.train.setup.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]) / "x")
 folder.create()
-ElasticMember(prepare_run(recipe_of(Setup(service="127.0.0.1:1"), Path(sys.argv[1])), folder), Sinks([]), joins=True).rehearse()
+ElasticMember(prepare_run(recipe_of(StormSetup(service="127.0.0.1:1"), Path(sys.argv[1])), folder), Sinks([]), joins=True).rehearse()
 print("sympy" in sys.modules)
 """
     done = subprocess.run(
@@ -124,7 +124,7 @@ def test_a_rehearsal_is_one_step_of_a_small_model_that_leaves_nothing(
     words: dict[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_text(tmp_path / "text")
-    said = recipe_words(Setup(), tmp_path)
+    said = recipe_words(StormSetup(), tmp_path)
     given = dict(zip(said[::2], said[1::2], strict=True)) | {f"--{k}": v for k, v in words.items()}
     given |= {"--train.steps": "50", "--launch.ranks": "4"}
     alone = ("--resilience.service", "--resilience.wanted", "--launch.host")

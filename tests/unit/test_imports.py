@@ -9,7 +9,7 @@ import pytest
 import phalanx
 from phalanx.core.faces import face_of
 from phalanx.plan import reshard
-from phalanx_lab.house import NO_FACE, House, Import, circle, product, shared_class_names
+from phalanx_lab.house import LAB, NO_FACE, House, ImportStatement, circle, product, shared_class_names
 
 pytestmark = [pytest.mark.unit, pytest.mark.core]
 ROOT = Path(phalanx.__file__).parent
@@ -171,14 +171,14 @@ def test_no_name_of_a_face_is_a_module_of_its_room() -> None:
 
 
 def test_a_class_name_means_one_thing(tmp_path: Path) -> None:
-    assert shared_class_names(ROOT) == {}
+    assert shared_class_names(ROOT, LAB) == {}
     (tmp_path / "other.py").write_text("class Folding: ...\n")
     assert list(shared_class_names(ROOT, tmp_path)) == ["Folding"]
 
 
 def test_an_import_past_a_face_is_found() -> None:
     house = product()
-    past = Import(ROOT / "train" / "step.py", 1, "phalanx.plan.reshard.bound", "Bound")
+    past = ImportStatement(ROOT / "train" / "step.py", 1, "phalanx.plan.reshard.bound", "Bound")
     wrong = House(modules=house.modules, imports={"phalanx.train.step.transaction": (past,)}, faces=house.faces)
     assert wrong.past_faces() == [past]
     assert "phalanx.plan.reshard" not in NO_FACE

@@ -25,7 +25,7 @@ from phalanx.simulate.failures.recovery_time import (
     step_after,
 )
 from phalanx_lab.bench.predict.command import PredictArgs, _problems
-from phalanx_lab.bench.predict.recovery import BAR, RUNS, Course, measured, recipe_of, report_of
+from phalanx_lab.bench.predict.recovery import BAR, RUNS, PlannedCourse, measured, recipe_of, report_of
 
 NOTHING = Constants(**{f.name: 0.0 for f in fields(Constants) if f.name != "cores"}, cores=2.0)
 
@@ -153,7 +153,7 @@ def test_all_runs_have_a_prediction(tmp_path: Path) -> None:
     """Of every kill of every run, with members and hashes of their own."""
     hashes = []
     for victims in RUNS:
-        course = Course(recipe_of(victims, tmp_path, "x"), NOTHING)
+        course = PlannedCourse(recipe_of(victims, tmp_path, "x"), NOTHING)
         left = victims.ranks
         for slots in victims.kills:
             left -= len(slots)
@@ -167,10 +167,10 @@ def test_all_runs_have_a_prediction(tmp_path: Path) -> None:
 
 def test_gaps_between_collectives_say_when_a_death_is_noticed(tmp_path: Path) -> None:
     by_name = {victims.name: victims for victims in RUNS}
-    course = Course(recipe_of(by_name["small, ep 2"], tmp_path, "x"), NOTHING)
+    course = PlannedCourse(recipe_of(by_name["small, ep 2"], tmp_path, "x"), NOTHING)
     program = course._program(course.first)
     assert 0 < notice_share(program) < 0.1  # dispatch and combine in every layer
-    alone = Course(recipe_of(by_name["2 ranks"], tmp_path, "x"), NOTHING)
+    alone = PlannedCourse(recipe_of(by_name["2 ranks"], tmp_path, "x"), NOTHING)
     assert 0.3 < notice_share(alone._program(alone.first)) <= 0.5  # nothing before the last backward
 
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import torch
 
 from phalanx.core.errors import RunError
-from phalanx_lab.bench.workload import AUX_LOSS, BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Shape, batch_of
+from phalanx_lab.bench.workload import AUX_LOSS, BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, WorkloadShape, batch_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def transformers_version() -> str:
 class Baseline:
     """A model and its optimizer in one variant."""
 
-    def __init__(self, shape: Shape, variant: Variant, *, seed: int = 0) -> None:
+    def __init__(self, shape: WorkloadShape, variant: Variant, *, seed: int = 0) -> None:
         from transformers import AutoModelForCausalLM, MixtralConfig
 
         torch.manual_seed(seed)
@@ -102,7 +102,7 @@ class Baseline:
         return float(loss.detach())
 
 
-def fastest(shape: Shape, *, steps: int = 2) -> tuple[Variant, dict[str, float]]:
+def fastest(shape: WorkloadShape, *, steps: int = 2) -> tuple[Variant, dict[str, float]]:
     """The variant with the shortest step (one to warm up, then the best of `steps`), and the seconds of all."""
     trials = {}
     for variant in VARIANTS:

@@ -16,10 +16,12 @@ import torch
 import tyro
 
 from phalanx.core.files import check_writable, write_json
-from phalanx_lab.bench.ours import Ours
-from phalanx_lab.bench.workload import Shape
+from phalanx_lab.bench.ours import OurRun
+from phalanx_lab.bench.workload import WorkloadShape
 
-SMALL = Shape(layers=2, hidden=128, heads=4, kv_heads=2, experts=8, top_k=2, ffn=128, vocab=512, batch=8, seq_len=64)
+SMALL = WorkloadShape(
+    layers=2, hidden=128, heads=4, kv_heads=2, experts=8, top_k=2, ffn=128, vocab=512, batch=8, seq_len=64
+)
 RATE = 1e-3
 WARMUP = 20
 
@@ -72,14 +74,14 @@ def main(args: list[str]) -> int:
     return 1 if result.failures else 0
 
 
-def compare(options: CurveArgs, *, shape: Shape = SMALL) -> CurveResult:
+def compare(options: CurveArgs, *, shape: WorkloadShape = SMALL) -> CurveResult:
     """Both runs and their difference."""
 
     def rate(step: int) -> float:
         return RATE * min(1.0, (step + 1) / WARMUP)
 
-    plain = Ours(shape, threads=1, dtype=torch.float32, kernels="reference", rate=rate)
-    fast = Ours(shape, threads=options.threads, rate=rate)
+    plain = OurRun(shape, threads=1, dtype=torch.float32, kernels="reference", rate=rate)
+    fast = OurRun(shape, threads=options.threads, rate=rate)
     result = CurveResult(steps=options.steps, window=options.window, tolerance=options.tolerance)
     _, result.reference = plain.run(options.steps)
     with fast.lanes:

@@ -40,7 +40,7 @@ MODES = ("fast", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ExactCase:
     """What is measured."""
 
     preset: str = "laptop"
@@ -59,7 +59,7 @@ class Case:
 class ExactArgs:
     """Cost of exact mode over fast mode."""
 
-    case: Annotated[Case, tyro.conf.arg(name="")] = field(default_factory=Case)
+    case: Annotated[ExactCase, tyro.conf.arg(name="")] = field(default_factory=ExactCase)
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File for the result."""
 
@@ -76,7 +76,7 @@ def main(args: list[str]) -> int:
     return 0 if report["ratio_cpu"] <= options.case.bar else 1
 
 
-def _problems(case: Case) -> list[Problem]:
+def _problems(case: ExactCase) -> list[Problem]:
     problems = [
         Problem(where=f"--{name.replace('_', '-')}", value=value, rule="must be at least 1", hint="use 1")
         for name, value in vars(case).items()
@@ -91,7 +91,7 @@ def _problems(case: Case) -> list[Problem]:
     return problems
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: ExactCase) -> dict[str, Any]:
     """Medians over the rounds; the first round of each mode is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "times.json"
@@ -118,7 +118,7 @@ def describe(report: dict[str, Any]) -> str:
     )
 
 
-def _rank(case: Case, info: WorldInfo, stop: StopRequest, path: Path) -> int:
+def _rank(case: ExactCase, info: WorldInfo, stop: StopRequest, path: Path) -> int:
     init_world(info, device="cpu", timeout_s=600.0)
     cache = GroupCache(timeout_s=600.0)
     times: dict[str, dict[str, list[float]]] = {mode: {"cpu_s": [], "step_s": []} for mode in MODES}
@@ -136,7 +136,7 @@ def _rank(case: Case, info: WorldInfo, stop: StopRequest, path: Path) -> int:
     return 0
 
 
-def _step(case: Case, parts: StepParts, number: int) -> tuple[float, float]:
+def _step(case: ExactCase, parts: StepParts, number: int) -> tuple[float, float]:
     """CPU seconds of all ranks and seconds of a step."""
     batches, world = _batches(case, parts, number), parts.groups.axis("world")
     parts.comms.barrier(world)
@@ -147,7 +147,7 @@ def _step(case: Case, parts: StepParts, number: int) -> tuple[float, float]:
     return sum(cpu for cpu, _ in told), max(seconds for _, seconds in told)
 
 
-def _parts(case: Case, mode: str, folding: Folding, rank: int, cache: GroupCache) -> StepParts:
+def _parts(case: ExactCase, mode: str, folding: Folding, rank: int, cache: GroupCache) -> StepParts:
     spec = resolve_model(ModelConfig(preset=case.preset), RouterConfig(), tokenizer_vocab=8192)
     train = TrainConfig(
         micro_batch=case.micro_batch, global_batch=case.micro_batch * case.samples, seq_len=case.seq_len
@@ -173,14 +173,14 @@ def _parts(case: Case, mode: str, folding: Folding, rank: int, cache: GroupCache
     )
 
 
-def _batches(case: Case, parts: StepParts, number: int) -> list[TokenBatch]:
+def _batches(case: ExactCase, parts: StepParts, number: int) -> list[TokenBatch]:
     """This rank's micro-batches of random tokens; `samples` is a multiple of the ranks."""
     folding = parts.groups.folding
     own = owned(case.samples, owners=folding.replicas, owner=folding.replica_of(parts.groups.rank))
     return [_batch(case, number, sample) for sample in own]
 
 
-def _batch(case: Case, number: int, sample: int) -> TokenBatch:
+def _batch(case: ExactCase, number: int, sample: int) -> TokenBatch:
     generator = torch.Generator().manual_seed(1000 * number + sample)
     shape = (case.micro_batch, case.seq_len + 1)
     tokens = torch.randint(0, 8192, shape, generator=generator)

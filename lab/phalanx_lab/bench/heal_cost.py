@@ -67,7 +67,7 @@ RESAMPLES = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class HealCostCase:
     """What is measured."""
 
     preset: str = "laptop"
@@ -90,7 +90,7 @@ class Case:
 class CostArgs:
     """Cost of elastic recovery while nobody dies."""
 
-    case: Annotated[Case, tyro.conf.arg(name="")] = field(default_factory=Case)
+    case: Annotated[HealCostCase, tyro.conf.arg(name="")] = field(default_factory=HealCostCase)
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File for the result."""
 
@@ -108,7 +108,7 @@ def main(args: list[str]) -> int:
     return 0 if report["fast_over_plain"] <= case.fast_bar and report["exact_over_plain"] <= case.exact_bar else 1
 
 
-def _problems(case: Case) -> list[Problem]:
+def _problems(case: HealCostCase) -> list[Problem]:
     least = {"ranks": 2, "ep": 1, "micro_batch": 1, "samples": 1, "seq_len": 2, "rounds": 4}
     problems = [
         Problem(where=f"--{k.replace('_', '-')}", value=getattr(case, k), rule=f"must be at least {n}", hint=f"use {n}")
@@ -121,7 +121,7 @@ def _problems(case: Case) -> list[Problem]:
     return problems
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: HealCostCase) -> dict[str, Any]:
     """Ratios of medians over the rounds, with intervals, and every single time."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -136,7 +136,7 @@ def measure(case: Case) -> dict[str, Any]:
     return evaluate(times, case)
 
 
-def evaluate(times: dict[str, dict[str, list[float]]], case: Case) -> dict[str, Any]:
+def evaluate(times: dict[str, dict[str, list[float]]], case: HealCostCase) -> dict[str, Any]:
     """`times`: of each mode seconds and CPU seconds of each round."""
     report: dict[str, Any] = {}
     for mode in ("fast", "exact"):
@@ -178,14 +178,14 @@ def describe(report: dict[str, Any]) -> str:
 # ---- what runs ----------------------------------------------------------------------------------------------------------
 
 
-def _prepare(case: Case, mode: Mode, folder: Path) -> ElasticRun:
+def _prepare(case: HealCostCase, mode: Mode, folder: Path) -> ElasticRun:
     recipe = _recipe(case, mode, folder)
     own = RunFolder(folder / mode)
     own.create()
     return prepare_run(recipe, own)
 
 
-def _recipe(case: Case, mode: Mode, folder: Path) -> Recipe:
+def _recipe(case: HealCostCase, mode: Mode, folder: Path) -> Recipe:
     planner = mode != "plain"
     return Recipe(
         run=RunConfig(name=mode, folder=str(folder)),
@@ -215,7 +215,7 @@ def _recipe(case: Case, mode: Mode, folder: Path) -> Recipe:
     )
 
 
-def _work(case: Case, runs: dict[Mode, ElasticRun], path: Path, agent: WorkerAgent) -> int:
+def _work(case: HealCostCase, runs: dict[Mode, ElasticRun], path: Path, agent: WorkerAgent) -> int:
     """One rank."""
     torch.set_num_threads(1)
     keep_freed_memory(threads=1)
@@ -242,7 +242,9 @@ def _work(case: Case, runs: dict[Mode, ElasticRun], path: Path, agent: WorkerAge
     return 0
 
 
-def _rounds(case: Case, steps: dict[Mode, Callable[[], None]], peers: Peers) -> dict[str, dict[str, list[float]]]:
+def _rounds(
+    case: HealCostCase, steps: dict[Mode, Callable[[], None]], peers: Peers
+) -> dict[str, dict[str, list[float]]]:
     times: dict[str, dict[str, list[float]]] = {mode: {"step_s": [], "cpu_s": []} for mode in MODES}
     for number in range(COLD + case.rounds):
         for mode in ORDERS[number % len(ORDERS)]:

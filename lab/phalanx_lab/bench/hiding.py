@@ -32,16 +32,16 @@ from phalanx.plan.mapping.folding import make_folding
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups, with_second_groups
 from phalanx.runtime.processes.world import close_world, init_world, read_world
-from phalanx_lab.bench.ours import OPTIM, Ours
-from phalanx_lab.bench.workload import Shape
+from phalanx_lab.bench.ours import OPTIM, OurRun
+from phalanx_lab.bench.workload import WorkloadShape
 from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
 
 What = Literal["gradients", "ring", "pair"]
 SHAPES = {
-    "gradients": Shape(layers=6, hidden=256, heads=8, kv_heads=8, experts=8, top_k=2, ffn=256, vocab=2048, batch=4, seq_len=256),
-    "ring": Shape(layers=2, hidden=128, heads=4, kv_heads=4, experts=4, top_k=1, ffn=128, vocab=512, batch=1, seq_len=4096),
-    "pair": Shape(layers=3, hidden=256, heads=8, kv_heads=8, experts=8, top_k=2, ffn=256, vocab=512, batch=1, seq_len=256),
+    "gradients": WorkloadShape(layers=6, hidden=256, heads=8, kv_heads=8, experts=8, top_k=2, ffn=256, vocab=2048, batch=4, seq_len=256),
+    "ring": WorkloadShape(layers=2, hidden=128, heads=4, kv_heads=4, experts=4, top_k=1, ffn=128, vocab=512, batch=1, seq_len=4096),
+    "pair": WorkloadShape(layers=3, hidden=256, heads=8, kv_heads=8, experts=8, top_k=2, ffn=256, vocab=512, batch=1, seq_len=256),
 }  # fmt: skip
 DEGREES: dict[What, dict[str, int]] = {"gradients": {}, "ring": {"cp": 2}, "pair": {"ep": 2}}
 MICROBATCHES: dict[What, int] = {"gradients": 1, "ring": 1, "pair": 4}
@@ -156,7 +156,7 @@ def _rank(job_file: Path) -> int:
         groups = with_second_groups(groups, cache=cache)
     comms = Collectives(timeout_s=120)
     optim = dataclasses.replace(OPTIM, bucket_mb=options.bucket_mb)
-    ours = Ours(
+    ours = OurRun(
         SHAPES[options.what],
         threads=1,
         groups=groups,
@@ -185,7 +185,7 @@ def _rank(job_file: Path) -> int:
     return 0
 
 
-def _hide(ours: Ours, comms: Collectives, *, hide: bool, paired: bool) -> None:
+def _hide(ours: OurRun, comms: Collectives, *, hide: bool, paired: bool) -> None:
     """What follows hides the communication that this run is about, or does not."""
     if paired:
         ours.pair(hide)
@@ -193,7 +193,7 @@ def _hide(ours: Ours, comms: Collectives, *, hide: bool, paired: bool) -> None:
         comms.synchronous = not hide
 
 
-def _same_loss(ours: Ours, comms: Collectives, *, paired: bool) -> bool:
+def _same_loss(ours: OurRun, comms: Collectives, *, paired: bool) -> bool:
     """Evaluate one batch both ways; a step would change the weights. Of pairs, which are steps, the losses of one more step, both ways."""
     losses = []
     for synchronous in (False, True):

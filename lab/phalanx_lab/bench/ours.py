@@ -23,12 +23,12 @@ from phalanx.runtime.comm.groups import GroupCache, Groups, build_groups
 from phalanx.runtime.processes.allocator import keep_freed_memory
 from phalanx.train.assembly import assemble
 from phalanx.train.step.transaction import eval_loss, train_step
-from phalanx_lab.bench.workload import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Shape, batch_of
+from phalanx_lab.bench.workload import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, WorkloadShape, batch_of
 
 OPTIM = OptimConfig(beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM)
 
 
-class Ours:
+class OurRun:
     """A freshly initialised run: of one rank, or of the ranks of `groups`.
 
     `pair_passes`: forward passes of a step of several micro-batches run beside backward passes (`groups` have second ones then).
@@ -36,7 +36,7 @@ class Ours:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: WorkloadShape,
         *,
         threads: int,
         dtype: torch.dtype = torch.bfloat16,

@@ -35,14 +35,16 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups, with_second_groups
 from phalanx.runtime.processes.allocator import keep_freed_memory
 from phalanx.runtime.processes.world import close_world, init_world, read_world
-from phalanx_lab.bench.ours import Ours
+from phalanx_lab.bench.ours import OurRun
 from phalanx_lab.bench.rates import request, serve, tell, told
-from phalanx_lab.bench.workload import Shape
+from phalanx_lab.bench.workload import WorkloadShape
 from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.links import COARSE
 
-SHAPE = Shape(layers=4, hidden=256, heads=4, kv_heads=4, experts=8, top_k=2, ffn=512, vocab=1024, batch=8, seq_len=256)
+SHAPE = WorkloadShape(
+    layers=4, hidden=256, heads=4, kv_heads=4, experts=8, top_k=2, ffn=512, vocab=1024, batch=8, seq_len=256
+)
 """Gradients of everything that is not an expert are an eighth of what the layers send."""
 SERIAL, PAIRED = "serial", "pairs"
 LONGEST_S = 900.0
@@ -173,8 +175,10 @@ def _rank(job_file: Path) -> int:
     groups = build_groups(folding, rank=info.rank, cache=cache)
     comms, axis = Collectives(timeout_s=PATIENCE_S), groups.axis("ep_etp")
     settings = tuple(dict.fromkeys((SERIAL, options.overlap, options.same)))
-    shape = Shape(**{**asdict(SHAPE), "layers": options.layers, "batch": options.batch // options.micro_batches})
-    make = partial(Ours, shape, threads=1, dtype=torch.float32, comms=comms, num_microbatches=options.micro_batches)
+    shape = WorkloadShape(
+        **{**asdict(SHAPE), "layers": options.layers, "batch": options.batch // options.micro_batches}
+    )
+    make = partial(OurRun, shape, threads=1, dtype=torch.float32, comms=comms, num_microbatches=options.micro_batches)
     models = {name: make(groups=groups, overlap=name) for name in settings}
     if options.pairs:
         second = with_second_groups(groups, cache=cache)
@@ -202,14 +206,14 @@ def _rank(job_file: Path) -> int:
     return 0
 
 
-def _turn(model: Ours, comms: Collectives, axis: Axis) -> tuple[float, float]:
+def _turn(model: OurRun, comms: Collectives, axis: Axis) -> tuple[float, float]:
     """Seconds of a step, the slowest rank's, and its loss."""
     comms.barrier(axis)
     (took,), (loss,) = model.run(1)
     return max(comms.gather_objects(took, axis)), loss
 
 
-def _begin_alike(models: dict[str, Ours], comms: Collectives, axis: Axis) -> None:
+def _begin_alike(models: dict[str, OurRun], comms: Collectives, axis: Axis) -> None:
     """All models take as many steps as the one that was measured with has taken: same batches, and code and memory are warm."""
     most = max(model.steps_done for model in models.values())
     for model in models.values():
@@ -218,7 +222,7 @@ def _begin_alike(models: dict[str, Ours], comms: Collectives, axis: Axis) -> Non
 
 
 def _fit_link(
-    job_file: Path, model: Ours, comms: Collectives, axis: Axis, *, alone_s: float, sent_bytes: int, share: float
+    job_file: Path, model: OurRun, comms: Collectives, axis: Axis, *, alone_s: float, sent_bytes: int, share: float
 ) -> float:
     """Set the link so that a serial step communicates for `share` of its time; bits per second."""
     wanted_s = alone_s * share / (1 - share)

@@ -30,15 +30,15 @@ from phalanx.core.processor import this_processor
 from phalanx.plan.model.model import flops_per_token
 from phalanx.train.setup.machine import matmul_flops_per_s
 from phalanx_lab.bench.baseline_transformers import Baseline, fastest, transformers_version
-from phalanx_lab.bench.ours import Ours
-from phalanx_lab.bench.workload import Shape
+from phalanx_lab.bench.ours import OurRun
+from phalanx_lab.bench.workload import WorkloadShape
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArgs:
     """Measure training speed beside transformers, in the same run."""
 
-    shape: Shape = field(default_factory=Shape)
+    shape: WorkloadShape = field(default_factory=WorkloadShape)
     threads: int = 2
     """Compute threads of each contender."""
     rounds: int = 5
@@ -217,7 +217,7 @@ def _serve(make: Callable[[TrainArgs], dict[str, Callable[..., Any]]], options: 
 
 
 def _ours(options: TrainArgs) -> dict[str, Callable[..., Any]]:
-    contender = Ours(options.shape, threads=options.threads)
+    contender = OurRun(options.shape, threads=options.threads)
     return {"run": lambda steps: contender.run(steps)[0], "num_params": lambda: contender.num_params}
 
 

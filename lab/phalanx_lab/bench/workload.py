@@ -16,7 +16,7 @@ from phalanx.plan.model.model import ModelSpec, RouterSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class WorkloadShape:
     """A Mixtral-like model and its batch; the defaults are the shape of the published figures."""
 
     layers: int = 4
@@ -59,7 +59,7 @@ BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 
 
-def batch_of(shape: Shape, *, step: int, seed: int = 0) -> NDArray[np.int64]:
+def batch_of(shape: WorkloadShape, *, step: int, seed: int = 0) -> NDArray[np.int64]:
     """(B, S + 1) tokens: words by Zipf's law, every second one decided by the word before it, so that there is something to learn."""
     rng = np.random.default_rng((seed, step))
     weights = 1.0 / np.arange(1, shape.vocab + 1)

@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.cli.tables import markdown_table
-from phalanx_lab.publications.validate import Outcome, statistics_of
-from phalanx_lab.publications.validate_search import Place
+from phalanx_lab.publications.validate import RowOutcome, statistics_of
+from phalanx_lab.publications.validate_search import SearchPlace
 
 PAPER = "MPF-2504.14960"
 PLAIN, FOLDED = "MCore", "MCore w/ Folding"
 
 
-def table3(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def table3(outcomes: Sequence[RowOutcome]) -> list[RowOutcome]:
     """Rows of the paper's table 3."""
     return [o for o in outcomes if o.row.source.startswith(PAPER) and o.row.metric in ("MFU_pct", "OOM")]
 
 
-def gains(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
+def gains(outcomes: Sequence[RowOutcome]) -> dict[str, tuple[float, float]]:
     """(printed, predicted) points of MFU that folding gains, by model."""
-    by_model: dict[str, dict[str, Outcome]] = {}
+    by_model: dict[str, dict[str, RowOutcome]] = {}
     for o in table3(outcomes):
         by_model.setdefault(o.row.spec.name, {})[o.row.method] = o
     return {
@@ -36,7 +36,7 @@ def gains(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
     }
 
 
-def bars_markdown(outcomes: Sequence[Outcome], found: Sequence[Place]) -> str:
+def bars_markdown(outcomes: Sequence[RowOutcome], found: Sequence[SearchPlace]) -> str:
     """One line a bar: what is asked, what is found."""
     rows = table3(outcomes)
     best = statistics_of([o for o in rows if o.row.method.startswith(PLAIN)])
@@ -61,14 +61,14 @@ def bars_markdown(outcomes: Sequence[Outcome], found: Sequence[Place]) -> str:
     return markdown_table(("bar", "asked", "found"), lines)
 
 
-def _place(p: Place) -> str:
+def _place(p: SearchPlace) -> str:
     name = p.outcome.row.spec.name
     if p.place is None:
         return f"{name} beyond {p.kept}"
     return f"{name} {p.place} of {p.foldings:,}" + (f" ({p.behind:.1%} behind the first)" if p.behind else "")
 
 
-def _swapped(rows: Sequence[Outcome]) -> str:
+def _swapped(rows: Sequence[RowOutcome]) -> str:
     """Pairs of methods that stand the other way round."""
     pairs: list[Any] = [
         (a, b)

@@ -21,7 +21,7 @@ from phalanx_lab.publications.published_mapping import cluster_of, job_of, mappi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RowOutcome:
     """A row, and what was predicted of it; `prediction` is None where the row's degrees are impossible."""
 
     row: Row
@@ -78,17 +78,17 @@ def role(row: Row) -> str:
     return "calibration" if row.calibration else "validation"
 
 
-def outcome_of(row: Row) -> Outcome:
+def outcome_of(row: Row) -> RowOutcome:
     """Predict one row."""
     try:
         mapping, flags = mapping_of(row)
         prediction = predict(job_of(row), mapping, cluster_of(row))
     except PlanError as error:
-        return Outcome(row=row, prediction=None, flags=(*row.flags, *(f"impossible: {p}" for p in error.problems)))
-    return Outcome(row=row, prediction=prediction, flags=flags)
+        return RowOutcome(row=row, prediction=None, flags=(*row.flags, *(f"impossible: {p}" for p in error.problems)))
+    return RowOutcome(row=row, prediction=prediction, flags=flags)
 
 
-def validate(path: Path, *, progress: Callable[[int, int], None] | None = None) -> tuple[Outcome, ...]:
+def validate(path: Path, *, progress: Callable[[int, int], None] | None = None) -> tuple[RowOutcome, ...]:
     """Predict every row of a CSV. Raises `DataError` where it cannot be read."""
     rows, out = read_rows(path), []
     for number, row in enumerate(rows, start=1):
@@ -98,12 +98,12 @@ def validate(path: Path, *, progress: Callable[[int, int], None] | None = None) 
     return tuple(out)
 
 
-def kendall_tau(outcomes: Sequence[Outcome]) -> float | None:
+def kendall_tau(outcomes: Sequence[RowOutcome]) -> float | None:
     """(concordant - discordant) / pairs, over pairs of rows that do the same job; None without such a pair.
 
     A prediction that ties what was measured apart is neither.
     """
-    groups: dict[tuple[object, ...], list[Outcome]] = {}
+    groups: dict[tuple[object, ...], list[RowOutcome]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
             groups.setdefault(outcome.row.comparable, []).append(outcome)
@@ -116,7 +116,7 @@ def kendall_tau(outcomes: Sequence[Outcome]) -> float | None:
     return sum(signs) / len(signs) if signs else None
 
 
-def _predicted(outcome: Outcome) -> float:
+def _predicted(outcome: RowOutcome) -> float:
     assert outcome.prediction is not None
     return outcome.prediction.step.seconds
 
@@ -125,7 +125,7 @@ def _sign(x: float) -> int:
     return (x > 0) - (x < 0)
 
 
-def statistics_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def statistics_of(outcomes: Sequence[RowOutcome]) -> dict[str, Any]:
     """What the result file has of a family or of all rows. Errors are in per cent."""
     errors = [100 * abs(o.error) for o in outcomes if o.error is not None]
     ooms = [o for o in outcomes if o.oom]
@@ -142,9 +142,9 @@ def statistics_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def report(outcomes: Sequence[RowOutcome]) -> dict[str, Any]:
     """The whole result: by family, by role, in all, and every row."""
-    families: dict[str, list[Outcome]] = {}
+    families: dict[str, list[RowOutcome]] = {}
     for outcome in outcomes:
         families.setdefault(outcome.row.family, []).append(outcome)
     roles = {r: [o for o in outcomes if role(o.row) == r] for r in ("calibration", "validation")}

@@ -18,8 +18,8 @@ from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.observe.pictures.plots import Series, plot
 from phalanx_lab.publications.bars import bars_markdown, table3
 from phalanx_lab.publications.published import data_file
-from phalanx_lab.publications.validate import Outcome, report, role, statistics_of, validate
-from phalanx_lab.publications.validate_search import Place, places
+from phalanx_lab.publications.validate import RowOutcome, report, role, statistics_of, validate
+from phalanx_lab.publications.validate_search import SearchPlace, places
 
 COLUMNS = ("mape", "median", "worst", "kendall_tau", "oom_right", "false_oom", "rows")
 
@@ -94,7 +94,7 @@ def families_text(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def impossible(outcomes: Sequence[Outcome]) -> list[str]:
+def impossible(outcomes: Sequence[RowOutcome]) -> list[str]:
     """Rows whose mapping cannot be, and why: they are counted, and nothing is predicted of them."""
     out = []
     for o in outcomes:
@@ -106,7 +106,7 @@ def impossible(outcomes: Sequence[Outcome]) -> list[str]:
     return out
 
 
-def place_text(p: Place) -> str:
+def place_text(p: SearchPlace) -> str:
     """One search in words."""
     row, where = p.outcome.row, f"place {p.place}" if p.place else f"not among the first {p.kept}"
     behind = f", {p.behind:.1%} behind the first" if p.behind else ""
@@ -139,7 +139,7 @@ def _tau(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def rows_markdown(outcomes: Sequence[Outcome]) -> str:
+def rows_markdown(outcomes: Sequence[RowOutcome]) -> str:
     """One line a row."""
     titles = (
         "row",
@@ -156,7 +156,7 @@ def rows_markdown(outcomes: Sequence[Outcome]) -> str:
     return markdown_table(titles, [_row(o) for o in outcomes])
 
 
-def _row(o: Outcome) -> tuple[str, ...]:
+def _row(o: RowOutcome) -> tuple[str, ...]:
     row, p = o.row, o.prediction
     head = (str(row.line), row.spec.name, str(row.gpus), row.method or row.precision)
     if p is None:
@@ -168,9 +168,9 @@ def _row(o: Outcome) -> tuple[str, ...]:
     return (*head, place, f"{row.value:g} {row.metric}", measured, f"{p.step.seconds:.2f}", error, memory)
 
 
-def worst(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def worst(outcomes: Sequence[RowOutcome]) -> list[RowOutcome]:
     """The worst row of every family."""
-    found: dict[str, Outcome] = {}
+    found: dict[str, RowOutcome] = {}
     for o in outcomes:
         before = found.get(o.row.family)
         if o.error is not None and (before is None or before.error is None or abs(o.error) > abs(before.error)):
@@ -178,7 +178,7 @@ def worst(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return list(found.values())
 
 
-def picture(outcomes: Sequence[Outcome]) -> str:
+def picture(outcomes: Sequence[RowOutcome]) -> str:
     """Predicted against measured step time, both logarithmic."""
     colours = {"calibration": "#bbbbbb", "validation": "#c0392b"}
     series = [

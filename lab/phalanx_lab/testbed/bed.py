@@ -28,7 +28,7 @@ from phalanx_lab.testbed.access import find_tools, machine_problems, refusal
 from phalanx_lab.testbed.cluster import ClusterSpec, cluster_problems
 from phalanx_lab.testbed.cpu_groups import CpuGroups
 from phalanx_lab.testbed.host import Host, Tools
-from phalanx_lab.testbed.job import Job, RankState
+from phalanx_lab.testbed.job import RankState, TestbedJob
 from phalanx_lab.testbed.owner import FOLDER_PREFIX, make_folder, new_owner, processes_of, reap_stale
 from phalanx_lab.testbed.wire import start_keeper
 
@@ -83,7 +83,7 @@ class Testbed:
         self.uneven = ""
         """Why hosts have no even shares of the cores although they were asked for."""
         self.folder = made or self._scratch
-        self.jobs: list[Job] = []
+        self.jobs: list[TestbedJob] = []
         self.hosts: tuple[Host, ...] = ()
         self._keeper, self._switch = start_keeper(self.owner, access, log=self._scratch / "keeper.log")
         try:
@@ -176,7 +176,7 @@ class Testbed:
         hosts: Sequence[int] | None = None,
         ranks_per_host: int | None = None,
         name: str | None = None,
-    ) -> Job:
+    ) -> TestbedJob:
         """Start `command` in every rank, in torchrun's environment plus `env`, and return at once.
 
         `hosts` and `ranks_per_host` change where it runs (a membership service on host 0, a torchrun on each host); each job has a
@@ -187,7 +187,7 @@ class Testbed:
         number = len(self.jobs)
         folder = self.folder / (name or f"job{number}")
         self._check_run(command, used, per_host, folder)
-        job = Job(
+        job = TestbedJob(
             name=name or f"job{number}",
             command=tuple(command),
             hosts=self.hosts,

@@ -86,7 +86,7 @@ def _status(status: int | None) -> str:
 
 
 @dataclass
-class Job:
+class TestbedJob:
     """Made by `Testbed.run`, already running."""
 
     name: str

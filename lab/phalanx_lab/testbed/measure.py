@@ -76,7 +76,7 @@ class LinkReport:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TrafficMeter:
     """Measures in one bed; `folder` keeps what the probes printed."""
 
     bed: Testbed
@@ -136,7 +136,7 @@ def measure(bed: Testbed, *, seconds: float = 1.0) -> LinkReport:
     begin = time.monotonic()
     folder = bed.folder / "probes"
     folder.mkdir(exist_ok=True)
-    traffic = Traffic(bed, folder, seconds + 0.3)
+    traffic = TrafficMeter(bed, folder, seconds + 0.3)
     one_way = [traffic.streams((h, (h + 1) % hosts))[0] for h in range(hosts)]
     both = traffic.streams((0, 1), (1, 0))
     inside = traffic.streams((0, 0), figure="best_bit_per_s")[0]

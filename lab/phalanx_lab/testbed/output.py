@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from phalanx_lab.testbed.job import Job
+from phalanx_lab.testbed.job import TestbedJob
 
 _INTERVAL_S = 0.05
 
@@ -15,7 +15,7 @@ _INTERVAL_S = 0.05
 class Echo:
     """`tick` prints the whole lines that were written since the last time (it may be called often), `finish` also what has no line end yet."""
 
-    job: Job
+    job: TestbedJob
     stream: TextIO
     _next: float = 0.0
     _offsets: dict[int, int] = field(default_factory=dict)

@@ -14,10 +14,10 @@ from typing import TextIO
 
 from phalanx.core.errors import TestbedError
 from phalanx_lab.testbed.bed import Testbed
-from phalanx_lab.testbed.job import Job, JobResult
+from phalanx_lab.testbed.job import JobResult, TestbedJob
 from phalanx_lab.testbed.output import Echo
 from phalanx_lab.testbed.progress import StepWatcher
-from phalanx_lab.testbed.scenario import UNDONE_BY, Action, Scenario
+from phalanx_lab.testbed.scenario import UNDONE_BY, Scenario, ScenarioAction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class Done:
 class Player:
     scenario: Scenario
     bed: Testbed
-    job: Job
+    job: TestbedJob
     done: list[Done] = field(default_factory=list)
-    _pending: list[Action] = field(default_factory=list)
+    _pending: list[ScenarioAction] = field(default_factory=list)
     _watcher: StepWatcher | None = None
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Player:
             self._carry_out(action, step)
         return tuple(a.do for a in self._pending if a.at_s is not None)
 
-    def _due(self, step: int | None) -> list[Action]:
+    def _due(self, step: int | None) -> list[ScenarioAction]:
         """Pending actions whose time has come: those by the clock in its order, then those by the step."""
         now = time.time() - self.job.started_at
         by_clock = sorted(
@@ -72,7 +72,7 @@ class Player:
         by_step = [a for a in self._pending if a.at_step is not None and step is not None and a.at_step <= step]
         return by_clock + sorted(by_step, key=lambda a: a.at_step or 0)
 
-    def _carry_out(self, action: Action, step: int | None) -> None:
+    def _carry_out(self, action: ScenarioAction, step: int | None) -> None:
         begin, problem = time.time(), ""
         try:
             _act(action, self.bed, self.job)
@@ -98,7 +98,7 @@ class Player:
         return failed + [f"scenario: {a.explain()} never happened, the job was over{step}" for a in self._pending]
 
 
-def _act(action: Action, bed: Testbed, job: Job) -> None:
+def _act(action: ScenarioAction, bed: Testbed, job: TestbedJob) -> None:
     """Do it. Raises `TestbedError` if it cannot have its effect."""
     if action.rank is not None:
         of_rank = {
@@ -137,7 +137,7 @@ def _act(action: Action, bed: Testbed, job: Job) -> None:
 def play(
     bed: Testbed,
     scenario: Scenario,
-    job: Job,
+    job: TestbedJob,
     *,
     timeout_s: float | None = None,
     keep_going: bool = False,

@@ -55,7 +55,7 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Action:
+class ScenarioAction:
     """One thing that happens to one rank or one host. Exactly one of `at_s`, `at_step` and one of `rank`, `host` is set."""
 
     do: str
@@ -86,7 +86,7 @@ class Action:
 class Scenario:
     """Actions in the order of the file. Make it with `load_scenario` or `parse_scenario`, or by hand and `check` it."""
 
-    actions: tuple[Action, ...] = ()
+    actions: tuple[ScenarioAction, ...] = ()
     progress: Progress | None = None
 
     def check(self, spec: ClusterSpec) -> None:
@@ -119,7 +119,7 @@ def parse_scenario(data: Mapping[str, Any], *, spec: ClusterSpec, subject: str =
     """A checked scenario from parsed TOML. Raises `TestbedError` with all problems."""
     problems = _unknown(data, ("progress", "action"), where="scenario")
     progress = _read_progress(data["progress"], problems) if "progress" in data else None
-    actions: list[Action] = []
+    actions: list[ScenarioAction] = []
     entries = data.get("action", [])
     if not isinstance(entries, list) or not entries:
         problems.append(
@@ -168,7 +168,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _TYPE_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _read_action(table: object, where: str, problems: list[Problem]) -> Action | None:
+def _read_action(table: object, where: str, problems: list[Problem]) -> ScenarioAction | None:
     """One [[action]]; what is wrong with its keys and types goes to `problems`, the rest is for `scenario_problems`."""
     if not isinstance(table, Mapping):
         problems.append(_problem(where, table, "must be a table", 'write [[action]] with do = "kill"'))
@@ -187,7 +187,7 @@ def _read_action(table: object, where: str, problems: list[Problem]) -> Action |
         values["bit_per_s"], problem = read_rate(table["rate"], where=f"{where}.rate")
         found += [problem] if problem else []
     problems += found
-    return None if found else Action(**values)
+    return None if found else ScenarioAction(**values)
 
 
 def scenario_problems(scenario: Scenario, *, spec: ClusterSpec) -> list[Problem]:
@@ -207,7 +207,7 @@ def scenario_problems(scenario: Scenario, *, spec: ClusterSpec) -> list[Problem]
     return problems
 
 
-def _action_problems(a: Action, where: str, spec: ClusterSpec) -> list[Problem]:
+def _action_problems(a: ScenarioAction, where: str, spec: ClusterSpec) -> list[Problem]:
     """Rules that one action has to keep by itself."""
     out = []
     if a.do not in RANK_OR_HOST + HOST_ONLY:
@@ -231,7 +231,7 @@ def _action_problems(a: Action, where: str, spec: ClusterSpec) -> list[Problem]:
     return out
 
 
-def _effect_problems(a: Action, where: str, scenario: Scenario, spec: ClusterSpec) -> list[Problem]:
+def _effect_problems(a: ScenarioAction, where: str, scenario: Scenario, spec: ClusterSpec) -> list[Problem]:
     """Settings that do not fit the action, and actions that undo what is never done."""
     out = []
     if a.do in HOST_ONLY and a.rank is not None:
@@ -257,7 +257,7 @@ def _effect_problems(a: Action, where: str, scenario: Scenario, spec: ClusterSpe
     return out
 
 
-def _covers(earlier: Action, later: Action, spec: ClusterSpec) -> bool:
+def _covers(earlier: ScenarioAction, later: ScenarioAction, spec: ClusterSpec) -> bool:
     """Whether what `earlier` did to its target can be undone at the target of `later`."""
     if earlier.for_s is not None:
         return False  # it ends by itself

@@ -22,7 +22,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from phalanx_lab.bench.layer.methods import AUTO, SERIAL
-from phalanx_lab.bench.layer.rank import Layer, LayerShape, Place, Times, as_lists
+from phalanx_lab.bench.layer.rank import BenchLayer, BenchLayerShape, RankPlace, Times, as_lists
 from phalanx_lab.bench.layer.scores import medians, regret
 
 MODELS = {
@@ -41,26 +41,28 @@ LEAST_ITERATIONS, MOST_ITERATIONS = 8, 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class LayerCell:
     model: str
-    shape: LayerShape
+    shape: BenchLayerShape
     link_bit_per_s: float | None
 
 
-def cells() -> list[Cell]:
+def cells() -> list[LayerCell]:
     """The grid, by link."""
     found = []
     for number, (dtype, model, tokens) in enumerate(itertools.product(TYPES, MODELS, TOKENS)):
         link = LINKS[(number + number // 4) % len(LINKS)]
-        shape = LayerShape(tokens=tokens, load=LOADS[(number + number // 3) % len(LOADS)], dtype=dtype, **MODELS[model])
-        found.append(Cell(model=model, shape=shape, link_bit_per_s=link))
+        shape = BenchLayerShape(
+            tokens=tokens, load=LOADS[(number + number // 3) % len(LOADS)], dtype=dtype, **MODELS[model]
+        )
+        found.append(LayerCell(model=model, shape=shape, link_bit_per_s=link))
     return sorted(found, key=lambda c: LINKS.index(c.link_bit_per_s))
 
 
 # ---- one rank ----------------------------------------------------------------------------------------------------------------
 
 
-def run(place: Place, methods: Sequence[str], *, seconds: float, part: str = "1/1") -> dict[str, Any]:
+def run(place: RankPlace, methods: Sequence[str], *, seconds: float, part: str = "1/1") -> dict[str, Any]:
     """The cells of a part, on all ranks at once; `seconds` would be all of the grid's."""
     grid, rows, wrong = cells(), [], []
     link: float | None = None
@@ -70,7 +72,7 @@ def run(place: Place, methods: Sequence[str], *, seconds: float, part: str = "1/
         if cell.link_bit_per_s != link or number == mine[0]:
             link = cell.link_bit_per_s
             place.set_link(link)
-        layer = Layer(place, cell.shape, seed=number)
+        layer = BenchLayer(place, cell.shape, seed=number)
         wrong += [f"{cell.model}, {cell.shape}: {line}" for line in layer.wrong(methods[1:])]
         clocked = _forward_turns(layer, methods, seconds=seconds / len(grid))
         lists = {method: times["forward"] for method, times in as_lists(clocked).items()}
@@ -113,7 +115,7 @@ def _name(row: Mapping[str, Any]) -> str:
     return repr((row["model"], sorted(row["shape"].items()), row["link_bit_per_s"]))
 
 
-def _forward_turns(layer: Layer, methods: Sequence[str], *, seconds: float) -> dict[str, list[Times]]:
+def _forward_turns(layer: BenchLayer, methods: Sequence[str], *, seconds: float) -> dict[str, list[Times]]:
     """Forward passes in turns until the time is over; all ranks agree on how many after the first round."""
     first = {method: _forward(layer, method) for method in methods}
     once = max(layer.place.comms.gather_objects(sum(first.values()), layer.place.axis))
@@ -127,7 +129,7 @@ def _forward_turns(layer: Layer, methods: Sequence[str], *, seconds: float) -> d
     return {method: layer.place.slowest(times) for method, times in mine.items()}
 
 
-def _forward(layer: Layer, method: str) -> float:
+def _forward(layer: BenchLayer, method: str) -> float:
     return layer.timed(method, backward=False).forward
 
 
@@ -170,7 +172,7 @@ def table(result: Mapping[str, Any]) -> Table:
     for title in ("tokens", "MB/s", "ms", "serial/", "ratio"):
         out.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        shape, link = LayerShape(**row["shape"]), row["link_bit_per_s"]
+        shape, link = BenchLayerShape(**row["shape"]), row["link_bit_per_s"]
         out.add_row(
             row["model"],
             {"float32": "fp32", "bfloat16": "bf16"}[shape.dtype],

@@ -43,7 +43,15 @@ from phalanx.runtime.processes.world import close_world
 from phalanx_lab.bench.layer import cells as layer_cells
 from phalanx_lab.bench.layer.loads import load_vector
 from phalanx_lab.bench.layer.methods import AUTO, COARSE, METHODS, SERIAL
-from phalanx_lab.bench.layer.rank import MESSAGES, Layer, LayerShape, Place, as_lists, fit_link, take_turns
+from phalanx_lab.bench.layer.rank import (
+    MESSAGES,
+    BenchLayer,
+    BenchLayerShape,
+    RankPlace,
+    as_lists,
+    fit_link,
+    take_turns,
+)
 from phalanx_lab.bench.layer.scores import figures, medians, regret
 from phalanx_lab.bench.rates import serve, tell, told
 from phalanx_lab.testbed import links
@@ -60,7 +68,7 @@ OURS_ALONE = ("compute tiles", "compute dedup")
 class LayerArgs:
     """One MoE layer by every method, on two emulated hosts."""
 
-    shape: LayerShape = field(default_factory=LayerShape)
+    shape: BenchLayerShape = field(default_factory=BenchLayerShape)
     share: float = 1.0
     """Communication over compute of a forward pass; the link is set for it."""
     iterations: int = 16
@@ -192,7 +200,7 @@ def _result(options: LayerArgs, found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _table(result: Mapping[str, Any], direction: str) -> Table:
     of = result[direction]
-    shape = LayerShape(**result["shape"])
+    shape = BenchLayerShape(**result["shape"])
     table = Table(
         title=f"{direction.replace('_', ' + ')}: {shape.tokens} tokens a rank, hidden {shape.hidden}, ffn {shape.ffn}, "
         f"{shape.experts} experts, top {shape.top_k}, {shape.dtype}; link {format_rate(result['link_bit_per_s'], 'bit')}",
@@ -227,11 +235,11 @@ def _table(result: Mapping[str, Any], direction: str) -> Table:
 
 def _rank(job_file: Path) -> int:
     job = json.loads(job_file.read_text())
-    place, methods = Place(job_file), tuple(job["methods"])
+    place, methods = RankPlace(job_file), tuple(job["methods"])
     if job["cells"]:
         found: Any = layer_cells.run(place, methods, seconds=job["cells_s"], part=job["part"])
     else:
-        layer = Layer(place, LayerShape(**job["shape"]))
+        layer = BenchLayer(place, BenchLayerShape(**job["shape"]))
         wrong = layer.wrong(methods[1:])
         rate = fit_link(layer, share=job["share"])
         layer.calibrate()

@@ -45,7 +45,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
+class BenchLayerShape:
     """One MoE layer and what each rank gives it."""
 
     tokens: int = 1024
@@ -68,7 +68,7 @@ class Times:
     """Forward + backward."""
 
 
-class Place:
+class RankPlace:
     """This rank among the others."""
 
     def __init__(self, job_file: Path) -> None:
@@ -94,7 +94,7 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Messages:
+class LayerMessages:
     """What a rank sends there and back, one row for each rank and token or pair."""
 
     sends: list[int]
@@ -105,10 +105,10 @@ class Messages:
     weights_back: torch.Tensor
 
 
-class Layer:
+class BenchLayer:
     """One layer on one rank, with fixed tokens and routing."""
 
-    def __init__(self, place: Place, shape: LayerShape, *, seed: int = 0) -> None:
+    def __init__(self, place: RankPlace, shape: BenchLayerShape, *, seed: int = 0) -> None:
         self.place, self.shape = place, shape
         dtype = getattr(torch, shape.dtype)
         rng = np.random.default_rng((seed, place.rank))
@@ -200,7 +200,7 @@ class Layer:
         if backward:
             comms.all_to_all_raw(sent.weights_back, axis, sent.receives, sent.sends, "")
 
-    def _messages(self, *, distinct: bool) -> Messages:
+    def _messages(self, *, distinct: bool) -> LayerMessages:
         size = self.place.axis.size
         home_TK = self.experts_TK // (self.shape.experts // size)
         hits = [home_TK == rank for rank in range(size)]
@@ -208,7 +208,7 @@ class Layer:
         table = self.place.comms.gather_objects(sends, self.place.axis)
         receives = [row[self.place.rank] for row in table]
         rows = [self.x_TH.detach().new_zeros(sum(n), self.shape.hidden) for n in (sends, receives)]
-        return Messages(sends, receives, rows[0], rows[1], torch.zeros(sum(sends)), torch.zeros(sum(receives)))
+        return LayerMessages(sends, receives, rows[0], rows[1], torch.zeros(sum(sends)), torch.zeros(sum(receives)))
 
     # ---- what it gives ---------------------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ Clocked = dict[str, list[Times]]
 """Method -> seconds of each of its passes, the slowest rank's."""
 
 
-def take_turns(layer: Layer, methods: Sequence[str], *, iterations: int, warm_up: int = 2) -> Clocked:
+def take_turns(layer: BenchLayer, methods: Sequence[str], *, iterations: int, warm_up: int = 2) -> Clocked:
     """Passes of all methods in turns, each iteration beginning with another one."""
     for method in [*methods] * warm_up:
         layer.timed(method)
@@ -289,7 +289,7 @@ def as_lists(clocked: Mapping[str, Sequence[Times]]) -> dict[str, dict[str, list
     }
 
 
-def fit_link(layer: Layer, *, share: float, iterations: int = 3, rounds: int = 3) -> float:
+def fit_link(layer: BenchLayer, *, share: float, iterations: int = 3, rounds: int = 3) -> float:
     """Set the rate of the link at which the communication of a forward pass takes `share` of its compute; bits per second.
 
     The first guess is bytes over time, then what was measured corrects it: a stream of messages carries less than the link does.

@@ -31,7 +31,7 @@ from phalanx.core.units import format_bytes
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.recovery_choice import choose_recovery
 from phalanx_lab.bench.memory import foldings
-from phalanx_lab.bench.memory.ranks import RankMemory, promised_and_measured
+from phalanx_lab.bench.memory.ranks import MeasuredRankMemory, promised_and_measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class MemoryArgs:
 
 @dataclass(kw_only=True)
 class MemoryResult:
-    ranks: list[RankMemory]
+    ranks: list[MeasuredRankMemory]
     estimated_bytes: int
     """Bytes that the dry run promises for the rank that needs most."""
     measured_bytes: int
@@ -112,7 +112,7 @@ def compare(recipe: Recipe, *, tolerance: float | None = None) -> MemoryResult:
     """Train `recipe` in a scratch folder; measured and estimated memory of every rank."""
     begin = time.monotonic()
     _, estimates, found = promised_and_measured(recipe)
-    ranks = [RankMemory.of(estimate, *pair) for estimate, pair in zip(estimates, found, strict=True)]
+    ranks = [MeasuredRankMemory.of(estimate, *pair) for estimate, pair in zip(estimates, found, strict=True)]
     worst = max(estimates, key=lambda e: e.peak_bytes)
     measured = max(r.measured_bytes for r in ranks)
     result = MemoryResult(

@@ -27,7 +27,7 @@ from phalanx.plan.mapping.stage_foldings import AnyFolding
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.recovery_choice import choose_recovery
 from phalanx.simulate.memory.memory import MemoryEstimate
-from phalanx_lab.bench.memory.ranks import RankMemory, promised_and_measured
+from phalanx_lab.bench.memory.ranks import MeasuredRankMemory, promised_and_measured
 
 BAR = 0.10
 """Largest error of a stage, as a share of what was measured."""
@@ -43,7 +43,7 @@ otherwise, so that rows of experts are known and not a guess."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class FoldingCase:
     """One folding. `settings` as on a command line, without the dashes; it is elastic only where it says so."""
 
     name: str
@@ -57,14 +57,14 @@ class Case:
         return choose_recovery(recipe).recipe
 
 
-def _case(name: str, *settings: str) -> Case:
-    return Case(name=name, settings=settings)
+def _case(name: str, *settings: str) -> FoldingCase:
+    return FoldingCase(name=name, settings=settings)
 
 
 FP32 = "train.dtype=float32"
 LEARNED = "router.force=none"
 ELASTIC = ("resilience.heal=true", "resilience.mode=fast")
-CASES: tuple[Case, ...] = (
+CASES: tuple[FoldingCase, ...] = (
     _case("ep4", "folding.ep=4"),
     _case("ep2, elastic recovery, f 2", "folding.ep=2", *ELASTIC),
     _case("dp4, zero 0, fp32", "optim.zero=0", FP32, "train.micro_batch=4"),
@@ -96,7 +96,7 @@ CASES: tuple[Case, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageMemory:
+class MeasuredStageMemory:
     """Bytes of the fullest rank of one pipeline stage."""
 
     stage: int
@@ -117,8 +117,8 @@ class CaseMemory:
 
     name: str
     settings: tuple[str, ...]
-    stages: list[StageMemory] = field(default_factory=list)
-    ranks: list[RankMemory] = field(default_factory=list)
+    stages: list[MeasuredStageMemory] = field(default_factory=list)
+    ranks: list[MeasuredRankMemory] = field(default_factory=list)
     terms: list[dict[str, int]] = field(default_factory=list)
     seconds: float = 0.0
     failure: str = ""
@@ -135,7 +135,7 @@ class CaseMemory:
         return asdict(self) | {"stages": stages, "ranks": ranks, "settings": list(self.settings)}
 
 
-def chosen(*, part: str | None, only: str | None) -> list[Case]:
+def chosen(*, part: str | None, only: str | None) -> list[FoldingCase]:
     """The cases of part I/N (all: None), and of those the ones whose names hold `only`. Raises `ConfigError` naming every problem."""
     problems, index, count = [], 1, 1
     if part is not None:
@@ -153,7 +153,9 @@ def chosen(*, part: str | None, only: str | None) -> list[Case]:
     return [case for case in found if CASES.index(case) % count == index - 1]
 
 
-def run_cases(cases: Sequence[Case], more: Sequence[str] = (), *, tell: Console | None = None) -> list[CaseMemory]:
+def run_cases(
+    cases: Sequence[FoldingCase], more: Sequence[str] = (), *, tell: Console | None = None
+) -> list[CaseMemory]:
     """Every case measured, one after the other; one that fails says why and the others go on. All recipes are checked before the first is trained."""
     recipes = [case.recipe(more) for case in cases]
     out = []
@@ -174,25 +176,25 @@ def _why(err: Exception) -> str:
     return f"{type(err).__name__}: {err}" if str(err) else traceback.format_exc(limit=1)
 
 
-def run_case(case: Case, recipe: Recipe) -> CaseMemory:
+def run_case(case: FoldingCase, recipe: Recipe) -> CaseMemory:
     """Train it, and put what was measured beside what was promised."""
     folding, estimates, found = promised_and_measured(recipe)
     return compared(case, estimates, found, folding)
 
 
 def compared(
-    case: Case, estimates: Sequence[MemoryEstimate], found: Sequence[tuple[int, int]], folding: AnyFolding
+    case: FoldingCase, estimates: Sequence[MemoryEstimate], found: Sequence[tuple[int, int]], folding: AnyFolding
 ) -> CaseMemory:
     """Ranks and, of each stage, the fullest promise beside the fullest measurement. `found`: (baseline, peak above it) of each rank."""
     out = CaseMemory(name=case.name, settings=case.settings)
-    out.ranks = [RankMemory.of(estimate, *pair) for estimate, pair in zip(estimates, found, strict=True)]
+    out.ranks = [MeasuredRankMemory.of(estimate, *pair) for estimate, pair in zip(estimates, found, strict=True)]
     for stage in range(folding.pp):
         ranks = [r for r in range(folding.world) if folding.coord(r, "pp") == stage]
         peak = max((estimates[r].peak for r in ranks), key=lambda moment: moment.total)
         fixed = sum(peak.terms[name] for name in FIXED_TERMS)
         measured = max(found[r][1] for r in ranks)
         out.stages.append(
-            StageMemory(
+            MeasuredStageMemory(
                 stage=stage,
                 measured_bytes=measured,
                 estimated_bytes=peak.total,

@@ -30,7 +30,7 @@ from phalanx_lab.bench.memory.elastic import measure_elastic
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankMemory:
+class MeasuredRankMemory:
     """Bytes of one rank."""
 
     rank: int
@@ -43,9 +43,9 @@ class RankMemory:
     """When the estimate has its peak."""
 
     @staticmethod
-    def of(estimate: MemoryEstimate, baseline_bytes: int, measured_bytes: int) -> RankMemory:
+    def of(estimate: MemoryEstimate, baseline_bytes: int, measured_bytes: int) -> MeasuredRankMemory:
         """A promise beside what was measured."""
-        return RankMemory(
+        return MeasuredRankMemory(
             rank=estimate.rank,
             stage=estimate.stage,
             baseline_bytes=baseline_bytes,

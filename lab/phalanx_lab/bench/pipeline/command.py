@@ -50,7 +50,15 @@ from phalanx.runtime.pipeline.boundary import Boundary
 from phalanx.runtime.pipeline.runner import run_pipeline
 from phalanx.runtime.processes.world import close_world, init_world, read_world
 from phalanx.train.step.warmup import transfer_seconds
-from phalanx_lab.bench.pipeline.models import MODELS, STAGES, ModelShape, Pace, PacedPasses, StageModel, gradient_digest
+from phalanx_lab.bench.pipeline.models import (
+    MODELS,
+    STAGES,
+    ModelShape,
+    PacedPasses,
+    PassPace,
+    StageModel,
+    gradient_digest,
+)
 from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec, hosts_of
 
@@ -229,7 +237,7 @@ class _Place:
         made = make_schedule(schedule, pp=STAGES, virtual=1, num_microbatches=self.microbatches)
         return plan_pipeline(made, edges=self.shape.edges)
 
-    def step(self, method: str, schedule: str, pace: Pace) -> tuple[float, PacedPasses, str]:
+    def step(self, method: str, schedule: str, pace: PassPace) -> tuple[float, PacedPasses, str]:
         """Seconds of a step from the moment all begin to the moment all have ended, its passes, its gradients."""
         boundary, plan = self.boundaries[method], self.plan(schedule)
         passes = PacedPasses(self.model, self.later, pace)
@@ -273,7 +281,7 @@ def _rank(job_file: Path) -> int:
     comms, axis = place.boundary.comms, place.boundary.axis
     transfers_s = {m: max(comms.gather_objects(_one_transfer(place, options, m), axis)) for m in place.boundaries}
     f = transfers_s["best"] * place.shape.transfers_per_forward
-    pace = Pace(forward_s=f, input_s=f, weight_s=f)
+    pace = PassPace(forward_s=f, input_s=f, weight_s=f)
     place.step("best", "1f1b", pace)  # first touch of memory, connections
     begin_s, cpu_s = time.perf_counter(), time.process_time()
     turns = [

@@ -77,7 +77,7 @@ MODELS = {
 """U-shaped: from stage 1 to 2 go the chain's tensor and the inner skip's, side by side; from 0 to 3 the outer skip's."""
 
 
-class Linear(nn.Module):
+class DeferredLinear(nn.Module):
     """A matrix whose gradient is put off."""
 
     def __init__(self, inputs: int, outputs: int, later: DeferredGradients) -> None:
@@ -98,10 +98,10 @@ class StageModel(nn.Module):
         self.shape, self.stage, h = shape, stage, shape.hidden
         self.embedding = nn.Embedding(VOCAB, h) if stage == 0 else None
         self.norms = nn.ModuleList([nn.LayerNorm(h), nn.LayerNorm(h)])
-        self.qkv, self.out = Linear(h, 3 * h, later), Linear(h, h, later)
-        self.up, self.down = Linear(h, 2 * h, later), Linear(2 * h, h, later)
-        self.skip = Linear(h, h, later) if stage in shape.skips else None
-        self.head = Linear(h, VOCAB, later) if stage == STAGES - 1 else None
+        self.qkv, self.out = DeferredLinear(h, 3 * h, later), DeferredLinear(h, h, later)
+        self.up, self.down = DeferredLinear(h, 2 * h, later), DeferredLinear(2 * h, h, later)
+        self.skip = DeferredLinear(h, h, later) if stage in shape.skips else None
+        self.head = DeferredLinear(h, VOCAB, later) if stage == STAGES - 1 else None
 
     def forward(self, inputs: Tensors, tokens_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors of the stage's edges upwards; of the last stage the loss."""
@@ -127,7 +127,7 @@ class StageModel(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class PassPace:
     """Seconds of each kind of pass."""
 
     forward_s: float
@@ -138,7 +138,7 @@ class Pace:
 class PacedPasses:
     """The passes of one stage in one step: computed, then waited for. `late` counts those whose computing took longer than their time."""
 
-    def __init__(self, model: StageModel, later: DeferredGradients, pace: Pace) -> None:
+    def __init__(self, model: StageModel, later: DeferredGradients, pace: PassPace) -> None:
         self.model, self.later, self.pace = model, later, pace
         self.late = 0
         self.spent: dict[str, list[float]] = {}

@@ -34,7 +34,7 @@ from phalanx.simulate.program.compare_run import MeasuredOp, compare
 from phalanx.simulate.program.cost import ProgramOracle
 from phalanx_lab.bench.predict import real as predict_real, recovery as predict_recovery
 from phalanx_lab.bench.predict.laws import learn, paces, usual_pace
-from phalanx_lab.bench.predict.plans import PLANS, WORLD, Glue, Plan, Prediction
+from phalanx_lab.bench.predict.plans import PLANS, WORLD, Glue, PlanPrediction, StepPlan
 from phalanx_lab.bench.predict.rank import SIZES, rank_report
 from phalanx_lab.bench.predict.spans import recorded_step
 from phalanx_lab.testbed.bed import Testbed
@@ -164,7 +164,7 @@ def _read_part(text: str) -> tuple[int, int] | None:
     return int(part), int(parts)
 
 
-def plans_of(options: PredictArgs) -> tuple[Plan, ...]:
+def plans_of(options: PredictArgs) -> tuple[StepPlan, ...]:
     """Those that are asked for. A part has every n-th plan, so that all parts have plans of all kinds."""
     part, parts = _read_part(options.part) or (1, 1)
     plans = predict_real.PLANS if options.real else PLANS
@@ -198,15 +198,15 @@ def measure(options: PredictArgs) -> dict[str, Any]:
 
 
 def _predicted(
-    options: PredictArgs, plans: Sequence[Plan], told: Mapping[str, Any], hardware: Hardware
+    options: PredictArgs, plans: Sequence[StepPlan], told: Mapping[str, Any], hardware: Hardware
 ) -> list[ProgramTimeline]:
     if options.real:
         return real_timelines(plans, told, hardware)
     glue = Glue(**told["glue"])
-    return [Prediction(plan=plan, hardware=hardware, glue=glue).timeline() for plan in plans]
+    return [PlanPrediction(plan=plan, hardware=hardware, glue=glue).timeline() for plan in plans]
 
 
-def real_timelines(plans: Sequence[Plan], told: Mapping[str, Any], hardware: Hardware) -> list[ProgramTimeline]:
+def real_timelines(plans: Sequence[StepPlan], told: Mapping[str, Any], hardware: Hardware) -> list[ProgramTimeline]:
     """Timelines of the plans of --real, at the usual pace of the processors."""
     oracle = ProgramOracle(hardware=hardware, precision="fp32", seq_len=predict_real.LARGE.seq_len)
     recorded = recorded_of(told)
@@ -282,7 +282,7 @@ def _rank(info: Any, job: Path) -> int:
     return 0
 
 
-def _row(plan: Plan, found: Mapping[str, Any], timeline: ProgramTimeline) -> dict[str, Any]:
+def _row(plan: StepPlan, found: Mapping[str, Any], timeline: ProgramTimeline) -> dict[str, Any]:
     """One plan, predicted and measured."""
     slower = found.get("paces", [1.0] * len(found["seconds"]))
     measured_s = _at_usual_pace(found["seconds"], slower)

@@ -22,7 +22,7 @@ from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.program.ops import Op
 from phalanx.plan.program.step import StepProgram
 from phalanx.simulate.program.cost import ProgramOracle, kind_of
-from phalanx_lab.bench.predict.plans import Plan, paced_s
+from phalanx_lab.bench.predict.plans import StepPlan, paced_s
 from phalanx_lab.bench.predict.spans import Told, recorded_step
 
 ROUNDS_OF_FIT = 20
@@ -35,7 +35,7 @@ _PART = re.compile(r"\.chunk|\.home")
 Amounts = tuple[float, ...]
 
 
-def kind_learned(op: Op, plan: Plan) -> str:
+def kind_learned(op: Op, plan: StepPlan) -> str:
     """Kind under which an operation is learned. Chunks and steps of a ring are what they are parts of, a pass again is a forward pass; a rank's first micro-batch of a step finds other caches, and writes
     gradients where the others add them; a ring's products, and those of gathered keys, are another kernel's than those of whole sequences."""
     kind = re.sub(r"^(re|count)\.", "fwd.", _PART.sub("", kind_of(op.id)))
@@ -142,7 +142,7 @@ class _Single:
     step: int
 
 
-def learn(plans: Sequence[Plan], told: Sequence[Mapping[str, Any]], oracle: ProgramOracle) -> Learned:
+def learn(plans: Sequence[StepPlan], told: Sequence[Mapping[str, Any]], oracle: ProgramOracle) -> Learned:
     """Learns from all recorded steps of all ranks, at the usual pace. `oracle` says what collectives take by themselves."""
     usual_s, number = usual_pace(told), 0
     work, links = list[_Single](), list[_Single]()
@@ -176,7 +176,7 @@ def _means(singles: Iterable[_Single]) -> dict[str, list[tuple[Amounts, float]]]
 Found = tuple[str, Amounts, float]
 
 
-def _own(plan: Plan, programs: Sequence[StepProgram], step: Sequence[Told], faster: float) -> Iterator[Found]:
+def _own(plan: StepPlan, programs: Sequence[StepProgram], step: Sequence[Told], faster: float) -> Iterator[Found]:
     """What ranks did themselves in one step: kind, amounts, seconds."""
     for program, one in zip(programs, step, strict=True):
         for id, taken_s in spent(one).items():
@@ -196,7 +196,7 @@ def whole_amounts(program: StepProgram) -> Amounts:
 
 
 def _held(
-    plan: Plan, programs: Sequence[StepProgram], step: Sequence[Told], oracle: ProgramOracle, faster: float
+    plan: StepPlan, programs: Sequence[StepProgram], step: Sequence[Told], oracle: ProgramOracle, faster: float
 ) -> Iterator[Found]:
     """Collectives of one step that held their ranks: collective and `POSTING`, what it takes by itself, seconds. Reductions of gradients count together, from when the first was posted to the last end."""
     for (rank, id), measured in recorded_step(step).items():
@@ -211,7 +211,7 @@ def _held(
 
 
 def _reduced(
-    programs: Sequence[StepProgram], step: Sequence[Told], oracle: ProgramOracle, plan: Plan, faster: float
+    programs: Sequence[StepProgram], step: Sequence[Told], oracle: ProgramOracle, plan: StepPlan, faster: float
 ) -> Iterator[Found]:
     """Reductions of gradients of each rank, together."""
     for program, told in zip(programs, step, strict=True):
@@ -226,7 +226,7 @@ def _reduced(
             yield GRADIENTS, (alone_s,), seconds * faster
 
 
-def before_of(program: StepProgram, plan: Plan, work: Mapping[str, Law]) -> Iterable[tuple[str, Law, Amounts]]:
+def before_of(program: StepProgram, plan: StepPlan, work: Mapping[str, Law]) -> Iterable[tuple[str, Law, Amounts]]:
     """What a rank does besides its operations: (the operation that it is added to, its law, its amounts)."""
     holds = ""
     ops = [op for op in program.ops if op.kind == "collective" or paced_s(op)]

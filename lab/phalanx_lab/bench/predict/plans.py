@@ -49,7 +49,7 @@ NOT_TOLD = ("bwd.weights",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class PlanSetup:
     """What a plan runs: a micro-batch is `sequences` of `seq_len` tokens, in float32."""
 
     world: int
@@ -58,11 +58,11 @@ class Setup:
     seq_len: int
 
 
-PACED = Setup(world=WORLD, spec=SPEC, sequences=SEQUENCES, seq_len=SEQ_LEN)
+PACED = PlanSetup(world=WORLD, spec=SPEC, sequences=SEQUENCES, seq_len=SEQ_LEN)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StepPlan:
     """One way to take a step."""
 
     name: str
@@ -73,7 +73,7 @@ class Plan:
     recompute: Literal["none", "selective", "full"] = "none"
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     zero: Literal[0, 1] = 1
-    setup: Setup = PACED
+    setup: PlanSetup = PACED
 
     @property
     def planned(self) -> Pipeline:
@@ -112,52 +112,54 @@ def pipe(schedule: Any, virtual: int | None = None) -> PipelineConfig:
     return PipelineConfig(schedule=schedule, virtual=virtual)
 
 
-PLANS: tuple[Plan, ...] = (
-    Plan(name="dp4", folding=_fold()),
-    Plan(name="dp4 zero 0", folding=_fold(), zero=0),
-    Plan(name="ep2", folding=_fold(ep=2)),
-    Plan(name="ep4", folding=_fold(ep=4)),
-    Plan(name="ep2 etp2", folding=_fold(ep=2, etp=2)),
-    Plan(name="etp4", folding=_fold(etp=4)),
-    Plan(name="tp2 ep2", folding=_fold(tp=2, ep=2)),
-    Plan(name="tp2 ep4", folding=_fold(tp=2, ep=4)),
-    Plan(name="tp2 etp2", folding=_fold(tp=2, etp=2)),
-    Plan(name="ep4 gathered", folding=_fold(ep=4), dispatch=DispatchSpec(transport="all_gather")),
-    Plan(name="ep4 recompute full", folding=_fold(ep=4), recompute="full"),
-    Plan(name="ep4 recompute selective", folding=_fold(ep=4), recompute="selective"),
-    Plan(name="ep4 coarse:2", folding=_fold(ep=4), dispatch=DispatchSpec(overlap="coarse:2")),
-    Plan(name="ep4 coarse:4", folding=_fold(ep=4), dispatch=DispatchSpec(overlap="coarse:4")),
-    Plan(name="ep2 etp2 coarse:2", folding=_fold(ep=2, etp=2), dispatch=DispatchSpec(overlap="coarse:2")),
-    Plan(name="cp2 ep2 ring", folding=_fold(cp=2, ep=2)),
-    Plan(name="cp2 ep2 all_gather", folding=_fold(cp=2, ep=2), cp_method="all_gather"),
-    Plan(name="cp2 ep4 ulysses", folding=_fold(cp=2, ep=4), cp_method="ulysses"),
-    Plan(name="cp4 ep2 ring", folding=_fold(cp=4, ep=2)),
-    Plan(name="tp2 cp2 ep4 ring", folding=_fold(tp=2, cp=2, ep=4)),
-    Plan(name="pp2 ep2 1f1b", folding=_fold(pp=2, ep=2), microbatches=4, pipeline=pipe("1f1b")),
-    Plan(name="pp2 ep2 gpipe", folding=_fold(pp=2, ep=2), microbatches=4, pipeline=pipe("gpipe")),
-    Plan(name="pp2 ep2 v2", folding=_fold(pp=2, ep=2), microbatches=4, pipeline=pipe("interleaved_1f1b", 2)),
-    Plan(name="pp2 tp2 1f1b", folding=_fold(pp=2, tp=2), microbatches=4, pipeline=pipe("1f1b")),
-    Plan(name="pp2 cp2 ep2 eager", folding=_fold(pp=2, cp=2, ep=2), microbatches=4, pipeline=pipe("eager_1f1b")),
-    Plan(name="pp4 1f1b", folding=_fold(pp=4), microbatches=8, pipeline=pipe("1f1b")),
-    Plan(name="pp4 eager", folding=_fold(pp=4), microbatches=8, pipeline=pipe("eager_1f1b")),
-    Plan(name="ep4 tiles", folding=_fold(ep=4), dispatch=DispatchSpec(overlap="tiles")),
-    Plan(name="ep2 etp2 tiles", folding=_fold(ep=2, etp=2), dispatch=DispatchSpec(overlap="tiles")),
-    Plan(name="ep4 fine", folding=_fold(ep=4), dispatch=DispatchSpec(overlap="fine")),
-    Plan(name="tp2 ep4 fine", folding=_fold(tp=2, ep=4), dispatch=DispatchSpec(overlap="fine")),
-    Plan(name="stages tp2/dp2.ep2", folding=parse_stages(("tp2", "dp2.ep2")), microbatches=4, pipeline=pipe("1f1b")),
-    Plan(
+PLANS: tuple[StepPlan, ...] = (
+    StepPlan(name="dp4", folding=_fold()),
+    StepPlan(name="dp4 zero 0", folding=_fold(), zero=0),
+    StepPlan(name="ep2", folding=_fold(ep=2)),
+    StepPlan(name="ep4", folding=_fold(ep=4)),
+    StepPlan(name="ep2 etp2", folding=_fold(ep=2, etp=2)),
+    StepPlan(name="etp4", folding=_fold(etp=4)),
+    StepPlan(name="tp2 ep2", folding=_fold(tp=2, ep=2)),
+    StepPlan(name="tp2 ep4", folding=_fold(tp=2, ep=4)),
+    StepPlan(name="tp2 etp2", folding=_fold(tp=2, etp=2)),
+    StepPlan(name="ep4 gathered", folding=_fold(ep=4), dispatch=DispatchSpec(transport="all_gather")),
+    StepPlan(name="ep4 recompute full", folding=_fold(ep=4), recompute="full"),
+    StepPlan(name="ep4 recompute selective", folding=_fold(ep=4), recompute="selective"),
+    StepPlan(name="ep4 coarse:2", folding=_fold(ep=4), dispatch=DispatchSpec(overlap="coarse:2")),
+    StepPlan(name="ep4 coarse:4", folding=_fold(ep=4), dispatch=DispatchSpec(overlap="coarse:4")),
+    StepPlan(name="ep2 etp2 coarse:2", folding=_fold(ep=2, etp=2), dispatch=DispatchSpec(overlap="coarse:2")),
+    StepPlan(name="cp2 ep2 ring", folding=_fold(cp=2, ep=2)),
+    StepPlan(name="cp2 ep2 all_gather", folding=_fold(cp=2, ep=2), cp_method="all_gather"),
+    StepPlan(name="cp2 ep4 ulysses", folding=_fold(cp=2, ep=4), cp_method="ulysses"),
+    StepPlan(name="cp4 ep2 ring", folding=_fold(cp=4, ep=2)),
+    StepPlan(name="tp2 cp2 ep4 ring", folding=_fold(tp=2, cp=2, ep=4)),
+    StepPlan(name="pp2 ep2 1f1b", folding=_fold(pp=2, ep=2), microbatches=4, pipeline=pipe("1f1b")),
+    StepPlan(name="pp2 ep2 gpipe", folding=_fold(pp=2, ep=2), microbatches=4, pipeline=pipe("gpipe")),
+    StepPlan(name="pp2 ep2 v2", folding=_fold(pp=2, ep=2), microbatches=4, pipeline=pipe("interleaved_1f1b", 2)),
+    StepPlan(name="pp2 tp2 1f1b", folding=_fold(pp=2, tp=2), microbatches=4, pipeline=pipe("1f1b")),
+    StepPlan(name="pp2 cp2 ep2 eager", folding=_fold(pp=2, cp=2, ep=2), microbatches=4, pipeline=pipe("eager_1f1b")),
+    StepPlan(name="pp4 1f1b", folding=_fold(pp=4), microbatches=8, pipeline=pipe("1f1b")),
+    StepPlan(name="pp4 eager", folding=_fold(pp=4), microbatches=8, pipeline=pipe("eager_1f1b")),
+    StepPlan(name="ep4 tiles", folding=_fold(ep=4), dispatch=DispatchSpec(overlap="tiles")),
+    StepPlan(name="ep2 etp2 tiles", folding=_fold(ep=2, etp=2), dispatch=DispatchSpec(overlap="tiles")),
+    StepPlan(name="ep4 fine", folding=_fold(ep=4), dispatch=DispatchSpec(overlap="fine")),
+    StepPlan(name="tp2 ep4 fine", folding=_fold(tp=2, ep=4), dispatch=DispatchSpec(overlap="fine")),
+    StepPlan(
+        name="stages tp2/dp2.ep2", folding=parse_stages(("tp2", "dp2.ep2")), microbatches=4, pipeline=pipe("1f1b")
+    ),
+    StepPlan(
         name="stages dp2.ep2/tp2.ep2",
         folding=parse_stages(("dp2.ep2", "tp2.ep2")),
         microbatches=4,
         pipeline=pipe("1f1b"),
     ),
-    Plan(
+    StepPlan(
         name="stages tp1/tp2.ep2/tp1",
         folding=parse_stages(("tp1", "tp2.ep2", "tp1")),
         microbatches=4,
         pipeline=pipe("1f1b"),
     ),
-    Plan(
+    StepPlan(
         name="stages cp2/dp2 eager", folding=parse_stages(("cp2", "dp2")), microbatches=4, pipeline=pipe("eager_1f1b")
     ),
 )
@@ -181,10 +183,10 @@ def paced_s(op: Op) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class PlanPrediction:
     """A plan's program on a clock, with the links of `hardware`."""
 
-    plan: Plan
+    plan: StepPlan
     hardware: Hardware
     glue: Glue = Glue()
 
@@ -227,6 +229,6 @@ def glued(program: StepProgram, glue: Glue) -> dict[str, float]:
     return found
 
 
-def predicted_s(plan: Plan, hardware: Hardware, *, glue: Glue = Glue()) -> float:
+def predicted_s(plan: StepPlan, hardware: Hardware, *, glue: Glue = Glue()) -> float:
     """Seconds of a step of the plan's program."""
-    return Prediction(plan=plan, hardware=hardware, glue=glue).timeline().seconds
+    return PlanPrediction(plan=plan, hardware=hardware, glue=glue).timeline().seconds

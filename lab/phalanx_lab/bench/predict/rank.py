@@ -28,7 +28,7 @@ from phalanx.runtime.processes.world import WorldInfo, close_world, init_world
 from phalanx.simulate.program.clock import programs_hash
 from phalanx.train.assembly import assemble
 from phalanx.train.step.transaction import StepParts, train_step
-from phalanx_lab.bench.predict.plans import FLOOR_S, Glue, Plan, Setup, paced_s
+from phalanx_lab.bench.predict.plans import FLOOR_S, Glue, PlanSetup, StepPlan, paced_s
 from phalanx_lab.bench.predict.spans import Told, told_step
 
 CHAIN = 15
@@ -42,7 +42,7 @@ SIZES = tuple(1 << i for i in range(6, 21, 2))
 
 def rank_report(
     info: WorldInfo,
-    plans: Sequence[Plan],
+    plans: Sequence[StepPlan],
     *,
     steps: int,
     ranks_per_host: int,
@@ -101,7 +101,7 @@ def _last_of(lags: Sequence[Any], kind: int) -> float:
     return max(0.0, statistics.median(max(p for _, p in one) - max(d for d, _ in one) for one in each))
 
 
-def _measured(plan: Plan, info: WorldInfo, cache: GroupCache, steps: int, *, paced: bool) -> dict[str, Any]:
+def _measured(plan: StepPlan, info: WorldInfo, cache: GroupCache, steps: int, *, paced: bool) -> dict[str, Any]:
     """Seconds of each step of a plan, from when the last rank begins to when the last has ended."""
     comms = Collectives(timeout_s=TIMEOUT_S)
     parts, programs = _parts(plan, info.rank, cache, comms), plan.programs()
@@ -168,7 +168,7 @@ def _strange(program: StepProgram, events: Sequence[Event]) -> set[str]:
     return (told ^ planned) | (work ^ paced)
 
 
-def _parts(plan: Plan, rank: int, cache: GroupCache, comms: Collectives) -> StepParts:
+def _parts(plan: StepPlan, rank: int, cache: GroupCache, comms: Collectives) -> StepParts:
     pipeline = plan.planned
     groups = build_groups(plan.folding, rank=rank, cache=cache, table_ranks=pipeline.stages.table_ranks)
     ctx = ModelContext(
@@ -185,7 +185,7 @@ def _parts(plan: Plan, rank: int, cache: GroupCache, comms: Collectives) -> Step
     return assemble(ctx, optim=plan.optim, num_microbatches=plan.microbatches, pipeline=pipeline)
 
 
-def _batch(seed: int, of: Setup) -> TokenBatch:
+def _batch(seed: int, of: PlanSetup) -> TokenBatch:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, of.spec.vocab, (of.sequences, of.seq_len + 1), generator=generator)
     positions = torch.arange(of.seq_len).expand(of.sequences, of.seq_len)

@@ -19,13 +19,13 @@ from phalanx.simulate.hardware.cost import Cost
 from phalanx.simulate.program.clock import ProgramTimeline, run_programs
 from phalanx.simulate.program.cost import ProgramOracle
 from phalanx_lab.bench.predict.laws import Learned, amounts_of, before_of, kind_learned
-from phalanx_lab.bench.predict.plans import Plan, Setup, paced_s, pipe
+from phalanx_lab.bench.predict.plans import PlanSetup, StepPlan, paced_s, pipe
 
 WORLD = 2
 SPEC = dataclasses.replace(
     PRESETS["laptop"], shared_ffn=256, router=dataclasses.replace(PRESETS["laptop"].router, force="balanced")
 )
-SMALL, LARGE, LARGER = (Setup(world=WORLD, spec=SPEC, sequences=n, seq_len=128) for n in (1, 2, 4))
+SMALL, LARGE, LARGER = (PlanSetup(world=WORLD, spec=SPEC, sequences=n, seq_len=128) for n in (1, 2, 4))
 SIZES = tuple(1 << i for i in range(6, 25, 3))
 
 
@@ -33,16 +33,16 @@ def _fold(**degrees: int) -> Folding:
     return make_folding(world=WORLD, **degrees)
 
 
-def _plan(name: str, folding: Folding, **how: Any) -> Plan:
-    return Plan(name=name, folding=folding, **{"setup": LARGE, **how})
+def _plan(name: str, folding: Folding, **how: Any) -> StepPlan:
+    return StepPlan(name=name, folding=folding, **{"setup": LARGE, **how})
 
 
-LEARNED: tuple[Plan, ...] = tuple(
+LEARNED: tuple[StepPlan, ...] = tuple(
     _plan(f"{name} x {setup.sequences}", folding, setup=setup)
     for name, folding in (("dp2", _fold()), ("ep2", _fold(ep=2)), ("cp2 ring", _fold(cp=2)), ("tp2", _fold(tp=2)))
     for setup in (SMALL, LARGE)
 )
-PLANS: tuple[Plan, ...] = (
+PLANS: tuple[StepPlan, ...] = (
     _plan("dp2 zero 0", _fold(), zero=0),
     _plan("dp2 1 micro-batch", _fold(), microbatches=1),
     _plan("dp2 4 micro-batches", _fold(), microbatches=4),
@@ -71,7 +71,7 @@ PLANS: tuple[Plan, ...] = (
 class RealPrediction:
     """A plan on the clock with what was learned, at the usual pace of the processors. Work of a kind that was never seen costs what the hardware's formulas say."""
 
-    plan: Plan
+    plan: StepPlan
     oracle: ProgramOracle
     learned: Learned
 

@@ -105,7 +105,7 @@ def recipe_of(victims: Victims, folder: Path, name: str) -> Recipe:
 # ---- predicted --------------------------------------------------------------------------------------------------------
 
 
-class Course:
+class PlannedCourse:
     """Generations of a run, one after the other, as the plan makes them. Slots are known by their numbers."""
 
     def __init__(self, recipe: Recipe, constants: Constants) -> None:
@@ -177,7 +177,7 @@ def play(
 ) -> list[tuple[RecoveryTime, dict[str, Any]]]:
     """One start of a run with all its kills: (predicted, measured) of each."""
     recipe = recipe_of(victims, folder, name)
-    course, out = Course(recipe, constants), []
+    course, out = PlannedCourse(recipe, constants), []
     there = frozenset(range(recipe.launch.ranks))
     with TrainingCluster(Path(recipe.run.folder) / name, ranks=recipe.launch.ranks) as run:
         run.start("local", partial(train_elastic, recipe, threads=1))  # what its members tell is in the event logs

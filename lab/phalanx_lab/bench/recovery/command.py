@@ -44,7 +44,7 @@ from phalanx_lab.bench.recovery.model import (
     predict,
     where_as_good,
 )
-from phalanx_lab.bench.recovery.ours import Ours
+from phalanx_lab.bench.recovery.ours import PhalanxSystem
 from phalanx_lab.bench.recovery.replay import replay
 from phalanx_lab.bench.recovery.table import Score
 from phalanx_lab.bench.recovery.torchrun import Torchrun
@@ -105,7 +105,7 @@ class RecoveryArgs:
 
 
 @dataclass(kw_only=True)
-class Case:
+class TraceCase:
     """One model through one trace."""
 
     what: str
@@ -167,7 +167,7 @@ def problems(options: RecoveryArgs) -> list[Problem]:
     return out
 
 
-def measure(options: RecoveryArgs, folder: Path, *, tell: Callable[[str], None]) -> list[Case]:
+def measure(options: RecoveryArgs, folder: Path, *, tell: Callable[[str], None]) -> list[TraceCase]:
     """All cases, in `folder`."""
     cases = []
     with contextlib.ExitStack() as stack:
@@ -201,7 +201,7 @@ def calibrate(
 ) -> Figures:
     """Step, save, restart and repair of this model on this machine: one kill each, with nothing else to wait for."""
     often = Torchrun(workload, folder / "calibrate", slots=options.slots, interval=CALIBRATION_STEPS, asynchronous=False, name="calibration")  # fmt: skip
-    ours = Ours(
+    ours = PhalanxSystem(
         workload,
         folder / "calibrate-ours",
         slots=options.slots,
@@ -247,7 +247,7 @@ def describe_figures(figures: Figures) -> str:
     )
 
 
-def make_case(what: str, workload: Workload, figures: Figures, options: RecoveryArgs) -> Case:
+def make_case(what: str, workload: Workload, figures: Figures, options: RecoveryArgs) -> TraceCase:
     """The trace and the intervals between saves that follow from measured figures."""
     failure_s = _failure_s(figures, options)
     trace = make_trace(what, options, failure_s)
@@ -255,7 +255,7 @@ def make_case(what: str, workload: Workload, figures: Figures, options: Recovery
     paper_steps = max(1, round(paper_interval_share(workload) * failure_s / figures.step_s))
     losses = max(1, trace.num_losses)
     best_steps = best_interval(figures, trace.duration_s / losses)
-    case = Case(
+    case = TraceCase(
         what=what,
         model=workload.name,
         slots=options.slots,
@@ -312,7 +312,7 @@ def make_trace(what: str, options: RecoveryArgs, failure_s: float) -> Trace:
 
 
 def _replay_all(
-    case: Case,
+    case: TraceCase,
     workload: Workload,
     folder: Path,
     options: RecoveryArgs,
@@ -330,9 +330,9 @@ def _replay_all(
             tell(f"  {case.what} {name}: {found.committed_samples} samples ({time.monotonic() - begin_s:.0f} s)")
 
 
-def _system(name: str, workload: Workload, place: Path, case: Case, options: RecoveryArgs) -> System:
+def _system(name: str, workload: Workload, place: Path, case: TraceCase, options: RecoveryArgs) -> System:
     if name == OURS:
-        return Ours(
+        return PhalanxSystem(
             workload,
             place,
             slots=options.slots,
@@ -344,7 +344,7 @@ def _system(name: str, workload: Workload, place: Path, case: Case, options: Rec
     return Torchrun(workload, place, slots=options.slots, interval=case.intervals[name], asynchronous=beside, name=name)
 
 
-def result(options: RecoveryArgs, cases: list[Case]) -> dict[str, Any]:
+def result(options: RecoveryArgs, cases: list[TraceCase]) -> dict[str, Any]:
     """What is written to the file. Ratios are of committed samples, at the paper's interval and (`_best`) at the best one."""
     out: dict[str, Any] = {}
     for case in cases:
@@ -359,12 +359,12 @@ def result(options: RecoveryArgs, cases: list[Case]) -> dict[str, Any]:
     return out
 
 
-def as_good(case: Case) -> list[dict[str, float]]:
+def as_good(case: TraceCase) -> list[dict[str, float]]:
     """Where checkpoints are as good: rarer failures, cheaper restarts (predicted)."""
     return where_as_good(case.figures, case.failure_s, factors=(1, 3, 10, 100, 1000), restart_factors=(1.0, 0.3, 0.1))
 
 
-def report(cases: list[Case]) -> str:
+def report(cases: list[TraceCase]) -> str:
     """Tables for a person."""
     lines = []
     for case in cases:
@@ -384,7 +384,7 @@ def report(cases: list[Case]) -> str:
     return "\n".join(lines)
 
 
-def _row(case: Case, name: str, score: Score) -> str:
+def _row(case: TraceCase, name: str, score: Score) -> str:
     ratio = case.samples(OURS) / score.committed_samples if score.committed_samples else float("inf")
     resumed = [o.caught_up_s for o in score.outages if o.caught_up_s is not None and o.running_s is not None]
     outage = f"{sum(resumed) / len(resumed):.2f} s until further than before" if resumed else "no outage ended"

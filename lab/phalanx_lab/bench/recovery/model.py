@@ -108,7 +108,7 @@ def mean_in_use(trace: Trace, ep: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class TracePrediction:
     """Steps in the whole trace."""
 
     ours: float
@@ -119,7 +119,7 @@ class Prediction:
         return self.ours / self.baseline if self.baseline > 0 else float("inf")
 
 
-def predict(figures: Figures, trace: Trace, *, ep: int, interval_steps: int, own_speed: bool) -> Prediction:
+def predict(figures: Figures, trace: Trace, *, ep: int, interval_steps: int, own_speed: bool) -> TracePrediction:
     """Both systems through `trace`. `own_speed`: samples/s follow the slots in use; else they do not depend on them."""
     duration, hits_and_grows = trace.duration_s, restarts(trace, ep)
     hits, grows = hits_and_grows
@@ -130,7 +130,7 @@ def predict(figures: Figures, trace: Trace, *, ep: int, interval_steps: int, own
     )  # saved before, so nothing is lost
     ours = simulate_goodput(planner, [c.at_s for c in trace.changes], duration_s=duration).useful
     rate_base, rate_ours = (mean_in_use(trace, ep), mean_in_use(trace, 1)) if own_speed else (1.0, 1.0)
-    return Prediction(
+    return TracePrediction(
         ours=ours * rate_ours * duration / figures.elastic_step_s,
         baseline=baseline * rate_base * duration / figures.step_s,
     )

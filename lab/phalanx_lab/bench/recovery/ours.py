@@ -10,7 +10,7 @@ from phalanx_lab.bench.cluster import TrainingCluster, train_command
 from phalanx_lab.bench.recovery.workload import Workload
 
 
-class Ours:
+class PhalanxSystem:
     """A run of local ranks with `resilience.heal`."""
 
     name = "heals"

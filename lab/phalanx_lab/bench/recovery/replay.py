@@ -27,7 +27,7 @@ def replay(
 ) -> Score:
     """Its score from warm training to the end of the trace. `stop_when_resumed`: end a few steps after the last change. Raises `RunError`."""
     if cores is not None:
-        system = Placed(system, cores)
+        system = PinnedSystem(system, cores)
     records: list[Record] = []
     logs = Logs(system.folder, slots=trace.slots)
     moments: list[tuple[float, str]] = []
@@ -55,7 +55,7 @@ def replay(
     )  # fmt: skip
 
 
-class Placed:
+class PinnedSystem:
     """A system whose ranks have the cores of their slots."""
 
     def __init__(self, system: System, cores: SlotCores) -> None:

@@ -59,7 +59,7 @@ class Score:
         return self.committed_samples / self.seconds
 
 
-class Ledger:
+class RunHistory:
     """The history of one run as its records tell it, in the order of time."""
 
     def __init__(self, records: Sequence[Record]) -> None:
@@ -111,7 +111,7 @@ def score(
     stolen: float = 0.0,
 ) -> Score:
     """Score of the time from `begin_s` to `end_s`; `changes` are (when, what) by the same clock, seconds since the epoch."""
-    ledger = Ledger([r for r in records if r["time_s"] <= end_s])
+    ledger = RunHistory([r for r in records if r["time_s"] <= end_s])
     first, last = ledger.at(begin_s), ledger.at(end_s)
     gaps = [b[0] - a[0] for a, b in zip(ledger.commits, ledger.commits[1:], strict=False) if a[0] >= begin_s]
     all_saves = [r for r in records if r["kind"] == "CheckpointSaved" and r["slot"] == 0 and r["time_s"] <= end_s]
@@ -139,7 +139,7 @@ def score(
     )
 
 
-def _outage(ledger: Ledger, records: Sequence[Record], at_s: float, what: str, until_s: float) -> Outage:
+def _outage(ledger: RunHistory, records: Sequence[Record], at_s: float, what: str, until_s: float) -> Outage:
     span = [r for r in records if at_s < r["time_s"] <= until_s]
     again = [r["time_s"] for r in span if r["kind"] in ("RunStarted", "TeamFormed")]
     running_s = min(again) if again else None

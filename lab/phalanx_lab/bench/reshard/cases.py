@@ -36,7 +36,7 @@ which no planner of bandwidth can help."""
 
 
 @dataclass(frozen=True)
-class Case:
+class ReshardCase:
     """Tensors to move over hosts."""
 
     label: str
@@ -49,18 +49,18 @@ def even_hosts(num_hosts: int, ranks_per_host: int, *, rate: float = 1.0) -> Hos
     return equal_hosts([rank // ranks_per_host for rank in range(num_hosts * ranks_per_host)], rate=rate)
 
 
-def nine_cases(*, rate: float = 1.0) -> list[Case]:
+def nine_cases(*, rate: float = 1.0) -> list[ReshardCase]:
     """The paper's multi-device cases."""
     cases = []
     for number, (source, target, shape) in enumerate(NINE, 1):
         src = read_layout(source, shape)
         dst = read_layout(target, shape, first_rank=len(src.ranks))
         hosts = even_hosts((len(src.ranks) + len(dst.ranks)) // 4, 4, rate=rate)
-        cases.append(Case(f"case {number}", (Move(name="x", itemsize=4, src=src, dst=dst),), hosts))
+        cases.append(ReshardCase(f"case {number}", (Move(name="x", itemsize=4, src=src, dst=dst),), hosts))
     return cases
 
 
-def random_cases(seed: int, *, unequal_links: bool = False) -> Iterator[Case]:
+def random_cases(seed: int, *, unequal_links: bool = False) -> Iterator[ReshardCase]:
     """Endless cases of one to three dims between disjoint meshes, whose axes may cut across hosts."""
     number = 0
     while True:
@@ -68,7 +68,7 @@ def random_cases(seed: int, *, unequal_links: bool = False) -> Iterator[Case]:
         number += 1
 
 
-def _random_case(draw: random.Random, number: int, *, unequal_links: bool) -> Case:
+def _random_case(draw: random.Random, number: int, *, unequal_links: bool) -> ReshardCase:
     per_host = draw.choice((2, 4, 8))
     src_hosts = draw.randint(2 if unequal_links else 1, 8)
     dst_hosts = draw.randint(1, 8)
@@ -82,7 +82,7 @@ def _random_case(draw: random.Random, number: int, *, unequal_links: bool) -> Ca
         rates = tuple(draw.uniform(0.25 if host < src_hosts else 0.5, 1.0) for host in range(hosts.count))
         hosts = Hosts(host_of_rank=hosts.host_of_rank, send_bytes_per_s=rates, recv_bytes_per_s=rates)
     label = f"#{number}: {shape} on {src_hosts} -> {dst_hosts} hosts x {per_host}"
-    return Case(label, (Move(name="x", itemsize=4, src=src, dst=dst),), hosts)
+    return ReshardCase(label, (Move(name="x", itemsize=4, src=src, dst=dst),), hosts)
 
 
 def _random_layout(
@@ -101,12 +101,12 @@ def _random_layout(
 # ---- scale ----------------------------------------------------------------------------------------------------------------------
 
 
-def wide_case(ranks: int = 512) -> Case:
+def wide_case(ranks: int = 512) -> ReshardCase:
     """Every rank has a part of what every rank needs: ranks x ranks unit tasks."""
     shape = (8192, 8192)
     src = read_layout(f"{ranks // 8}x8 S01R", shape)
     dst = read_layout(f"{ranks // 8}x8 RS01", shape, first_rank=ranks)
-    return Case(
+    return ReshardCase(
         f"{ranks} -> {ranks} S01R -> RS01",
         (Move(name="x", itemsize=2, src=src, dst=dst),),
         even_hosts(ranks // 4, 8, rate=400e9),
@@ -117,7 +117,7 @@ STAGES, STAGE_RANKS, TENSOR_PARALLEL, REPLICAS = 16, 16, 32, 8
 LAYERS, EXPERTS, HIDDEN, FFN, LATENT = 61, 256, 7168, 2048, 512
 
 
-def large_state() -> tuple[Case, list[list[Move]]]:
+def large_state() -> tuple[ReshardCase, list[list[Move]]]:
     """A state in the shape of DeepSeek-V3 (47,397 tensors), from pp 16 x ep 16 on 256 ranks to tp 32 x dp 8 on another 256. Also by stage.
 
     In the source the layers are dealt over 16 stages of 16 ranks: each expert on one rank, all else on each rank of its stage. In the
@@ -159,7 +159,7 @@ def large_state() -> tuple[Case, list[list[Move]]]:
             ranks = range(rank, rank + 1)
         by_stage[stage].append(Move(name=name, itemsize=2, src=on(shape, ranks), dst=over(shape, dim)))
     hosts = even_hosts(2 * first // 8, 8, rate=400e9)
-    return Case("pp16 x ep16 -> tp32 x dp8", tuple(m for one in by_stage for m in one), hosts), by_stage
+    return ReshardCase("pp16 x ep16 -> tp32 x dp8", tuple(m for one in by_stage for m in one), hosts), by_stage
 
 
 def _tensors() -> Iterator[tuple[str, tuple[int, ...], int | None, int, int | None]]:

@@ -33,7 +33,7 @@ from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes, format_rate, parse_rate
 from phalanx_lab.bench.reshard.nine import CASES, DEST_HOSTS, SOURCE_HOSTS
-from phalanx_lab.bench.reshard.rank import Job, host_main
+from phalanx_lab.bench.reshard.rank import ReshardJob, host_main
 from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
 
@@ -51,7 +51,7 @@ FASTER = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReshardArgs:
+class BenchReshardArgs:
     """Move the paper's nine cases over shaped links, beside its baselines."""
 
     cases: tuple[int, ...] = tuple(c.number for c in CASES)
@@ -110,7 +110,7 @@ def main(args: list[str]) -> int:
     """Run `phalanx bench reshard ARGS...` (or, with `--host-of FILE`, one host of it)."""
     if args[:1] == ["--host-of"]:
         return host_main(Path(args[1]))
-    options = tyro.cli(ReshardArgs, args=args, prog="phalanx bench reshard", description=__doc__)
+    options = tyro.cli(BenchReshardArgs, args=args, prog="phalanx bench reshard", description=__doc__)
     raise_if(_problems(options), ConfigError, subject="the options")
     check_writable(options.json)
     result = measure(options)
@@ -122,7 +122,7 @@ def main(args: list[str]) -> int:
     return 1 if result.failures else 0
 
 
-def _problems(options: ReshardArgs) -> list[Problem]:
+def _problems(options: BenchReshardArgs) -> list[Problem]:
     numbers = [c.number for c in CASES]
     problems = [
         Problem(where=f"--{name}", value=value, rule="must be at least 1", hint="leave it out")
@@ -140,10 +140,10 @@ def _problems(options: ReshardArgs) -> list[Problem]:
     return problems
 
 
-def measure(options: ReshardArgs) -> ReshardResult:
+def measure(options: BenchReshardArgs) -> ReshardResult:
     """All cases in one bed."""
     rate = parse_rate(options.rate, where="--rate", error=ConfigError)
-    job = Job(
+    job = ReshardJob(
         cases=options.cases,
         methods=tuple(METHODS[name] for name in options.methods),
         mib=options.mib,

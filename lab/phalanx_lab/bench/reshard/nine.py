@@ -20,7 +20,7 @@ ITEM_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class NineCase:
     """Layouts as `2x4 S0RR` (mesh, then a symbol for each dim)."""
 
     number: int
@@ -44,5 +44,5 @@ class Case:
 
 
 CASES = tuple(
-    Case(number=number, src=src, dst=dst, wide=shape != PAPER) for number, (src, dst, shape) in enumerate(NINE, 1)
+    NineCase(number=number, src=src, dst=dst, wide=shape != PAPER) for number, (src, dst, shape) in enumerate(NINE, 1)
 )

@@ -28,7 +28,7 @@ from phalanx.plan.reshard.flows import make_flows, unit_flows, whole_groups
 from phalanx.plan.reshard.history import HISTORY, busy_times, greedy, naive, perfect_order_seconds
 from phalanx.plan.reshard.plan import LEAST_CHUNK, ReshardPlan, plan_reshard
 from phalanx.plan.reshard.units import templates_of
-from phalanx_lab.bench.reshard.cases import Case, large_state, nine_cases, random_cases, wide_case
+from phalanx_lab.bench.reshard.cases import ReshardCase, large_state, nine_cases, random_cases, wide_case
 
 TRIVIAL = 1.02
 MOST_UNITS = 150
@@ -137,7 +137,7 @@ def measure_random(seed: int, count: int, *, unequal_links: bool, least_bytes: i
     return result
 
 
-def _baselines(case: Case) -> tuple[float, float, Bound] | None:
+def _baselines(case: ReshardCase) -> tuple[float, float, Bound] | None:
     """rho of the naive order and of the paper's greedy, and the bound; None for a trivial case or one with too many unit tasks."""
     templates = templates_of(case.moves, case.hosts)
     groups = whole_groups(templates)
@@ -152,7 +152,7 @@ def _baselines(case: Case) -> tuple[float, float, Bound] | None:
     return first / bound.seconds, theirs / bound.seconds, bound
 
 
-def _timed(case: Case, *, least_bytes: int = LEAST_CHUNK) -> tuple[ReshardPlan, float]:
+def _timed(case: ReshardCase, *, least_bytes: int = LEAST_CHUNK) -> tuple[ReshardPlan, float]:
     begin = time.process_time()
     plan = plan_reshard(case.moves, case.hosts, least_bytes=least_bytes)
     return plan, time.process_time() - begin
@@ -197,7 +197,7 @@ def measure_nine() -> dict[str, Any]:
     return {"rows": rows}
 
 
-def worst_with_tile_weights(case: Case, *, runs: int = 20) -> float:
+def worst_with_tile_weights(case: ReshardCase, *, runs: int = 20) -> float:
     """Worst makespan of the greedy with whole source tiles for weights, as it was shipped."""
     templates = templates_of(case.moves, case.hosts)
     tasks = unit_flows(templates, whole_groups(templates), case.hosts).flows
@@ -232,7 +232,7 @@ def measure_scale() -> dict[str, Any]:
     return result
 
 
-def _figures(case: Case, plan: ReshardPlan, took: float) -> dict[str, Any]:
+def _figures(case: ReshardCase, plan: ReshardPlan, took: float) -> dict[str, Any]:
     templates = plan.phases[0].flows.templates
     figures = {
         "tensors": len(case.moves),

@@ -28,7 +28,7 @@ from phalanx.runtime.reshard.executor import ReshardReport
 from phalanx.runtime.reshard.resharder import PlanOptions, Resharder
 from phalanx_lab.bench.reshard.cases import even_hosts
 from phalanx_lab.bench.reshard.counts import gather_counts
-from phalanx_lab.bench.reshard.nine import CASES, FIRST_DEST_RANK, RANKS_PER_HOST, Case
+from phalanx_lab.bench.reshard.nine import CASES, FIRST_DEST_RANK, RANKS_PER_HOST, NineCase
 
 PATIENCE_S = 300.0
 STREAM_BYTES, STREAM_MESSAGES, STREAM_OPEN = 1 << 20, 20, 4
@@ -36,7 +36,7 @@ STREAM_BYTES, STREAM_MESSAGES, STREAM_OPEN = 1 << 20, 20, 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ReshardJob:
     """What the hosts are to do; written to a file for them."""
 
     cases: tuple[int, ...]
@@ -53,7 +53,7 @@ class Job:
 def host_main(job_file: Path) -> int:
     """Fork the ranks of this host and wait for them."""
     found = json.loads(job_file.read_text())
-    job = Job(
+    job = ReshardJob(
         **{**found, "cases": tuple(found["cases"]), "methods": tuple(found["methods"]), "slow": tuple(found["slow"])}
     )
     host = read_world()
@@ -61,7 +61,7 @@ def host_main(job_file: Path) -> int:
     return run_local(partial(_rank, job, job_file, host), ranks=RANKS_PER_HOST, threads=1)
 
 
-def _rank(job: Job, job_file: Path, host: WorldInfo, local: WorldInfo, stop: StopRequest) -> int:
+def _rank(job: ReshardJob, job_file: Path, host: WorldInfo, local: WorldInfo, stop: StopRequest) -> int:
     world = host.world * RANKS_PER_HOST
     info = WorldInfo(
         rank=host.rank * RANKS_PER_HOST + local.rank,
@@ -88,11 +88,11 @@ def _rank(job: Job, job_file: Path, host: WorldInfo, local: WorldInfo, stop: Sto
 class _Bench:
     """One rank."""
 
-    def __init__(self, job: Job, comms: Collectives, axis: Axis) -> None:
+    def __init__(self, job: ReshardJob, comms: Collectives, axis: Axis) -> None:
         self.job, self.comms, self.axis = job, comms, axis
         self.rank = axis.index
 
-    def case(self, case: Case) -> dict[str, Any]:
+    def case(self, case: NineCase) -> dict[str, Any]:
         """Measure one case; the first rank's row has the counts."""
         rate = max(
             self.link_bytes_per_s(0, FIRST_DEST_RANK) for _ in range(2)
@@ -120,7 +120,7 @@ class _Bench:
             "methods": {name: method.row() for name, method in found.items()},
         }
 
-    def _warm_up(self, case: Case, hosts: Hosts) -> None:
+    def _warm_up(self, case: NineCase, hosts: Hosts) -> None:
         """Each method once on a smaller tensor: connections (their windows have grown) and code are then warm."""
         for method in self.job.methods:
             move = case.move(max(1, self.job.mib // (16 if method in self.job.slow else 4)))

@@ -38,9 +38,9 @@ from phalanx_lab.bench.robust.rank import (
     RAISED,
     Body,
     ForkedRanks,
+    MemorySample,
     Raised,
-    Sample,
-    Shape,
+    RobustShape,
     forked,
     run_for_long,
     run_until_lost,
@@ -70,8 +70,8 @@ FOLDINGS: tuple[Folding, ...] = (
 SETTLED = 500
 """Iterations after which memory should have settled."""
 MOST_GROWTH = 0.01
-IN_TRIALS = Shape(tokens=256, hidden=256, ffn=128)
-IN_ITERATIONS = Shape(tokens=128, hidden=64, ffn=64)
+IN_TRIALS = RobustShape(tokens=256, hidden=256, ffn=128)
+IN_ITERATIONS = RobustShape(tokens=128, hidden=64, ffn=64)
 COMPARE_EVERY = 100
 
 End = Literal["raised", "unclear", "hung", "aborted"]
@@ -128,7 +128,7 @@ class RobustResult:
     object_growth: int = 0
     compared: int = 0
     """Passes in which all methods were compared."""
-    samples: list[list[Sample]] = field(default_factory=list)
+    samples: list[list[MemorySample]] = field(default_factory=list)
     """Samples by rank."""
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
@@ -287,7 +287,7 @@ def count_trial(result: RobustResult, survivors: Sequence[Survivor], number: int
 class LongRun:
     """What two ranks found."""
 
-    samples: list[list[Sample]]
+    samples: list[list[MemorySample]]
     wrong: list[str]
     compared: int
 
@@ -335,7 +335,7 @@ def judge_iterations(result: RobustResult, found: LongRun) -> None:
         )
 
 
-def growth(samples: Sequence[Sample], name: str) -> tuple[float, float]:
+def growth(samples: Sequence[MemorySample], name: str) -> tuple[float, float]:
     """The median of a number in the `SETTLED // 2` iterations behind `SETTLED`, and how much more the median of the last as many is."""
     window, last = SETTLED // 2, samples[-1].iteration
     before = [getattr(s, name) for s in samples if SETTLED <= s.iteration <= SETTLED + window]

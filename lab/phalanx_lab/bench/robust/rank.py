@@ -47,7 +47,7 @@ RAISED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class RobustShape:
     """One layer and what each rank gives it at most."""
 
     tokens: int
@@ -58,7 +58,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class MemorySample:
     """Memory of a rank after so many passes."""
 
     iteration: int
@@ -85,10 +85,10 @@ class Raised:
     """What was running."""
 
 
-class Layer:
+class RobustLayer:
     """The layer on this rank, by every method."""
 
-    def __init__(self, info: WorldInfo, folding: Folding, shape: Shape, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, info: WorldInfo, folding: Folding, shape: RobustShape, *, timeout_s: float = TIMEOUT_S) -> None:
         torch.set_num_threads(1)
         keep_freed_memory(threads=1)
         init_world(info, timeout_s=timeout_s)
@@ -153,11 +153,11 @@ class Layer:
 # ---- bodies ------------------------------------------------------------------------------------------------------------------
 
 
-def run_until_lost(end: Connection, info: WorldInfo, *, folding: Folding, shape: Shape) -> None:
+def run_until_lost(end: Connection, info: WorldInfo, *, folding: Folding, shape: RobustShape) -> None:
     """Pass after pass. Tells when all methods have had a turn, then how it ended; lives on a little, and ends."""
-    layer: Layer | None = None
+    layer: RobustLayer | None = None
     try:
-        layer, number = Layer(info, folding, shape), 0
+        layer, number = RobustLayer(info, folding, shape), 0
         while True:
             layer.run(number)
             number += 1
@@ -178,11 +178,18 @@ def _raised(err: Exception, method: str) -> Raised:
 
 
 def run_for_long(
-    end: Connection, info: WorldInfo, *, folding: Folding, shape: Shape, iterations: int, every: int, compare_every: int
+    end: Connection,
+    info: WorldInfo,
+    *,
+    folding: Folding,
+    shape: RobustShape,
+    iterations: int,
+    every: int,
+    compare_every: int,
 ) -> None:
     """`iterations` passes; tells samples of memory, and where methods differed."""
     try:
-        layer = Layer(info, folding, shape)
+        layer = RobustLayer(info, folding, shape)
         fill_buffers(shape, most_rows=folding.world * shape.tokens)
         samples, wrong = [], []
         layer.run(0)
@@ -200,7 +207,7 @@ def run_for_long(
     os._exit(0)
 
 
-def fill_buffers(shape: Shape, *, most_rows: int) -> None:
+def fill_buffers(shape: RobustShape, *, most_rows: int) -> None:
     """Have the products of this thread done once for every number of rows that a slot may have, the most first.
 
     MKL keeps a buffer of 4.3 MB for each thread's products of fewer than 128 rows, and where one asks for more than the buffers that it has hold, one more,
@@ -214,9 +221,9 @@ def fill_buffers(shape: Shape, *, most_rows: int) -> None:
             torch.mm(left, right)
 
 
-def take_sample(iteration: int) -> Sample:
+def take_sample(iteration: int) -> MemorySample:
     gc.collect()
-    return Sample(
+    return MemorySample(
         iteration=iteration,
         resident_bytes=resident_bytes(),
         in_use_bytes=heap_in_use(),

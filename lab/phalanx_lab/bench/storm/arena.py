@@ -26,7 +26,7 @@ from phalanx.runtime.membership.service import StoreProcess, start_store
 from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx_lab.bench.cluster import TrainingCluster, send, state_of
-from phalanx_lab.bench.storm.board import Board
+from phalanx_lab.bench.storm.board import PhaseBoard
 
 KINDS = ("kill", "freeze", "notice", "service", "two", "host")
 """kill -9 of a worker; SIGSTOP, later SIGCONT; SIGTERM to a host; kill -9 of the service, of two workers at once, of a whole host. Hosts come back."""
@@ -40,7 +40,7 @@ WorkerMain = Callable[[WorkerAgent, int, Emit], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class InjectedFault:
     """One thing that was done to the run."""
 
     kind: str
@@ -73,7 +73,7 @@ class Arena(TrainingCluster):
         hosts: int,
         slots: int,
         folder: Path,
-        board: Board,
+        board: PhaseBoard,
         service: Service | None = None,
     ) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Arena(TrainingCluster):
         self.names = [f"h{i}" for i in range(hosts)]
         self.store: StoreProcess | None = start_store() if service is None else None
         self.service: Service = service if self.store is None else self.store.address  # type: ignore[assignment]
-        self.faults: list[Fault] = []
+        self.faults: list[InjectedFault] = []
         self.away_s: list[float] = []
         """How long what each fault took away stays away."""
         self.begun: list[tuple[str, float]] = []
@@ -171,7 +171,7 @@ class Arena(TrainingCluster):
         back_s: float = 0.3,
         place: int | None = None,
         aim_s: float = AIM_S,
-    ) -> Fault | None:
+    ) -> InjectedFault | None:
         """Do one fault to the worker at `place` (None: a random one), aimed at `phase`; None where there is nobody to do it to."""
         places = self.places()
         if not places:
@@ -184,7 +184,7 @@ class Arena(TrainingCluster):
         self.board.release(place)
         if victims is None:
             return None
-        fault = Fault(
+        fault = InjectedFault(
             kind=kind,
             at_s=at_s,
             phase=now_phase if found else f"{now_phase} (aimed at {phase})",

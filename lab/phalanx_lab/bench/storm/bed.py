@@ -21,12 +21,12 @@ from phalanx.core.errors import RunError
 from phalanx.runtime.membership.keys import ServiceLost, TcpService
 from phalanx.train.recovery.watch import PHASES
 from phalanx_lab.bench.storm.arena import Arena
-from phalanx_lab.bench.storm.board import Board
-from phalanx_lab.bench.storm.trainer import Setup
+from phalanx_lab.bench.storm.board import PhaseBoard
+from phalanx_lab.bench.storm.trainer import StormSetup
 from phalanx_lab.testbed import links
 from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
-from phalanx_lab.testbed.job import Job
+from phalanx_lab.testbed.job import TestbedJob
 
 PORT = 29400
 RATE = 1e9
@@ -45,13 +45,13 @@ START_S = 60.0
 class BedArena(Arena):
     """Use as a context manager from the main thread."""
 
-    def __init__(self, setup: Setup, folder: Path) -> None:
-        board = Board(setup.ranks, PHASES, path=folder / "board")
+    def __init__(self, setup: StormSetup, folder: Path) -> None:
+        board = PhaseBoard(setup.ranks, PHASES, path=folder / "board")
         where = TcpService(links.address(setup.hosts), PORT)
 
         super().__init__(hosts=setup.hosts, slots=setup.slots, folder=folder, board=board, service=where)
         self.setup = replace(setup, service=f"{where.host}:{PORT}")
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, TestbedJob] = {}
         self._outer: dict[tuple[str, int, int], int] = {}
         self._look_s = dict.fromkeys(self.names, 0.0)
         """Moment for each host when its job is looked at next."""

@@ -19,7 +19,7 @@ _CELL = struct.Struct("<qqqqq")
 _FREE = 0
 
 
-class Board:
+class PhaseBoard:
     """(process, phase, steps committed) by place, and one trap for each. `path`: a file, where workers are no children of the storm."""
 
     def __init__(self, places: int, phases: Sequence[str], *, path: Path | None = None) -> None:

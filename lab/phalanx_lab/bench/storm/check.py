@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx_lab.bench.storm.arena import Fault
+from phalanx_lab.bench.storm.arena import InjectedFault
 
 Record = dict[str, Any]
 
@@ -61,7 +61,7 @@ def _one_group(commits: Sequence[Record], entered: dict[int, set[str]]) -> list[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovery:
+class FaultRecovery:
     """One fault and what followed, in seconds after it. None: it did not happen (a fault that stopped nobody)."""
 
     kind: str
@@ -76,7 +76,7 @@ class Recovery:
     """The first new step was committed."""
 
 
-def recoveries(faults: Sequence[Fault], events: Sequence[Record]) -> list[Recovery]:
+def recoveries(faults: Sequence[InjectedFault], events: Sequence[Record]) -> list[FaultRecovery]:
     """Recoveries by fault. Only what happened before the next fault is counted."""
     found = []
     for i, fault in enumerate(faults):
@@ -86,7 +86,7 @@ def recoveries(faults: Sequence[Fault], events: Sequence[Record]) -> list[Recove
     return found
 
 
-def _recovery(fault: Fault, span: Sequence[Record]) -> Recovery:
+def _recovery(fault: InjectedFault, span: Sequence[Record]) -> FaultRecovery:
     def first(kind: str) -> float | None:
         times = [e["at_s"] for e in span if e["kind"] == kind]
         return min(times) - fault.at_s if times else None
@@ -95,7 +95,7 @@ def _recovery(fault: Fault, span: Sequence[Record]) -> Recovery:
     number = min((e["generation"] for e in again), default=None)
     same = [e for e in again if e["generation"] == number]
     commits = [e["at_s"] for e in span if e["kind"] == "Committed" and number is not None and e["generation"] >= number]
-    return Recovery(
+    return FaultRecovery(
         kind=fault.kind,
         phase=fault.phase,
         detected_s=first("MemberLost"),

@@ -25,8 +25,8 @@ from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx_lab.bench.cluster import write_text
 from phalanx_lab.bench.storm.arena import Arena
-from phalanx_lab.bench.storm.run import LINK_KINDS, LOCAL_KINDS, Plan, StormResult, report, storm
-from phalanx_lab.bench.storm.trainer import Setup, TrainerArena, recipe_of
+from phalanx_lab.bench.storm.run import LINK_KINDS, LOCAL_KINDS, StormPlan, StormResult, report, storm
+from phalanx_lab.bench.storm.trainer import StormSetup, TrainerArena, recipe_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,18 +88,18 @@ def run_storm(options: StormArgs, folder: Path) -> StormResult:
     hosts = options.hosts or (5 if options.testbed else 4)
     slots = options.slots or (2 if options.testbed else 1)
     limit_s = options.limit_s or (2.0 if options.testbed else 1.0)
-    setup = Setup(mode=options.mode, hosts=hosts, slots=slots, limit_s=limit_s, service="127.0.0.1:1")
+    setup = StormSetup(mode=options.mode, hosts=hosts, slots=slots, limit_s=limit_s, service="127.0.0.1:1")
     recipe_of(setup, folder)  # what is wrong with it is said before anything is started
     write_text(folder / "text")
     arena = _arena(options, setup, folder)
-    plan = Plan(faults=options.faults, seed=options.seed, kinds=kinds, between_s=options.between_s)
+    plan = StormPlan(faults=options.faults, seed=options.seed, kinds=kinds, between_s=options.between_s)
     result = storm(arena, arena.setup, plan, folder, tell=lambda text: print(text, flush=True))  # type: ignore[attr-defined]
     result.where = "the testbed" if options.testbed else "local hosts" + (" with etcd" if options.etcd else "")
     result.not_here = () if options.testbed else LINK_KINDS
     return result
 
 
-def _arena(options: StormArgs, setup: Setup, folder: Path) -> Arena:
+def _arena(options: StormArgs, setup: StormSetup, folder: Path) -> Arena:
     if options.etcd is not None:
         from phalanx_lab.bench.storm.etcd import EtcdArena
 

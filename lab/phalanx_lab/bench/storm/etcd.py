@@ -13,7 +13,7 @@ from typing import Self
 from phalanx.core.errors import RunError
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.keys_etcd import EtcdService
-from phalanx_lab.bench.storm.trainer import Setup, TrainerArena
+from phalanx_lab.bench.storm.trainer import StormSetup, TrainerArena
 
 START_S = 20.0
 
@@ -21,7 +21,7 @@ START_S = 20.0
 class EtcdArena(TrainerArena):
     """Local hosts and an etcd of their own; `program` is its path (`sh scripts/etcd.sh` prints one)."""
 
-    def __init__(self, setup: Setup, folder: Path, *, program: Path) -> None:
+    def __init__(self, setup: StormSetup, folder: Path, *, program: Path) -> None:
         self._program, self._ports = program, _free_ports(2)
         where = EtcdService("127.0.0.1", self._ports[0], run="storm")
         address = f"etcd://{where.host}:{where.port}/{where.run}"

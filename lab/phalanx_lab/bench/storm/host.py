@@ -14,8 +14,8 @@ from phalanx.core.errors import PhalanxError
 from phalanx.runtime.membership.keys import TcpService
 from phalanx.train.recovery.run import train_elastic
 from phalanx.train.recovery.watch import PHASES
-from phalanx_lab.bench.storm.board import Board
-from phalanx_lab.bench.storm.trainer import Setup, recipe_of
+from phalanx_lab.bench.storm.board import PhaseBoard
+from phalanx_lab.bench.storm.trainer import StormSetup, recipe_of
 from phalanx_lab.bench.storm.watch import StormWatch
 
 
@@ -27,8 +27,8 @@ def main(argv: list[str]) -> int:
         keys.put("stop", request["stop"])
         return 0
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-    setup, folder, host = Setup(**request["setup"]), Path(request["folder"]), request["host"]
-    board = Board(setup.ranks, PHASES, path=folder / "board")
+    setup, folder, host = StormSetup(**request["setup"]), Path(request["folder"]), request["host"]
+    board = PhaseBoard(setup.ranks, PHASES, path=folder / "board")
     first = setup.slots * request["index"]
     watch = StormWatch(board, folder, host=host, start=request["start"], first=first)
     try:

@@ -31,7 +31,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollback:
+class StormRollback:
     """Training went back."""
 
     generation: int
@@ -46,7 +46,7 @@ class Rollback:
 
 
 @dataclass(kw_only=True)
-class Ledger:
+class StormLedger:
     """What all members say."""
 
     lines: list[Line] = field(default_factory=list)
@@ -68,7 +68,7 @@ class CalmStep:
 
 
 @dataclass(kw_only=True)
-class Verdict:
+class StormVerdict:
     """What does not hold, in words and numbers."""
 
     committed_steps: int = 0
@@ -78,19 +78,19 @@ class Verdict:
     """Every loss and norm is that of the undisturbed run."""
     worst: float = 0.0
     """Largest relative difference of a loss."""
-    rollbacks: list[Rollback] = field(default_factory=list)
+    rollbacks: list[StormRollback] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
-def read_ledger(logs: Iterable[Sequence[Record]]) -> Ledger:
+def read_ledger(logs: Iterable[Sequence[Record]]) -> StormLedger:
     """`logs`: for each worker process, its events in order. A step belongs to the generation that its member was in last."""
-    ledger = Ledger()
+    ledger = StormLedger()
     for log in logs:
         _read_log(ledger, log)
     return ledger
 
 
-def _read_log(ledger: Ledger, log: Sequence[Record]) -> None:
+def _read_log(ledger: StormLedger, log: Sequence[Record]) -> None:
     uid, generation, ended = "", 0, dict[int, Record]()
     for event in log:
         kind = event["kind"]
@@ -131,9 +131,9 @@ def calm_steps(logs: Iterable[Sequence[Record]]) -> dict[int, CalmStep]:
     }
 
 
-def judge(ledger: Ledger, calm: Mapping[int, CalmStep], *, steps: int, tolerance: float = 0.0) -> Verdict:
+def judge(ledger: StormLedger, calm: Mapping[int, CalmStep], *, steps: int, tolerance: float = 0.0) -> StormVerdict:
     """All that is wrong. `steps`: where the run ended; `tolerance`: largest relative difference of losses that is allowed (0: the same bits)."""
-    verdict = Verdict()
+    verdict = StormVerdict()
     live = _without_void(ledger, verdict)
     by_step: defaultdict[int, list[Line]] = defaultdict(list)
     for line in live:
@@ -154,7 +154,7 @@ def judge(ledger: Ledger, calm: Mapping[int, CalmStep], *, steps: int, tolerance
     return verdict
 
 
-def _without_void(ledger: Ledger, verdict: Verdict) -> list[Line]:
+def _without_void(ledger: StormLedger, verdict: StormVerdict) -> list[Line]:
     """Lines that count."""
     live = sorted(ledger.lines, key=lambda line: (line.generation, line.step))
     for number in sorted(ledger.entered):
@@ -168,7 +168,7 @@ def _without_void(ledger: Ledger, verdict: Verdict) -> list[Line]:
             lost = {_host(uid) for uid in _whole_before(ledger, number) if uid not in inside}
             told = step in ledger.back
             verdict.rollbacks.append(
-                Rollback(generation=number, step=step, steps=top - step, lost_hosts=tuple(sorted(lost)), told=told)
+                StormRollback(generation=number, step=step, steps=top - step, lost_hosts=tuple(sorted(lost)), told=told)
             )
             if not told:
                 verdict.problems.append(f"generation {number} goes back from step {top} to {step}, and nobody said so")
@@ -176,7 +176,7 @@ def _without_void(ledger: Ledger, verdict: Verdict) -> list[Line]:
     return live
 
 
-def _whole_before(ledger: Ledger, number: int) -> set[str]:
+def _whole_before(ledger: StormLedger, number: int) -> set[str]:
     """Members of the last generation before `number` that all of its members had entered."""
     whole = [g for g, inside in ledger.entered.items() if g < number and len(inside) == ledger.sizes[g]]
     return set(ledger.entered[max(whole)]) if whole else set()
@@ -187,7 +187,7 @@ def _host(uid: str) -> str:
 
 
 def _judge_step(
-    step: int, lines: Sequence[Line], calm: CalmStep, ledger: Ledger, live: Sequence[Line], verdict: Verdict
+    step: int, lines: Sequence[Line], calm: CalmStep, ledger: StormLedger, live: Sequence[Line], verdict: StormVerdict
 ) -> None:
     numbers = sorted({line.generation for line in lines})
     if len(numbers) > 1:
@@ -210,7 +210,9 @@ def _judge_step(
         )
 
 
-def _judge_figures(lines: Sequence[Line], calm: Mapping[int, CalmStep], verdict: Verdict, *, tolerance: float) -> None:
+def _judge_figures(
+    lines: Sequence[Line], calm: Mapping[int, CalmStep], verdict: StormVerdict, *, tolerance: float
+) -> None:
     wrong: dict[int, str] = {}
     for line in lines:
         right = calm.get(line.step)

@@ -33,14 +33,14 @@ from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx_lab.bench.storm.arena import KINDS, Arena, read_events, users_of
 from phalanx_lab.bench.storm.check import median, problems_of, recoveries
-from phalanx_lab.bench.storm.toy import PHASES, Board, ToyBody, checksum, state_after
+from phalanx_lab.bench.storm.toy import PHASES, ToyBoard, ToyBody, checksum, state_after
 
 TIMEOUT_S = 60.0
 """Timeout of collectives. Nothing may ever wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StormArgs:
+class ToyStormArgs:
     """A storm of faults over members that train a toy."""
 
     faults: int = 20
@@ -62,7 +62,7 @@ class StormArgs:
 
 
 @dataclass(kw_only=True)
-class StormResult:
+class ToyStormResult:
     faults: int = 0
     by_kind: dict[str, int] = field(default_factory=dict)
     committed_steps: int = 0
@@ -78,7 +78,7 @@ class StormResult:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench storm-members ARGS...`; exit status 0 if everything held."""
-    options = tyro.cli(StormArgs, args=args, prog="phalanx bench storm-members", description=__doc__)
+    options = tyro.cli(ToyStormArgs, args=args, prog="phalanx bench storm-members", description=__doc__)
     check_writable(options.json)
     with tempfile.TemporaryDirectory(prefix="phalanx-storm-") as folder:
         result = storm(options, Path(folder), tell=print)
@@ -88,7 +88,7 @@ def main(args: list[str]) -> int:
     return 1 if result.failures else 0
 
 
-def worker(board: Board, *, pause_s: float, folder: Path, stop: Path) -> Any:
+def worker(board: ToyBoard, *, pause_s: float, folder: Path, stop: Path) -> Any:
     """What each worker of a storm runs: until the file `stop` says after how many steps the run ends."""
 
     def main(agent: WorkerAgent, place: int, tell: Emit) -> int:
@@ -116,10 +116,14 @@ class StormBody(ToyBody):
 
 
 def storm(
-    options: StormArgs, folder: Path, *, service: Service | None = None, tell: Callable[[str], None] = lambda text: None
-) -> StormResult:
+    options: ToyStormArgs,
+    folder: Path,
+    *,
+    service: Service | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> ToyStormResult:
     """The whole experiment; events and ends are left in `folder`."""
-    board = Board(options.hosts * options.slots)
+    board = ToyBoard(options.hosts * options.slots)
     stop = folder / "stop"
     wanted = options.hosts * options.slots
 
@@ -145,7 +149,7 @@ def storm(
         service=service,
     )
     begin_s = time.monotonic()
-    result = StormResult()
+    result = ToyStormResult()
     with arena:
         _rage(arena, options, result, tell)
         steps = arena.step() + 40
@@ -158,7 +162,7 @@ def storm(
     return result
 
 
-def _rage(arena: Arena, options: StormArgs, result: StormResult, tell: Callable[[str], None]) -> None:
+def _rage(arena: Arena, options: ToyStormArgs, result: ToyStormResult, tell: Callable[[str], None]) -> None:
     rng = random.Random(options.seed)
     if not arena.until(lambda: arena.step() >= 3, 30.0):
         result.failures.append("the run did not begin")
@@ -182,7 +186,7 @@ def _settled(arena: Arena, step: int) -> bool:
     return arena.calm() and arena.step() >= step
 
 
-def _judge(result: StormResult, arena: Arena, folder: Path, steps: int) -> None:
+def _judge(result: ToyStormResult, arena: Arena, folder: Path, steps: int) -> None:
     events = list(read_events(folder))
     result.faults = len(arena.faults)
     for fault in arena.faults:
@@ -210,7 +214,7 @@ def _judge(result: StormResult, arena: Arena, folder: Path, steps: int) -> None:
     result.max_recovery_s = max((t for t in times if t is not None), default=None)
 
 
-def report(result: StormResult) -> str:
+def report(result: ToyStormResult) -> str:
     """A few lines for a person."""
     lines = [
         f"{result.faults} faults ({', '.join(f'{k} {n}' for k, n in sorted(result.by_kind.items()))}), "

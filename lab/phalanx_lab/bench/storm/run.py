@@ -20,7 +20,7 @@ from phalanx_lab.bench.storm.arena import KINDS, MORE_KINDS, Arena, users_of
 from phalanx_lab.bench.storm.check import median, recoveries
 from phalanx_lab.bench.storm.joins import joins
 from phalanx_lab.bench.storm.ledger import calm_steps, judge, read_ledger
-from phalanx_lab.bench.storm.trainer import STORM, Setup, different, digests, final_step, train_calmly
+from phalanx_lab.bench.storm.trainer import STORM, StormSetup, different, digests, final_step, train_calmly
 
 HANG_S = 30.0
 """Seconds after a fault without a step that count as a hang: half of what a collective would wait."""
@@ -84,7 +84,7 @@ class StormResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StormPlan:
     """What is done to a run."""
 
     faults: int
@@ -98,7 +98,9 @@ class Plan:
     """How long all may take to be back."""
 
 
-def storm(arena: Arena, setup: Setup, plan: Plan, folder: Path, *, tell: Tell = lambda text: None) -> StormResult:
+def storm(
+    arena: Arena, setup: StormSetup, plan: StormPlan, folder: Path, *, tell: Tell = lambda text: None
+) -> StormResult:
     """The whole experiment; the arena is not entered yet. Events, errors and runs are left in `folder`."""
     result = StormResult(mode=setup.mode, limit_s=setup.limit_s)
     begin_s = time.monotonic()
@@ -115,7 +117,7 @@ def storm(arena: Arena, setup: Setup, plan: Plan, folder: Path, *, tell: Tell = 
 # ---- the faults
 
 
-def _rage(arena: Arena, setup: Setup, plan: Plan, result: StormResult, tell: Tell) -> None:
+def _rage(arena: Arena, setup: StormSetup, plan: StormPlan, result: StormResult, tell: Tell) -> None:
     rng = random.Random(plan.seed)
     if not arena.until(lambda: _full(arena) and arena.step() >= 3, plan.full_s):
         result.failures.append("the run did not begin")
@@ -128,7 +130,14 @@ def _rage(arena: Arena, setup: Setup, plan: Plan, result: StormResult, tell: Tel
 
 
 def _one_fault(
-    arena: Arena, setup: Setup, plan: Plan, rng: random.Random, kind: str, phase: str, result: StormResult, tell: Tell
+    arena: Arena,
+    setup: StormSetup,
+    plan: StormPlan,
+    rng: random.Random,
+    kind: str,
+    phase: str,
+    result: StormResult,
+    tell: Tell,
 ) -> bool:
     """Whether the run got over it."""
     place = None
@@ -152,7 +161,7 @@ def _one_fault(
     return True
 
 
-def _make_joiner(arena: Arena, plan: Plan, rng: random.Random, tell: Tell) -> int | None:
+def _make_joiner(arena: Arena, plan: StormPlan, rng: random.Random, tell: Tell) -> int | None:
     """Kill a worker so that its successor joins, and with it comes a migration; the place of a member that will take part in that, or of the joiner."""
     places = arena.places()
     gone = rng.choice(places)
@@ -199,7 +208,7 @@ def _look_for_orphans(result: StormResult, arena: Arena, folder: Path) -> None:
 
 
 def judge_storm(
-    result: StormResult, arena: Arena, setup: Setup, folder: Path, *, tell: Tell = lambda text: None
+    result: StormResult, arena: Arena, setup: StormSetup, folder: Path, *, tell: Tell = lambda text: None
 ) -> None:
     """Hold what all members told against an undisturbed run, which is trained here."""
     result.faults = len(arena.faults)

@@ -18,7 +18,7 @@ from phalanx.core.errors import RunError
 from phalanx.plan.recovery import StateReport
 from phalanx.runtime.membership.rendezvous import GroupEpoch
 from phalanx.runtime.membership.votes import Resolution
-from phalanx_lab.bench.storm.board import Board as AnyBoard
+from phalanx_lab.bench.storm.board import PhaseBoard as AnyBoard
 
 SAMPLES = 24
 PLACES = 4096
@@ -26,7 +26,7 @@ PHASES = ("waits", "enter", "compute", "all-to-all", "reduce", "vote", "commit",
 """What a worker may be doing when a fault comes."""
 
 
-class Board(AnyBoard):
+class ToyBoard(AnyBoard):
     """Where the workers of a toy say what they do."""
 
     def __init__(self, places: int) -> None:
@@ -59,7 +59,7 @@ def checksum(state: np.ndarray) -> str:
 class ToyBody:
     """A `Body` (runtime/membership/member.py)."""
 
-    def __init__(self, *, steps: int, board: Board, place: int, pid: int, pause_s: float) -> None:
+    def __init__(self, *, steps: int, board: ToyBoard, place: int, pid: int, pause_s: float) -> None:
         self.steps, self.pause_s = steps, pause_s
         self.step, self.holds = 0, False
         self.state = torch.zeros(PLACES, dtype=torch.int64)

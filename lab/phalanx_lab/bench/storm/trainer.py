@@ -28,7 +28,7 @@ from phalanx.train.recovery.watch import PHASES
 from phalanx.train.run import train
 from phalanx_lab.bench.cluster import overrides, tiny_run
 from phalanx_lab.bench.storm.arena import Arena
-from phalanx_lab.bench.storm.board import Board
+from phalanx_lab.bench.storm.board import PhaseBoard
 from phalanx_lab.bench.storm.watch import StormWatch
 
 TIMEOUT_S = 60.0
@@ -39,7 +39,7 @@ STORM, CALM = "storm", "calm"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class StormSetup:
     """What a storm trains, and on what."""
 
     mode: Literal["exact", "fast"] = "exact"
@@ -59,7 +59,7 @@ class Setup:
         return self.hosts * self.slots
 
 
-def recipe_words(setup: Setup, folder: Path, *, host: str = "") -> list[str]:
+def recipe_words(setup: StormSetup, folder: Path, *, host: str = "") -> list[str]:
     """Overrides of the recipe of one host."""
     own: dict[str, object] = {
         "router.bias_rate": 0.01,
@@ -89,12 +89,12 @@ def recipe_words(setup: Setup, folder: Path, *, host: str = "") -> list[str]:
     return overrides(tiny_run(folder / "runs", STORM, folder / "cache", own))
 
 
-def recipe_of(setup: Setup, folder: Path, *, host: str = "") -> Recipe:
+def recipe_of(setup: StormSetup, folder: Path, *, host: str = "") -> Recipe:
     """Raises `ConfigError` with all that is wrong."""
     return load_recipe(None, recipe_words(setup, folder, host=host), check=lambda r: run_problems(r, world=setup.ranks))
 
 
-def calm_recipe(setup: Setup, folder: Path, *, steps: int, ranks: int) -> Recipe:
+def calm_recipe(setup: StormSetup, folder: Path, *, steps: int, ranks: int) -> Recipe:
     """The same training of `steps` steps on `ranks` local ranks, that cannot recover and is not hurt."""
     recipe = recipe_of(setup, folder)
     return replace(
@@ -107,7 +107,7 @@ def calm_recipe(setup: Setup, folder: Path, *, steps: int, ranks: int) -> Recipe
     )
 
 
-def train_calmly(setup: Setup, folder: Path, *, steps: int) -> Path:
+def train_calmly(setup: StormSetup, folder: Path, *, steps: int) -> Path:
     """The undisturbed run; its folder."""
     ranks = setup.ranks if setup.mode == "fast" else 2
     recipe = calm_recipe(setup, folder, steps=steps, ranks=ranks)
@@ -121,8 +121,8 @@ def train_calmly(setup: Setup, folder: Path, *, steps: int) -> Path:
 class TrainerArena(Arena):
     """Hosts are processes of this machine, forked with everything imported."""
 
-    def __init__(self, setup: Setup, folder: Path, *, service: Service | None = None) -> None:
-        board = Board(setup.ranks, PHASES)
+    def __init__(self, setup: StormSetup, folder: Path, *, service: Service | None = None) -> None:
+        board = PhaseBoard(setup.ranks, PHASES)
         import_now()
         super().__init__(hosts=setup.hosts, slots=setup.slots, folder=folder, board=board, service=service)
         where = self.service

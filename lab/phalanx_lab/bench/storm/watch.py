@@ -8,7 +8,7 @@ from pathlib import Path
 from phalanx.core.events import Event
 from phalanx.train.recovery.watch import Phase
 from phalanx_lab.bench.storm.arena import EventFile
-from phalanx_lab.bench.storm.board import Board
+from phalanx_lab.bench.storm.board import PhaseBoard
 
 TOLD = ("Reformed", "Committed", "StepEnded", "SamplesTaken", "TeamFormed", "Note", "WentBack")
 """Events of a worker that the storm keeps."""
@@ -17,7 +17,7 @@ TOLD = ("Reformed", "Committed", "StepEnded", "SamplesTaken", "TeamFormed", "Not
 class StormWatch:
     """A `Watch` (train/recovery/watch.py) of one start of one host; its first worker has the place `first` on the board."""
 
-    def __init__(self, board: Board, folder: Path, *, host: str, start: int, first: int) -> None:
+    def __init__(self, board: PhaseBoard, folder: Path, *, host: str, start: int, first: int) -> None:
         self.board, self.folder, self.host_name, self.first = board, folder, host, first
         self.host = EventFile(folder / f"host-{host}-{start}.jsonl")
         self._start = start
@@ -31,7 +31,7 @@ class StormWatch:
 class StormMember:
     """A `MemberWatch`."""
 
-    def __init__(self, board: Board, place: int, file: EventFile) -> None:
+    def __init__(self, board: PhaseBoard, place: int, file: EventFile) -> None:
         self._board, self._place, self._file, self._pid = board, place, file, os.getpid()
 
     def phase(self, name: Phase, step: int) -> None:
