@@ -69,6 +69,10 @@ def test_yarn_is_read_from_both_versions_of_the_config() -> None:
         },
     }  # fmt: skip
     assert family.spec_of(old)[0] == family.spec_of(config)[0]
+    alone = {**old, "rope_scaling": {**old["rope_scaling"], "mscale_all_dim": 0.0}}
+    assert family.spec_of(alone)[0].yarn == YarnSpec(factor=40.0, original_length=4096), (
+        "one of them alone counts for nothing"
+    )
     model, _ = settings_for(family.spec_of(old)[0])
     assert (model.yarn_factor, model.yarn_original_length, model.yarn_mscale_all_dim) == (40.0, 4096, 1.0)
 
