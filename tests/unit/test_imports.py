@@ -132,7 +132,10 @@ def test_rooms_are_entered_through_their_faces() -> None:
 def test_every_room_says_what_it_decides() -> None:
     house = product()
     for room in sorted({house.room(m) for m in house.modules}):
-        assert ast.get_docstring(ast.parse(house.modules[room].read_text())), room
+        source = house.modules[room].read_text()
+        text = ast.get_docstring(ast.parse(source)) or ""
+        least = 30 if "lazy(__name__)" in source and room != "phalanx" else 1
+        assert len(text.split()) >= least, f"{room}: what does it decide, and which names come first?"
 
 
 def test_faces_name_what_others_use_and_nothing_else() -> None:

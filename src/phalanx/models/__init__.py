@@ -1,4 +1,7 @@
-"""The decoder and its parts."""
+"""The decoder and its parts.
+
+The room decides what a block computes and where it communicates; how is the executors' (`runtime/moe`, `runtime/comm`). `ModelContext` is all that a model is told of its rank, `Decoder` is one pipeline stage.
+"""
 
 from __future__ import annotations
 

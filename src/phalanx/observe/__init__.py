@@ -1,4 +1,7 @@
-"""Where events go while a run trains: console, files, TensorBoard, Prometheus; and the history of a run as a table. What a recorded run did is read in `recorded/`."""
+"""Where events go while a run trains: console, files, TensorBoard, Prometheus; and the history of a run as a table. What a recorded run did is read in `recorded/`.
+
+The room decides which sink hears an event (`open_sinks`), and that a sink that fails costs its lines and nothing else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What should happen: pure functions of NumPy and the standard library that return frozen plans. Never torch."""
+"""What should happen: pure functions of NumPy and the standard library that return frozen plans. Never torch.
+
+A room is a subject, and `recipe.py` stands on top of them all: it decides whether a recipe can be carried out. What rooms above need of it is on this face."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How long a plan takes and how much memory it needs. NumPy only, never torch."""
+"""How long a plan takes and how much memory it needs. NumPy only, never torch.
+
+The floor puts clocks and sizes on plans that others made; it never makes another plan. `from_recipe.py` decides what a recipe comes to on a cluster that is not here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The oracle: any mapping against one rank, in float64; planted faults."""
+"""The oracle: any mapping against one rank, in float64; planted faults.
+
+The room decides which mappings and settings are tried (`setups.py`), what counts as equal, and how a planted fault breaks a step; `run_job` runs cases and reports what differs.
+"""
 
 from __future__ import annotations
 

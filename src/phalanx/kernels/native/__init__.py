@@ -1,4 +1,7 @@
-"""Compiled elementwise kernels (`rows.cpp`), and how they are built on the machine that runs them."""
+"""Compiled elementwise kernels (`rows.cpp`), and how they are built on the machine that runs them.
+
+The room decides whether a machine has compiled kernels at all (`compiled_rows` gives None where there is no compiler), where the binary is kept, and that it is the user's own.
+"""
 
 from __future__ import annotations
 

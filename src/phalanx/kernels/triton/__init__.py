@@ -1,4 +1,7 @@
-"""Operations of one MoE layer on GPUs that wait on flags, around the Triton programs in `programs/`."""
+"""Operations of one MoE layer on GPUs that wait on flags, around the Triton programs in `programs/`.
+
+The room decides how one layer lies in memory that devices share (`ArenaSpec`), in which order rows travel (`SendIndex`, `Arranged`), and which flag stands for what. `runtime/moe/fused.py` runs it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The families of Hugging Face checkpoints that a run can come from and go to: names of tensors and options of `config.json`, both ways."""
+"""The families of Hugging Face checkpoints that a run can come from and go to: names of tensors and options of `config.json`, both ways.
+
+Each family decides its rules in a file of its own and knows nothing of the others; `FAMILIES` is the list.
+"""
 
 from __future__ import annotations
 

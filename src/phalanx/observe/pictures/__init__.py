@@ -1,4 +1,7 @@
-"""Plans and predictions as text and SVG."""
+"""Plans and predictions as text and SVG.
+
+The room decides what a person sees of a plan in a terminal and in a file; it takes no decision about the plan.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a recorded run did, read from its folder: spans of each rank, communication that no work hid, recoveries, and the Perfetto trace of all."""
+"""What a recorded run did, read from its folder: spans of each rank, communication that no work hid, recoveries, and the Perfetto trace of all.
+
+The room decides how events of many ranks become one course: which clock they share, which spans overlap, and what belongs to a recovery. It reads logs of every version.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Context parallelism: which part of a sequence each rank holds, and which blocks of attention it computes against each other rank's part (`runtime/comm/context_parallel.py` carries it out)."""
+"""Context parallelism: which part of a sequence each rank holds, and which blocks of attention it computes against each other rank's part (`runtime/comm/context_parallel.py` carries it out).
+
+The room decides the layout of a sequence (`make_layout`: contiguous or zigzag) and the order of the ring.
+"""
 
 from __future__ import annotations
 

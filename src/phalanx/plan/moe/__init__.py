@@ -1,4 +1,7 @@
-"""How the tokens of a batch reach their experts and come back: who sends how many rows to which slot."""
+"""How the tokens of a batch reach their experts and come back: who sends how many rows to which slot.
+
+`plan_dispatch` decides which replica serves which row and the splits of both all-to-alls (`DispatchPlan`), from counts that all sources share; `capacity` and `kept_pairs` decide which rows are dropped.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One rank's step, or its part of a move of state, as an ordered list of operations with ids."""
+"""One rank's step, or its part of a move of state, as an ordered list of operations with ids.
+
+The room decides the ids of everything that a step computes and sends (`step_program`), and of the messages of a move of state. Recordings, traces and predictions are compared by these ids.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How a tensor moves from one layout to another: units, the bound, schedules between hosts, and messages between ranks (arXiv 2211.05322)."""
+"""How a tensor moves from one layout to another: units, the bound, schedules between hosts, and messages between ranks (arXiv 2211.05322).
+
+`plan_reshard` decides which rank sends which bytes to whom and in which order, near the lower bound on the busiest link (`ReshardPlan`). `Move` says what is wanted, `Hosts` which links there are, `Hop` is one message.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Saves and loads the state of a run by logical tensors, for any mapping and number of ranks."""
+"""Saves and loads the state of a run by logical tensors, for any mapping and number of ranks.
+
+The room decides when a checkpoint counts as there (all files, then the name in `latest`), which old ones go, and what is damage; nothing that was saved whole is ever touched.
+"""
 
 from __future__ import annotations
 

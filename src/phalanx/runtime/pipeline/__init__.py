@@ -1,4 +1,7 @@
-"""Carries out one rank's part of a pipeline schedule, and what travels between stages."""
+"""Carries out one rank's part of a pipeline schedule, and what travels between stages.
+
+`run_pipeline` runs the order that it is given. The room decides only how far ahead receives are posted and which sends it still waits for.
+"""
 
 from __future__ import annotations
 

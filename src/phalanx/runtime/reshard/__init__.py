@@ -1,4 +1,7 @@
-"""Carries out one rank's part of a reshard plan."""
+"""Carries out one rank's part of a reshard plan.
+
+`Resharder` keeps plans from call to call and `reshard` is one call; the room decides how bytes are staged below a cap, and nothing about who sends what.
+"""
 
 from __future__ import annotations
 

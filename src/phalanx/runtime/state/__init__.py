@@ -1,4 +1,7 @@
-"""Gradients, master weights and moments of what a rank keeps."""
+"""Gradients, master weights and moments of what a rank keeps.
+
+The room decides how gradients of a family lie in one buffer, when their reduction begins, and which rank keeps which shard of the state; who sums what is the table of `plan/mapping`.
+"""
 
 from __future__ import annotations
 

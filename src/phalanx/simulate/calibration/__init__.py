@@ -1,4 +1,7 @@
-"""The constants of a machine from times that were measured on it, on one host or on several."""
+"""The constants of a machine from times that were measured on it, on one host or on several.
+
+The room decides which constants the times of a machine determine (`fit`) and how good they are; it measures nothing itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How failures and slow hosts change the progress of a job."""
+"""How failures and slow hosts change the progress of a job.
+
+The room decides the clock of weeks: when hosts fail, what each kind of run does about it (by the run's own rule), and what is left of the time as progress. The time of one recovery has a clock of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What devices and links do: constants of clusters, costs of operations and collectives."""
+"""What devices and links do: constants of clusters, costs of operations and collectives.
+
+The room decides what a cluster's name means (`parse_cluster`), and how long one product or one collective takes on it; every constant has its source beside it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Jobs and mappings on a cluster that is not here: models, degrees, stages, how tokens meet experts, ranks that are slow."""
+"""Jobs and mappings on a cluster that is not here: models, degrees, stages, how tokens meet experts, ranks that are slow.
+
+The room decides what a recipe or a choice of a search comes to as a `Job` and a `Mapping`, and what the ranks of a stage hold and route; it puts no clock on them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How much memory each rank of a run on this machine needs: what its tensors hold, and what no tensor does."""
+"""How much memory each rank of a run on this machine needs: what its tensors hold, and what no tensor does.
+
+The room decides what is counted as held when, phase by phase of a step; the counts come from the run's own layouts and kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run's own program on a clock, operation by operation."""
+"""A run's own program on a clock, operation by operation.
+
+The room decides when an operation may begin on its lane and what it costs there; the order is the program's. A recorded run is compared with it id by id.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The best mapping of a job on a cluster."""
+"""The best mapping of a job on a cluster.
+
+The room decides which mappings are tried (`Space`), bounds what need not be, and ranks the rest by the step that `simulate/step` predicts, dropping what does not fit.
+"""
 
 from __future__ import annotations
 

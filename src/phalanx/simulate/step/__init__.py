@@ -1,4 +1,7 @@
-"""How long a step takes on a cluster, and what it holds in the memory of devices."""
+"""How long a step takes on a cluster, and what it holds in the memory of devices.
+
+`predict` decides the time of a step from costs by closed forms and the schedule's own clock, and names what each second is spent on.
+"""
 
 from __future__ import annotations
 

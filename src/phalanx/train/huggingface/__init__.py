@@ -1,4 +1,7 @@
-"""Hugging Face checkpoints to runs and back."""
+"""Hugging Face checkpoints to runs and back.
+
+The room decides which tensor of a checkpoint is which parameter of a run, what is read by which rank, and what `config.json` says; how families name things is in `models/families`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Experts that move while training runs: when the state of an expert goes to another rank, and how it gets there beside a step."""
+"""Experts that move while training runs: when the state of an expert goes to another rank, and how it gets there beside a step.
+
+The room decides at which step an expert moves and what its ranks do meanwhile; whether a move pays is decided in `plan/placement`. `Rebalancer` is asked between steps.
+"""
 
 from __future__ import annotations
 

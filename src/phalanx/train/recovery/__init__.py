@@ -1,4 +1,7 @@
-"""A run that goes on when hosts are lost or join."""
+"""A run that goes on when hosts are lost or join.
+
+The room decides what a member keeps, fetches and repeats when its generation ends, and when a run goes back to a checkpoint; who is a member is decided in `runtime/membership`.
+"""
 
 from __future__ import annotations
 

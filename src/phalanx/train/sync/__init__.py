@@ -1,4 +1,7 @@
-"""Weights of a run delivered to an inference mesh of another layout: which waves, who reads, who receives."""
+"""Weights of a run delivered to an inference mesh of another layout: which waves, who reads, who receives.
+
+`deliver` decides how many bytes are on their way at once, so that no reader exceeds its cap; the plan of each wave is that of `plan/reshard`.
+"""
 
 from __future__ import annotations
 

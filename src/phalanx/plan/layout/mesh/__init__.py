@@ -1,4 +1,7 @@
-"""Layouts over an N-dimensional mesh of ranks, one placement a mesh axis, as torch's DTensor and `phalanx plan reshard` say them."""
+"""Layouts over an N-dimensional mesh of ranks, one placement a mesh axis, as torch's DTensor and `phalanx plan reshard` say them.
+
+The room decides how placements, words such as `2x3 S01`, and uneven shards become boxes (`mesh_layout`).
+"""
 
 from __future__ import annotations
 

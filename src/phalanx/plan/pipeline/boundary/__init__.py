@@ -1,4 +1,7 @@
-"""What crosses between two pipeline stages: which rank sends which rows to whom, also where their meshes differ, with one copy into each host."""
+"""What crosses between two pipeline stages: which rank sends which rows to whom, also where their meshes differ, with one copy into each host.
+
+The room decides the messages of an edge (`staged_edges`) by the planner of `plan/reshard`, and their order.
+"""
 
 from __future__ import annotations
 
