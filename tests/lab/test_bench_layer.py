@@ -38,8 +38,8 @@ from phalanx_lab.bench.layer.loads import exact_routing, load_vector, pair_count
 from phalanx_lab.bench.layer.methods import COARSE, METHODS, OURS, Inside, overlap_of
 from phalanx_lab.bench.layer.rank import BenchLayerShape
 from phalanx_lab.bench.layer.scores import figures, regret
-from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
+from phalanx_lab.testbed.testbed import Testbed
 
 
 def emulated_hosts() -> None:

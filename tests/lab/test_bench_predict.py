@@ -20,7 +20,7 @@ from phalanx.simulate.calibration.fit import TimedCollective, with_links
 from phalanx.simulate.hardware.clusters import Hardware, load_hardware, parse_hardware
 from phalanx.simulate.hardware.collectives import GroupSpan, Network
 from phalanx.simulate.program.cost import ProgramOracle, kind_of
-from phalanx_lab.bench.predict import laws as predict_laws, real as predict_real
+from phalanx_lab.bench.predict import fitted_costs as predict_laws, real as predict_real
 from phalanx_lab.bench.predict.command import PredictArgs, kendall_tau, plans_of, report_of, tie_of
 from phalanx_lab.bench.predict.plans import FLOOR_S, NOT_TOLD, PLANS, WORLD, Glue, StepPlan, glued, paced_s, predicted_s
 from phalanx_lab.bench.predict.spans import recorded_step

@@ -14,8 +14,8 @@ from phalanx.plan.layout.parameters import Box
 from phalanx_lab.bench.reshard.command import FASTER, METHODS, _case, failures, main, missed
 from phalanx_lab.bench.reshard.nine import CASES, FIRST_DEST_RANK
 from phalanx_lab.bench.reshard.rank import _held, _is_right, _values
-from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
+from phalanx_lab.testbed.testbed import Testbed
 
 
 def test_cases_are_the_paper_s_at_the_size_asked_for() -> None:

@@ -21,8 +21,8 @@ from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import equal_hosts
 from phalanx.train.recovery.watch import PHASES, collective_watch
-from phalanx_lab.bench.storm.arena import Arena, users_of
 from phalanx_lab.bench.storm.board import PhaseBoard
+from phalanx_lab.bench.storm.chaos_cluster import ChaosCluster, users_of
 from phalanx_lab.bench.storm.command import StormArgs, run_storm
 from phalanx_lab.bench.storm.joins import joins
 from phalanx_lab.bench.storm.ledger import CalmStep, StormVerdict, calm_steps, judge, read_ledger
@@ -262,23 +262,23 @@ def test_an_orphan_is_found(tmp_path: Path) -> None:
 def test_two_notices_go_to_two_hosts_and_both_come_back(tmp_path: Path) -> None:
     told, begun = [], []
 
-    class Still(Arena):
+    class Still(ChaosCluster):
         def signal_host(self, name: str, number: signal.Signals) -> None:
             told.append((name, number))
 
         def start_host(self, name: str) -> None:
             begun.append(name)
 
-    arena = Still(hosts=3, slots=1, folder=tmp_path, board=PhaseBoard(3, PHASES), service=object())  # type: ignore[arg-type]
-    arena.pids = {"h0": 1, "h1": 2, "h2": 3}
-    struck = arena._strike("two notices", 1, random.Random(0), 0.0)
+    cluster = Still(hosts=3, slots=1, folder=tmp_path, board=PhaseBoard(3, PHASES), service=object())  # type: ignore[arg-type]
+    cluster.pids = {"h0": 1, "h1": 2, "h2": 3}
+    struck = cluster._strike("two notices", 1, random.Random(0), 0.0)
     assert struck is not None and struck[0] == "h1" and len(set(struck)) == 2
     assert told == [(name, signal.SIGTERM) for name in struck]
-    arena.pids = {}  # both have left
-    arena.running()
+    cluster.pids = {}  # both have left
+    cluster.running()
     assert begun == struck
-    arena.pids = {"h2": 3}
-    assert arena._strike("two notices", 2, random.Random(0), 0.0) == ["h2"]
+    cluster.pids = {"h2": 3}
+    assert cluster._strike("two notices", 2, random.Random(0), 0.0) == ["h2"]
 
 
 @pytest.mark.ranks

@@ -17,12 +17,12 @@ import pytest
 import phalanx
 from phalanx.cli.main import main as program
 from phalanx.core.errors import TestbedError
-from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.measure import TrafficMeter, measure
 from phalanx_lab.testbed.owner import parse_tag, processes_of
 from phalanx_lab.testbed.play import play
 from phalanx_lab.testbed.scenario import Progress, Scenario, ScenarioAction
+from phalanx_lab.testbed.testbed import Testbed
 
 SOURCES = str(Path(phalanx.__file__).parent.parent)
 
@@ -345,10 +345,10 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from phalanx_lab.testbed.cluster import ClusterSpec
-from phalanx_lab.testbed.bed import Testbed
+from phalanx_lab.testbed.testbed import Testbed
 bed = Testbed(ClusterSpec(hosts=2, ranks_per_host=2), access=sys.argv[1])
 job = bed.run(["sh", "-c", "setsid sleep 62 & sleep 63"])
-print(bed.owner.tag, bed.access, bed._keeper.pid, flush=True)
+print(bed.owner.tag, bed.access, bed._supervisor.pid, flush=True)
 time.sleep(float(sys.argv[2]))
 assert len(job.running()) == 4
 bed.close()
@@ -357,7 +357,7 @@ print(bed.leftovers(), flush=True)
 
 
 def start_owner(access: str, *, seconds: float, **how: object) -> tuple[subprocess.Popen[str], list[str]]:
-    """A process with a bed: (process, its tag, access and keeper). Given `user`, it runs without any privilege."""
+    """A process with a bed: (process, its tag, access and supervisor). Given `user`, it runs without any privilege."""
     interpreter = how.pop("interpreter", sys.executable)
     command = [str(interpreter), "-P", "-c", OWNER, access, str(seconds)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": SOURCES}, **how)  # type: ignore[call-overload]
@@ -375,7 +375,7 @@ def test_nothing_survives_the_owner(access: str) -> None:
     owner = parse_tag(tag)
     assert owner is not None and way == access
     assert until(lambda: len(processes_of(owner)) == 2 + 2 + 4 * 3), (
-        "keeper, switch, hosts, and each rank with two children"
+        "supervisor, switch, hosts, and each rank with two children"
     )
     process.kill()
     process.wait()
@@ -388,11 +388,11 @@ def test_nothing_survives_the_owner(access: str) -> None:
 
 
 def test_the_next_start_reaps_a_bed_that_hangs(capsys: pytest.CaptureFixture[str]) -> None:
-    """A keeper that is stopped cannot notice that its owner died. Whoever starts next does."""
-    process, (tag, _, keeper) = start_owner("auto", seconds=60)
+    """A supervisor that is stopped cannot notice that its owner died. Whoever starts next does."""
+    process, (tag, _, supervisor) = start_owner("auto", seconds=60)
     owner = parse_tag(tag)
     assert owner is not None
-    os.kill(int(keeper), signal.SIGSTOP)
+    os.kill(int(supervisor), signal.SIGSTOP)
     process.kill()
     process.wait()
     time.sleep(0.2)
@@ -437,7 +437,7 @@ def can_run(interpreter: str) -> bool:
         interpreter,
         "-P",
         "-c",
-        "import sys, json, phalanx_lab.testbed.bed; sys.exit(sys.version_info < (3, 11))",
+        "import sys, json, phalanx_lab.testbed.testbed; sys.exit(sys.version_info < (3, 11))",
     ]
     try:
         how = {"user": 65534, "group": 65534, "extra_groups": [], "cwd": "/", "env": {"PYTHONPATH": SOURCES}}
@@ -450,7 +450,7 @@ def test_a_machine_that_refuses_namespaces() -> None:
     """For real: inside a user namespace whose limits are zero, neither way is left, and the error says what to change."""
     code = (
         "from phalanx_lab.testbed.cluster import ClusterSpec\n"
-        "from phalanx_lab.testbed.bed import Testbed\n"
+        "from phalanx_lab.testbed.testbed import Testbed\n"
         "from phalanx.core.errors import TestbedError\n"
         "try:\n    Testbed(ClusterSpec())\nexcept TestbedError as error:\n    print(error)\n"
     )

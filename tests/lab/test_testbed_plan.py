@@ -352,8 +352,8 @@ def test_ways_out_follow_the_switches_of_the_kernel() -> None:
 
 
 def test_the_planning_side_needs_no_third_party_package() -> None:
-    """The keeper must start in milliseconds, and an unprivileged user's Python may have nothing installed."""
-    code = "import sys, phalanx_lab.testbed.bed, phalanx_lab.testbed.measure; print(*sorted({m.split('.')[0] for m in sys.modules} - sys.stdlib_module_names))"
+    """The supervisor must start in milliseconds, and an unprivileged user's Python may have nothing installed."""
+    code = "import sys, phalanx_lab.testbed.testbed, phalanx_lab.testbed.measure; print(*sorted({m.split('.')[0] for m in sys.modules} - sys.stdlib_module_names))"
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],
         capture_output=True,

@@ -13,7 +13,7 @@ from phalanx.core.events import Emit
 from phalanx.runtime.membership.supervisor import SupervisorSettings
 from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
-from phalanx_lab.bench.storm.arena import Arena, read_events, users_of
+from phalanx_lab.bench.storm.chaos_cluster import ChaosCluster, read_events, users_of
 from phalanx_lab.bench.storm.check import problems_of
 from phalanx_lab.bench.storm.members import ToyStormArgs, storm, worker
 from phalanx_lab.bench.storm.toy import ToyBoard
@@ -30,22 +30,24 @@ def test_a_storm_loses_nothing(tmp_path: Path) -> None:
     assert refused, "a thawed member must hear that it is out"
 
 
-def arena_of(tmp_path: Path, board: ToyBoard, *, hosts: int, slots: int, main: object = None, **rest: object) -> Arena:
+def arena_of(
+    tmp_path: Path, board: ToyBoard, *, hosts: int, slots: int, main: object = None, **rest: object
+) -> ChaosCluster:
     def settings(host: str) -> SupervisorSettings:
         said = {"slots": slots, "wanted": hosts * slots, "limit_s": 2.0, "gather_s": 2.0, **rest}
         return SupervisorSettings(host=host, agent=AgentSettings(timeout_s=60.0), **said)  # type: ignore[arg-type]
 
     run = main or worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")
-    return Arena(run, settings, hosts=hosts, slots=slots, folder=tmp_path, board=board)  # type: ignore[arg-type]
+    return ChaosCluster(run, settings, hosts=hosts, slots=slots, folder=tmp_path, board=board)  # type: ignore[arg-type]
 
 
 def test_too_few_members_end_cleanly_and_say_for_whom_they_waited(tmp_path: Path) -> None:
     board = ToyBoard(2)
-    with arena_of(tmp_path, board, hosts=1, slots=2, minimum=2, respawns=0, wait_s=0.5) as arena:
-        arena.wait_for(lambda: arena.step() >= 3, "step 3")
-        arena.hurt("kill", random.Random(0), phase="compute")
-        arena.wait_for_end(90.0)
-        assert arena.codes == {"h0": 1}
+    with arena_of(tmp_path, board, hosts=1, slots=2, minimum=2, respawns=0, wait_s=0.5) as cluster:
+        cluster.wait_for(lambda: cluster.step() >= 3, "step 3")
+        cluster.hurt("kill", random.Random(0), phase="compute")
+        cluster.wait_for_end(90.0)
+        assert cluster.codes == {"h0": 1}
     said = next(tmp_path.glob("error-h0-*")).read_text()
     assert "TooFewMembers: 1 members (h0." in said and "the run needs 2" in said
     assert users_of(tmp_path) == []
@@ -53,9 +55,9 @@ def test_too_few_members_end_cleanly_and_say_for_whom_they_waited(tmp_path: Path
 
 def test_a_run_that_never_has_its_minimum_ends_and_says_what_it_has(tmp_path: Path) -> None:
     board = ToyBoard(2)
-    with arena_of(tmp_path, board, hosts=1, slots=2, wanted=3, minimum=3, gather_s=0.2, wait_s=0.5) as arena:
-        arena.wait_for_end(90.0)
-        assert arena.codes == {"h0": 1}
+    with arena_of(tmp_path, board, hosts=1, slots=2, wanted=3, minimum=3, gather_s=0.2, wait_s=0.5) as cluster:
+        cluster.wait_for_end(90.0)
+        assert cluster.codes == {"h0": 1}
     said = next(tmp_path.glob("error-h0-*")).read_text()
     assert "TooFewMembers: the run has not begun: 2 ranks of all hosts are ready, and it needs 3" in said
     assert users_of(tmp_path) == []
@@ -72,12 +74,12 @@ def test_a_host_with_another_plan_is_refused_and_the_run_goes_on(tmp_path: Path)
         agent.announce(plan_hash="another", version="1")
         raise AssertionError("it was let in")
 
-    with arena_of(tmp_path, board, hosts=2, slots=1, main=main, minimum=1, gather_s=0.2) as arena:
-        arena.wait_for(lambda: "h1" not in arena.pids and arena.step() >= 20, "step 20 without h1")
-        assert arena.codes == {"h1": 1} and arena.step() >= 20
-        (tmp_path / "stop").write_text(str(arena.step() + 20))
-        arena.wait_for_end(90.0)
-        assert arena.codes["h0"] == 0
+    with arena_of(tmp_path, board, hosts=2, slots=1, main=main, minimum=1, gather_s=0.2) as cluster:
+        cluster.wait_for(lambda: "h1" not in cluster.pids and cluster.step() >= 20, "step 20 without h1")
+        assert cluster.codes == {"h1": 1} and cluster.step() >= 20
+        (tmp_path / "stop").write_text(str(cluster.step() + 20))
+        cluster.wait_for_end(90.0)
+        assert cluster.codes["h0"] == 0
     said = next(tmp_path.glob("error-h1-*")).read_text()
     assert "plan hash = 'another': the run has 'toy'" in said
 
@@ -90,20 +92,20 @@ def test_a_worker_that_fails_by_itself_ends_the_run_with_its_error(tmp_path: Pat
         agent.announce(plan_hash="toy", version="1")
         raise ZeroDivisionError("a mistake of its own")
 
-    with arena_of(tmp_path, board, hosts=1, slots=1, main=main, quick_deaths=3) as arena:
-        arena.wait_for_end(90.0)
-        assert arena.codes == {"h0": 1}
+    with arena_of(tmp_path, board, hosts=1, slots=1, main=main, quick_deaths=3) as cluster:
+        cluster.wait_for_end(90.0)
+        assert cluster.codes == {"h0": 1}
     assert "a mistake of its own" in next(tmp_path.glob("error-h0-*")).read_text()
 
 
 @pytest.mark.core
 def test_a_run_that_is_stopped_ends_after_a_step(tmp_path: Path) -> None:
     board = ToyBoard(2)
-    with arena_of(tmp_path, board, hosts=1, slots=2) as arena:
-        arena.wait_for(lambda: arena.step() >= 5, "step 5")
-        arena.signal_host("h0", signal.SIGTERM)
-        arena.wait_for_end(90.0)
-        assert arena.codes == {"h0": 0}
+    with arena_of(tmp_path, board, hosts=1, slots=2) as cluster:
+        cluster.wait_for(lambda: cluster.step() >= 5, "step 5")
+        cluster.signal_host("h0", signal.SIGTERM)
+        cluster.wait_for_end(90.0)
+        assert cluster.codes == {"h0": 0}
     events = list(read_events(tmp_path))
     last = max(e["step"] for e in events if e["kind"] == "Committed")
     assert problems_of(events, steps=last) == []
@@ -121,12 +123,12 @@ def test_a_stop_does_not_wait_for_a_worker_that_is_in_no_generation_yet(tmp_path
             time.sleep(60.0)
         return toy(agent, place, tell)
 
-    with arena_of(tmp_path, board, hosts=1, slots=2, main=main) as arena:
-        arena.wait_for(lambda: arena.step() >= 3, "step 3")
-        arena.hurt("kill", random.Random(0), phase="compute")
-        arena.wait_for(successor.exists, "a successor")
+    with arena_of(tmp_path, board, hosts=1, slots=2, main=main) as cluster:
+        cluster.wait_for(lambda: cluster.step() >= 3, "step 3")
+        cluster.hurt("kill", random.Random(0), phase="compute")
+        cluster.wait_for(successor.exists, "a successor")
         begin_s = time.monotonic()
-        arena.signal_host("h0", signal.SIGTERM)
-        arena.wait_for_end(90.0)
+        cluster.signal_host("h0", signal.SIGTERM)
+        cluster.wait_for_end(90.0)
         assert time.monotonic() - begin_s < 40.0
-        assert arena.codes == {"h0": 0}
+        assert cluster.codes == {"h0": 0}

@@ -34,8 +34,8 @@ from phalanx.runtime.comm.groups import GroupCache, build_groups, with_second_gr
 from phalanx.runtime.processes.world import close_world, init_world, read_world
 from phalanx_lab.bench.ours import OPTIM, OurRun
 from phalanx_lab.bench.workload import WorkloadShape
-from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
+from phalanx_lab.testbed.testbed import Testbed
 
 What = Literal["gradients", "ring", "pair"]
 SHAPES = {

@@ -16,9 +16,9 @@ from typing import Any
 from phalanx.core.errors import RunError
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis
-from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.job import JobResult
 from phalanx_lab.testbed.links import MIN_RATE
+from phalanx_lab.testbed.testbed import Testbed
 
 _TICK_S = 0.01
 _PATIENCE_S = 60.0

@@ -38,9 +38,9 @@ from phalanx.runtime.processes.world import close_world, init_world, read_world
 from phalanx_lab.bench.ours import OurRun
 from phalanx_lab.bench.rates import request, serve, tell, told
 from phalanx_lab.bench.workload import WorkloadShape
-from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.links import COARSE
+from phalanx_lab.testbed.testbed import Testbed
 
 SHAPE = WorkloadShape(
     layers=4, hidden=256, heads=4, kv_heads=4, experts=8, top_k=2, ffn=512, vocab=1024, batch=8, seq_len=256

@@ -1,7 +1,7 @@
 """Whether this machine lets us make a bed, and if not, what a person can do about it.
 
 Two ways lead to namespaces: being root with CAP_SYS_ADMIN, or a user namespace, which most kernels give to everyone. Containers and some
-distributions refuse both. Decides only the words; the keeper has tried and tells what the kernel said.
+distributions refuse both. Decides only the words; the supervisor has tried and tells what the kernel said.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def ways_out(read: Callable[[str], str] = _read) -> list[str]:
 
 
 def refusal(reason: str, *, said: str) -> TestbedError:
-    """The error for a keeper that could not enter namespaces; `said` is what it printed, which it does only if it is broken."""
+    """The error for a supervisor that could not enter namespaces; `said` is what it printed, which it does only if it is broken."""
     if said:
         rule = f"its first process broke: {said.splitlines()[-1]}"
         return TestbedError([Problem(where="testbed", value=sys.executable, rule=rule)], subject="testbed")

@@ -18,12 +18,12 @@ import tyro
 from phalanx.core.errors import Problem, TestbedError
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import parse_rate
-from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.measure import measure as measure_links
 from phalanx_lab.testbed.owner import reap_stale
 from phalanx_lab.testbed.play import play
 from phalanx_lab.testbed.scenario import Scenario, load_scenario
+from phalanx_lab.testbed.testbed import Testbed
 
 JsonFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 _RATE_HELP = "Rate of each host's link in each direction: 1gbit, 200mbit, 1e9, or none for no limit."

@@ -1,7 +1,7 @@
 """One emulated host as its owner sees it: alive or dead, frozen, its link's state, the programs on it.
 
 Decides the order of the small steps (a dead host's link is gone before it starts anew; a silent death takes the link first). The steps
-themselves are `links.py` (text) and `keeper.py` (hands).
+themselves are `links.py` (text) and `supervisor.py` (hands).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from phalanx.core.errors import Problem, TestbedError
 from phalanx_lab.testbed import links
-from phalanx_lab.testbed.wire import Remote, socket_pair
+from phalanx_lab.testbed.rpc import Remote, socket_pair
 
 _RUN_TIMEOUT_S = 30.0
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from phalanx.core.errors import Problem, TestbedError
 from phalanx.core.units import format_rate, format_seconds
 from phalanx_lab.testbed import links
-from phalanx_lab.testbed.bed import Testbed
+from phalanx_lab.testbed.testbed import Testbed
 
 _PINGS = 200
 _LIMIT_S = 60.0

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TextIO
 
 from phalanx.core.errors import TestbedError
-from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.job import JobResult, TestbedJob
 from phalanx_lab.testbed.output import Echo
 from phalanx_lab.testbed.progress import StepWatcher
 from phalanx_lab.testbed.scenario import UNDONE_BY, Scenario, ScenarioAction
+from phalanx_lab.testbed.testbed import Testbed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,8 +55,8 @@ from phalanx_lab.bench.layer.rank import (
 from phalanx_lab.bench.layer.scores import figures, medians, regret
 from phalanx_lab.bench.rates import serve, tell, told
 from phalanx_lab.testbed import links
-from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
+from phalanx_lab.testbed.testbed import Testbed
 
 LONGEST_S = 1500.0
 COMPUTE = f"compute {SERIAL}"

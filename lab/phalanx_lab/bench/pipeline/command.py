@@ -59,8 +59,8 @@ from phalanx_lab.bench.pipeline.models import (
     StageModel,
     gradient_digest,
 )
-from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec, hosts_of
+from phalanx_lab.testbed.testbed import Testbed
 
 REPLICAS = 2
 """Ranks of a stage."""

@@ -33,12 +33,12 @@ from phalanx.simulate.program.clock import ProgramTimeline, programs_hash
 from phalanx.simulate.program.compare_run import MeasuredOp, compare
 from phalanx.simulate.program.cost import ProgramOracle
 from phalanx_lab.bench.predict import real as predict_real, recovery as predict_recovery
-from phalanx_lab.bench.predict.laws import learn, paces, usual_pace
+from phalanx_lab.bench.predict.fitted_costs import learn, paces, usual_pace
 from phalanx_lab.bench.predict.plans import PLANS, WORLD, Glue, PlanPrediction, StepPlan
 from phalanx_lab.bench.predict.rank import SIZES, rank_report
 from phalanx_lab.bench.predict.spans import recorded_step
-from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
+from phalanx_lab.testbed.testbed import Testbed
 
 PACED_BARS = {"median": 0.05, "worst": 0.12, "kendall_tau": 0.9}
 REAL_BARS = {"median": 0.12, "worst": 0.12, "kendall_tau": 0.9}
@@ -150,7 +150,7 @@ def _recovery_problems(options: PredictArgs) -> list[Problem]:
     return problems
 
 
-def runs_of(options: PredictArgs) -> tuple[predict_recovery.Victims, ...]:
+def runs_of(options: PredictArgs) -> tuple[predict_recovery.KillTargets, ...]:
     """Those that are asked for of --recovery."""
     part, parts = _read_part(options.part) or (1, 1)
     runs = predict_recovery.RUNS[part - 1 :: parts]

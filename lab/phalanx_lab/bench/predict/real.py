@@ -1,7 +1,7 @@
 """`phalanx bench predict --real`: two ranks of one thread that really compute, no more than there are cores.
 
 Decides which ways of taking a step are recorded and which are predicted from them: one for each axis that divides something (everything on each rank; experts, sequences, tensors shared), at two sizes of a micro-batch. All
-other plans were chosen for what they cover (numbers and sizes of micro-batches, recomputation, transports, chunks, every axis and pairs of them, pipelines), and are predicted from the recorded ones (`phalanx_lab/bench/predict/laws.py`), from links that were
+other plans were chosen for what they cover (numbers and sizes of micro-batches, recomputation, transports, chunks, every axis and pairs of them, pipelines), and are predicted from the recorded ones (`phalanx_lab/bench/predict/fitted_costs.py`), from links that were
 measured, and from their programs. All plans are measured in two rounds: what a plan differs from itself by says which plans nobody can put in order. Must never change: nothing is learned from a step that is compared.
 """
 
@@ -18,7 +18,7 @@ from phalanx.plan.program.ops import Op
 from phalanx.simulate.hardware.cost import Cost
 from phalanx.simulate.program.clock import ProgramTimeline, run_programs
 from phalanx.simulate.program.cost import ProgramOracle
-from phalanx_lab.bench.predict.laws import Learned, amounts_of, before_of, kind_learned
+from phalanx_lab.bench.predict.fitted_costs import Learned, amounts_of, before_of, kind_learned
 from phalanx_lab.bench.predict.plans import PlanSetup, StepPlan, paced_s, pipe
 
 WORLD = 2

@@ -50,7 +50,7 @@ VOCAB = 320
 
 
 @dataclass(frozen=True, kw_only=True)
-class Victims:
+class KillTargets:
     """A run, and who of it is killed, one kill after the other."""
 
     name: str
@@ -60,15 +60,15 @@ class Victims:
     """Slots that are killed at once, for each kill."""
 
 
-def _run(name: str, ranks: int, kills: Sequence[tuple[int, ...]], **words: object) -> Victims:
-    return Victims(name=name, ranks=ranks, words=tuple(words.items()), kills=tuple(kills))
+def _run(name: str, ranks: int, kills: Sequence[tuple[int, ...]], **words: object) -> KillTargets:
+    return KillTargets(name=name, ranks=ranks, words=tuple(words.items()), kills=tuple(kills))
 
 
 def _model(hidden: int, ffn: int, layers: int = 2) -> dict[str, object]:
     return {"model_hidden": hidden, "model_expert_ffn": ffn, "model_num_layers": layers}
 
 
-RUNS: tuple[Victims, ...] = (
+RUNS: tuple[KillTargets, ...] = (
     _run("small, ep 2", 4, [(3,), (2,)], **_model(64, 128), folding_ep=2, optim_zero=0),
     _run("wide, 3 ranks", 3, [(1,), (2,)], **_model(192, 768), optim_zero=0),
     _run("wide, zero 1", 3, [(2,)], **_model(192, 768), optim_zero=1),
@@ -81,7 +81,7 @@ RUNS: tuple[Victims, ...] = (
 )
 
 
-def recipe_of(victims: Victims, folder: Path, name: str) -> Recipe:
+def recipe_of(targets: KillTargets, folder: Path, name: str) -> Recipe:
     """Raises `ConfigError` with all that is wrong."""
     own: dict[str, object] = {
         "model.vocab": VOCAB,
@@ -94,12 +94,12 @@ def recipe_of(victims: Victims, folder: Path, name: str) -> Recipe:
         "resilience.mode": "fast",
         "resilience.heal": "true",
         "checkpoint.interval": 0,
-        "launch.ranks": victims.ranks,
+        "launch.ranks": targets.ranks,
         "launch.threads": 1,
     }
-    own |= {key.replace("_", ".", 1): value for key, value in victims.words}
+    own |= {key.replace("_", ".", 1): value for key, value in targets.words}
     words = overrides(tiny_run(folder / "runs", name, folder / "cache", own))
-    return load_recipe(None, words, check=lambda r: run_problems(r, world=victims.ranks))
+    return load_recipe(None, words, check=lambda r: run_problems(r, world=targets.ranks))
 
 
 # ---- predicted --------------------------------------------------------------------------------------------------------
@@ -173,17 +173,17 @@ def _recovery_planner(recipe: Recipe) -> RecoveryPlanner:
 
 
 def play(
-    victims: Victims, folder: Path, name: str, constants: Constants, draw: random.Random
+    targets: KillTargets, folder: Path, name: str, constants: Constants, draw: random.Random
 ) -> list[tuple[RecoveryTime, dict[str, Any]]]:
     """One start of a run with all its kills: (predicted, measured) of each."""
-    recipe = recipe_of(victims, folder, name)
+    recipe = recipe_of(targets, folder, name)
     course, out = PlannedCourse(recipe, constants), []
     there = frozenset(range(recipe.launch.ranks))
     with TrainingCluster(Path(recipe.run.folder) / name, ranks=recipe.launch.ranks) as run:
         run.start("local", partial(train_elastic, recipe, threads=1))  # what its members tell is in the event logs
         run.wait_for(lambda: _count(run, "StepEnded", slot=0) >= CALM_STEPS, "its first steps")
         step_s = statistics.median(_step_s(run.told())[COLD_STEPS:])
-        for slots in victims.kills:
+        for slots in targets.kills:
             predicted = course.after(slots, step_s=step_s)
             run.wait_for(lambda: _count(run, "StepEnded") >= CALM_STEPS, "steps between two kills")
             time.sleep(draw.random() * step_s)
@@ -236,25 +236,25 @@ def measured(told: Sequence[dict[str, Any]], at_s: float) -> dict[str, Any]:
 # ---- the comparison -----------------------------------------------------------------------------------------------------
 
 
-def measure(runs: Sequence[Victims], *, kills: int, seed: int = 0) -> dict[str, Any]:
+def measure(runs: Sequence[KillTargets], *, kills: int, seed: int = 0) -> dict[str, Any]:
     """Every run `kills` times. Raises `RunError` where one does not go on."""
     constants, draw = measure_constants(), random.Random(seed)
     rows = []
     with tempfile.TemporaryDirectory(prefix="phalanx-recovery-") as name:
-        for i, victims in enumerate(runs):
-            played = [play(victims, Path(name), f"run-{i}-{k}", constants, draw) for k in range(kills)]
-            rows += [_row(victims, kill, [one[kill] for one in played]) for kill in range(len(victims.kills))]
+        for i, targets in enumerate(runs):
+            played = [play(targets, Path(name), f"run-{i}-{k}", constants, draw) for k in range(kills)]
+            rows += [_row(targets, kill, [one[kill] for one in played]) for kill in range(len(targets.kills))]
     return report_of(rows) | {"constants": asdict(constants), "kills": kills}
 
 
-def _row(victims: Victims, kill: int, found: Sequence[tuple[RecoveryTime, dict[str, Any]]]) -> dict[str, Any]:
+def _row(targets: KillTargets, kill: int, found: Sequence[tuple[RecoveryTime, dict[str, Any]]]) -> dict[str, Any]:
     """A case: medians over its kills."""
     predicted_s = statistics.median(p.seconds for p, _ in found)
     measured_s = statistics.median(m["seconds"] for _, m in found)
-    lost = sum(len(slots) for slots in victims.kills[:kill])
+    lost = sum(len(slots) for slots in targets.kills[:kill])
     return {
-        "case": victims.name,
-        "ranks": f"{victims.ranks - lost} -> {victims.ranks - lost - len(victims.kills[kill])}",
+        "case": targets.name,
+        "ranks": f"{targets.ranks - lost} -> {targets.ranks - lost - len(targets.kills[kill])}",
         "folding": found[0][0].folding,
         "plan_hash": {
             "predicted": found[0][0].hash,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx_lab.bench.storm.arena import InjectedFault
+from phalanx_lab.bench.storm.chaos_cluster import InjectedFault
 
 Record = dict[str, Any]
 

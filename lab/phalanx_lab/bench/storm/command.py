@@ -24,9 +24,9 @@ import tyro
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx_lab.bench.cluster import write_text
-from phalanx_lab.bench.storm.arena import Arena
+from phalanx_lab.bench.storm.chaos_cluster import ChaosCluster
 from phalanx_lab.bench.storm.run import LINK_KINDS, LOCAL_KINDS, StormPlan, StormResult, report, storm
-from phalanx_lab.bench.storm.trainer import StormSetup, TrainerArena, recipe_of
+from phalanx_lab.bench.storm.trainer import StormSetup, TrainerChaosCluster, recipe_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,21 +91,21 @@ def run_storm(options: StormArgs, folder: Path) -> StormResult:
     setup = StormSetup(mode=options.mode, hosts=hosts, slots=slots, limit_s=limit_s, service="127.0.0.1:1")
     recipe_of(setup, folder)  # what is wrong with it is said before anything is started
     write_text(folder / "text")
-    arena = _arena(options, setup, folder)
+    cluster = _chaos_cluster(options, setup, folder)
     plan = StormPlan(faults=options.faults, seed=options.seed, kinds=kinds, between_s=options.between_s)
-    result = storm(arena, arena.setup, plan, folder, tell=lambda text: print(text, flush=True))  # type: ignore[attr-defined]
+    result = storm(cluster, cluster.setup, plan, folder, tell=lambda text: print(text, flush=True))  # type: ignore[attr-defined]
     result.where = "the testbed" if options.testbed else "local hosts" + (" with etcd" if options.etcd else "")
     result.not_here = () if options.testbed else LINK_KINDS
     return result
 
 
-def _arena(options: StormArgs, setup: StormSetup, folder: Path) -> Arena:
+def _chaos_cluster(options: StormArgs, setup: StormSetup, folder: Path) -> ChaosCluster:
     if options.etcd is not None:
-        from phalanx_lab.bench.storm.etcd import EtcdArena
+        from phalanx_lab.bench.storm.etcd import EtcdChaosCluster
 
-        return EtcdArena(setup, folder, program=options.etcd)
+        return EtcdChaosCluster(setup, folder, program=options.etcd)
     if options.testbed:
-        from phalanx_lab.bench.storm.bed import BedArena
+        from phalanx_lab.bench.storm.on_testbed import TestbedChaosCluster
 
-        return BedArena(setup, folder)
-    return TrainerArena(replace(setup, service=""), folder)
+        return TestbedChaosCluster(setup, folder)
+    return TrainerChaosCluster(replace(setup, service=""), folder)

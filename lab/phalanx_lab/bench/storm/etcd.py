@@ -13,12 +13,12 @@ from typing import Self
 from phalanx.core.errors import RunError
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.keys_etcd import EtcdService
-from phalanx_lab.bench.storm.trainer import StormSetup, TrainerArena
+from phalanx_lab.bench.storm.trainer import StormSetup, TrainerChaosCluster
 
 START_S = 20.0
 
 
-class EtcdArena(TrainerArena):
+class EtcdChaosCluster(TrainerChaosCluster):
     """Local hosts and an etcd of their own; `program` is its path (`sh scripts/etcd.sh` prints one)."""
 
     def __init__(self, setup: StormSetup, folder: Path, *, program: Path) -> None:

@@ -31,7 +31,7 @@ from phalanx.runtime.membership.member import run_member
 from phalanx.runtime.membership.supervisor import SupervisorSettings
 from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
-from phalanx_lab.bench.storm.arena import KINDS, Arena, read_events, users_of
+from phalanx_lab.bench.storm.chaos_cluster import KINDS, ChaosCluster, read_events, users_of
 from phalanx_lab.bench.storm.check import median, problems_of, recoveries
 from phalanx_lab.bench.storm.toy import PHASES, ToyBoard, ToyBody, checksum, state_after
 
@@ -139,7 +139,7 @@ def storm(
             agent=AgentSettings(heartbeat_s=0.1, timeout_s=TIMEOUT_S, meet_s=5.0, vote_s=TIMEOUT_S, service_s=30.0),
         )
 
-    arena = Arena(
+    cluster = ChaosCluster(
         worker(board, pause_s=options.pause_s, folder=folder, stop=stop),
         settings,
         hosts=options.hosts,
@@ -150,51 +150,51 @@ def storm(
     )
     begin_s = time.monotonic()
     result = ToyStormResult()
-    with arena:
-        _rage(arena, options, result, tell)
-        steps = arena.step() + 40
+    with cluster:
+        _rage(cluster, options, result, tell)
+        steps = cluster.step() + 40
         temporary = folder / "stop.new"
         temporary.write_text(str(steps))
         temporary.rename(stop)
-        result.hung = arena.wait_for_end(30.0)
+        result.hung = cluster.wait_for_end(30.0)
     result.seconds = time.monotonic() - begin_s
-    _judge(result, arena, folder, steps)
+    _judge(result, cluster, folder, steps)
     return result
 
 
-def _rage(arena: Arena, options: ToyStormArgs, result: ToyStormResult, tell: Callable[[str], None]) -> None:
+def _rage(cluster: ChaosCluster, options: ToyStormArgs, result: ToyStormResult, tell: Callable[[str], None]) -> None:
     rng = random.Random(options.seed)
-    if not arena.until(lambda: arena.step() >= 3, 30.0):
+    if not cluster.until(lambda: cluster.step() >= 3, 30.0):
         result.failures.append("the run did not begin")
         return
     for number in range(options.faults):
         kind = options.kinds[number % len(options.kinds)]
-        before = arena.step()
+        before = cluster.step()
         back_s = options.limit_s + 0.7 if kind == "freeze" else 0.3
-        fault = arena.hurt(kind, rng, phase=rng.choice(PHASES[2:-1]), back_s=back_s)
+        fault = cluster.hurt(kind, rng, phase=rng.choice(PHASES[2:-1]), back_s=back_s)
         if fault is None:
             result.failures.append(f"fault {number} ({kind}) found nobody")
         else:
             tell(f"fault {number}: {kind} {', '.join(fault.victims)} in {fault.phase}, step {fault.step}")
-        if not arena.until(partial(_settled, arena, before + 3), 30.0):
+        if not cluster.until(partial(_settled, cluster, before + 3), 30.0):
             result.failures.append(f"fault {number} ({kind}): no step within 30 s after it")
             return
-        arena.rest(options.between_s * rng.uniform(0.5, 1.5))
+        cluster.rest(options.between_s * rng.uniform(0.5, 1.5))
 
 
-def _settled(arena: Arena, step: int) -> bool:
-    return arena.calm() and arena.step() >= step
+def _settled(cluster: ChaosCluster, step: int) -> bool:
+    return cluster.calm() and cluster.step() >= step
 
 
-def _judge(result: ToyStormResult, arena: Arena, folder: Path, steps: int) -> None:
+def _judge(result: ToyStormResult, cluster: ChaosCluster, folder: Path, steps: int) -> None:
     events = list(read_events(folder))
-    result.faults = len(arena.faults)
-    for fault in arena.faults:
+    result.faults = len(cluster.faults)
+    for fault in cluster.faults:
         result.by_kind[fault.kind] = result.by_kind.get(fault.kind, 0) + 1
     result.committed_steps = len({e["step"] for e in events if e["kind"] == "Committed"})
     result.failures += problems_of(events, steps=steps)
     result.failures += [f"{p.name}: {p.read_text()}" for p in sorted(folder.glob("error-*"))]
-    result.failures += [f"host {h} ended with exit code {c}" for h, c in arena.codes.items() if c]
+    result.failures += [f"host {h} ended with exit code {c}" for h, c in cluster.codes.items() if c]
     right = f"{steps} {checksum(state_after(steps))}"
     ends = {p.name: p.read_text() for p in folder.glob("end-*")}
     result.bitwise_equal = bool(ends) and all(text == right for text in ends.values())
@@ -207,7 +207,7 @@ def _judge(result: ToyStormResult, arena: Arena, folder: Path, steps: int) -> No
     result.orphans = len(left)
     if left:
         result.failures.append(f"processes {left} are left")
-    found = recoveries(arena.faults, events)
+    found = recoveries(cluster.faults, events)
     result.recoveries = [asdict(r) for r in found]
     times = [r.resumed_s for r in found if r.kind in ("kill", "two", "host")]
     result.median_recovery_s = median(times)

@@ -16,7 +16,7 @@ from typing import Any
 from phalanx.observe.event_log import read_events
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.train.recovery.watch import PHASES
-from phalanx_lab.bench.storm.arena import KINDS, MORE_KINDS, Arena, users_of
+from phalanx_lab.bench.storm.chaos_cluster import KINDS, MORE_KINDS, ChaosCluster, users_of
 from phalanx_lab.bench.storm.check import median, recoveries
 from phalanx_lab.bench.storm.joins import joins
 from phalanx_lab.bench.storm.ledger import calm_steps, judge, read_ledger
@@ -99,38 +99,38 @@ class StormPlan:
 
 
 def storm(
-    arena: Arena, setup: StormSetup, plan: StormPlan, folder: Path, *, tell: Tell = lambda text: None
+    cluster: ChaosCluster, setup: StormSetup, plan: StormPlan, folder: Path, *, tell: Tell = lambda text: None
 ) -> StormResult:
-    """The whole experiment; the arena is not entered yet. Events, errors and runs are left in `folder`."""
+    """The whole experiment; the cluster is not entered yet. Events, errors and runs are left in `folder`."""
     result = StormResult(mode=setup.mode, limit_s=setup.limit_s)
     begin_s = time.monotonic()
-    with arena:
-        _rage(arena, setup, plan, result, tell)
-        _end_run(arena, result)
-        result.hung += arena.wait_for_end(HANG_S)
+    with cluster:
+        _rage(cluster, setup, plan, result, tell)
+        _end_run(cluster, result)
+        result.hung += cluster.wait_for_end(HANG_S)
     result.seconds = time.monotonic() - begin_s
-    _look_for_orphans(result, arena, folder)
-    judge_storm(result, arena, setup, folder, tell=tell)
+    _look_for_orphans(result, cluster, folder)
+    judge_storm(result, cluster, setup, folder, tell=tell)
     return result
 
 
 # ---- the faults
 
 
-def _rage(arena: Arena, setup: StormSetup, plan: StormPlan, result: StormResult, tell: Tell) -> None:
+def _rage(cluster: ChaosCluster, setup: StormSetup, plan: StormPlan, result: StormResult, tell: Tell) -> None:
     rng = random.Random(plan.seed)
-    if not arena.until(lambda: _full(arena) and arena.step() >= 3, plan.full_s):
+    if not cluster.until(lambda: _full(cluster) and cluster.step() >= 3, plan.full_s):
         result.failures.append("the run did not begin")
         return
     for number in range(plan.faults):
         kind, phase = plan.kinds[number % len(plan.kinds)], rng.choice(plan.phases)
-        if not _one_fault(arena, setup, plan, rng, kind, phase, result, tell):
+        if not _one_fault(cluster, setup, plan, rng, kind, phase, result, tell):
             return
-        arena.rest(plan.between_s * rng.uniform(0.5, 1.5))
+        cluster.rest(plan.between_s * rng.uniform(0.5, 1.5))
 
 
 def _one_fault(
-    arena: Arena,
+    cluster: ChaosCluster,
     setup: StormSetup,
     plan: StormPlan,
     rng: random.Random,
@@ -142,54 +142,56 @@ def _one_fault(
     """Whether the run got over it."""
     place = None
     if phase == "migration":  # somebody must come for it
-        place = _make_joiner(arena, plan, rng, tell)
+        place = _make_joiner(cluster, plan, rng, tell)
     back_s = setup.limit_s + 0.7 if kind in ("freeze", "cut") else plan.back_s
-    before = arena.step()
+    before = cluster.step()
     aim_s = AIM_S.get(phase, ONCE_S) if place is None else plan.full_s
-    fault = arena.hurt(kind, rng, phase=phase, back_s=back_s, place=place, aim_s=aim_s)
+    fault = cluster.hurt(kind, rng, phase=phase, back_s=back_s, place=place, aim_s=aim_s)
     if fault is None:
         result.failures.append(f"{kind} in {phase} found nobody")
     else:
-        tell(f"{len(arena.faults)}: {kind} {', '.join(fault.victims)} in {fault.phase}, step {fault.step}")
-    if not arena.until(lambda: arena.step() >= before + 2, HANG_S):
+        tell(f"{len(cluster.faults)}: {kind} {', '.join(fault.victims)} in {fault.phase}, step {fault.step}")
+    if not cluster.until(lambda: cluster.step() >= before + 2, HANG_S):
         result.hung += 1
-        result.failures.append(f"{kind} in {phase}: no step within {HANG_S:g} s after it ({_board(arena)})")
+        result.failures.append(f"{kind} in {phase}: no step within {HANG_S:g} s after it ({_board(cluster)})")
         return False
-    if not arena.until(lambda: arena.calm() and _full(arena) and arena.step() >= before + 3, plan.full_s):
-        result.failures.append(f"{kind} in {phase}: not all were back within {plan.full_s:g} s ({_board(arena)})")
+    if not cluster.until(lambda: cluster.calm() and _full(cluster) and cluster.step() >= before + 3, plan.full_s):
+        result.failures.append(f"{kind} in {phase}: not all were back within {plan.full_s:g} s ({_board(cluster)})")
         return False
     return True
 
 
-def _make_joiner(arena: Arena, plan: StormPlan, rng: random.Random, tell: Tell) -> int | None:
+def _make_joiner(cluster: ChaosCluster, plan: StormPlan, rng: random.Random, tell: Tell) -> int | None:
     """Kill a worker so that its successor joins, and with it comes a migration; the place of a member that will take part in that, or of the joiner."""
-    places = arena.places()
+    places = cluster.places()
     gone = rng.choice(places)
-    pid, before = arena.board.read(gone)[0], arena.step()
-    fault = arena.hurt("kill", rng, phase="forward", place=gone, aim_s=ONCE_S)
-    tell(f"{len(arena.faults)}: kill {arena.name_of(gone)}, so that another one joins" if fault else "nobody to kill")
-    arena.until(lambda: arena.board.read(gone)[0] != pid and arena.step() >= before + 1, plan.full_s)
-    return rng.choice([p for p in places if arena.host_of(p) != arena.host_of(gone)] or places)
+    pid, before = cluster.board.read(gone)[0], cluster.step()
+    fault = cluster.hurt("kill", rng, phase="forward", place=gone, aim_s=ONCE_S)
+    tell(
+        f"{len(cluster.faults)}: kill {cluster.name_of(gone)}, so that another one joins" if fault else "nobody to kill"
+    )
+    cluster.until(lambda: cluster.board.read(gone)[0] != pid and cluster.step() >= before + 1, plan.full_s)
+    return rng.choice([p for p in places if cluster.host_of(p) != cluster.host_of(gone)] or places)
 
 
-def _full(arena: Arena) -> bool:
+def _full(cluster: ChaosCluster) -> bool:
     """Whether all places take part."""
-    if len(arena.places()) < arena.board.places:
+    if len(cluster.places()) < cluster.board.places:
         return False
-    steps = [arena.board.read(place)[2] for place in range(arena.board.places)]
+    steps = [cluster.board.read(place)[2] for place in range(cluster.board.places)]
     return min(steps) >= max(steps) - 1  # one that has just come has committed nothing
 
 
-def _board(arena: Arena) -> str:
-    return "; ".join(f"{arena.name_of(p)} {arena.board.read(p)}" for p in range(arena.board.places))
+def _board(cluster: ChaosCluster) -> str:
+    return "; ".join(f"{cluster.name_of(p)} {cluster.board.read(p)}" for p in range(cluster.board.places))
 
 
-def _end_run(arena: Arena, result: StormResult) -> None:
+def _end_run(cluster: ChaosCluster, result: StormResult) -> None:
     """Ends the run as a person would: all members stop after the same step and write it down."""
     end_s = time.monotonic() + HANG_S
-    while arena.running() and time.monotonic() < end_s:
+    while cluster.running() and time.monotonic() < end_s:
         with contextlib.suppress(ServiceLost):
-            arena.stop_run("the storm is over")
+            cluster.stop_run("the storm is over")
             return
         time.sleep(0.1)
     result.failures.append("the run could not be told to end")
@@ -198,9 +200,9 @@ def _end_run(arena: Arena, result: StormResult) -> None:
 # ---- what must hold
 
 
-def _look_for_orphans(result: StormResult, arena: Arena, folder: Path) -> None:
+def _look_for_orphans(result: StormResult, cluster: ChaosCluster, folder: Path) -> None:
     end_s = time.monotonic() + 2.0
-    while (left := [*users_of(folder), *arena.left()]) and time.monotonic() < end_s:
+    while (left := [*users_of(folder), *cluster.left()]) and time.monotonic() < end_s:
         time.sleep(0.05)  # the kernel is about to end them
     result.orphans = len(left)
     if left:
@@ -208,15 +210,15 @@ def _look_for_orphans(result: StormResult, arena: Arena, folder: Path) -> None:
 
 
 def judge_storm(
-    result: StormResult, arena: Arena, setup: StormSetup, folder: Path, *, tell: Tell = lambda text: None
+    result: StormResult, cluster: ChaosCluster, setup: StormSetup, folder: Path, *, tell: Tell = lambda text: None
 ) -> None:
     """Hold what all members told against an undisturbed run, which is trained here."""
-    result.faults = len(arena.faults)
-    for fault in arena.faults:
+    result.faults = len(cluster.faults)
+    for fault in cluster.faults:
         result.by_kind[fault.kind] = result.by_kind.get(fault.kind, 0) + 1
         result.by_phase[fault.phase] = result.by_phase.get(fault.phase, 0) + 1
     result.failures += [f"{p.name}: {p.read_text()[:2000]}" for p in sorted(folder.glob("error-*"))]
-    result.failures += [f"host {h} ended with exit code {c}" for h, c in arena.codes.items() if c]
+    result.failures += [f"host {h} ended with exit code {c}" for h, c in cluster.codes.items() if c]
     if result.hung:
         result.failures.append(f"hung: {result.hung}")
     storm_run = folder / "runs" / STORM
@@ -239,7 +241,7 @@ def judge_storm(
     result.bitwise_equal = setup.mode == "exact" and verdict.equal and not apart
     if apart:
         result.failures.append(f"{len(apart)} tensors end with other bits: {apart[:4]}")
-    _measure(result, arena, folder, logs)
+    _measure(result, cluster, folder, logs)
 
 
 def worker_logs(folder: Path) -> list[list[dict[str, Any]]]:
@@ -247,27 +249,29 @@ def worker_logs(folder: Path) -> list[list[dict[str, Any]]]:
     return [list(read_events(path)) for path in sorted(folder.glob("worker-*.jsonl"))]
 
 
-def _measure(result: StormResult, arena: Arena, folder: Path, logs: Sequence[Sequence[dict[str, Any]]]) -> None:
+def _measure(
+    result: StormResult, cluster: ChaosCluster, folder: Path, logs: Sequence[Sequence[dict[str, Any]]]
+) -> None:
     events = [event for log in logs for event in log]
     events += [event for path in sorted(folder.glob("host-*.jsonl")) for event in read_events(path)]
-    found = recoveries(arena.faults, events)
+    found = recoveries(cluster.faults, events)
     result.recoveries = [asdict(r) for r in found]
     times = [r.resumed_s for r in found if r.kind in OUT]
     result.median_recovery_s, result.max_recovery_s = median(times), _most(times)
     result.frozen_max_s = _most(r.resumed_s for r in found if r.kind == "freeze")
-    away = {f.at_s: back_s for f, back_s in zip(arena.faults, arena.away_s, strict=True)}
+    away = {f.at_s: back_s for f, back_s in zip(cluster.faults, cluster.away_s, strict=True)}
     result.service_max_s = _most(
         None if r.resumed_s is None else max(0.0, r.resumed_s - away[f.at_s])
-        for f, r in zip(arena.faults, found, strict=True)
+        for f, r in zip(cluster.faults, found, strict=True)
         if r.kind == "service"
     )
-    came = joins(arena.begun, events, [fault.at_s for fault in arena.faults])
+    came = joins(cluster.begun, events, [fault.at_s for fault in cluster.faults])
     result.joins = [asdict(j) for j in came]
     result.join_used_max_s = _most(j.used_s for j in came if not j.struck)
     result.join_stopped_max_s = _most(j.stopped_s for j in came if not j.struck)
     result.joins_struck = sum(j.struck for j in came)
     result.moved_bytes = sum(e["moved_bytes"] for e in events if e["kind"] == "TeamFormed")
-    result.zombies_refused = sum("was removed from the run" in text for text in arena.said())
+    result.zombies_refused = sum("was removed from the run" in text for text in cluster.said())
 
 
 def _of_joins(result: StormResult) -> str:

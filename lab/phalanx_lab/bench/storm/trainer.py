@@ -27,8 +27,8 @@ from phalanx.train.recovery.run import train_elastic
 from phalanx.train.recovery.watch import PHASES
 from phalanx.train.run import train
 from phalanx_lab.bench.cluster import overrides, tiny_run
-from phalanx_lab.bench.storm.arena import Arena
 from phalanx_lab.bench.storm.board import PhaseBoard
+from phalanx_lab.bench.storm.chaos_cluster import ChaosCluster
 from phalanx_lab.bench.storm.watch import StormWatch
 
 TIMEOUT_S = 60.0
@@ -118,7 +118,7 @@ def train_calmly(setup: StormSetup, folder: Path, *, steps: int) -> Path:
     return folder
 
 
-class TrainerArena(Arena):
+class TrainerChaosCluster(ChaosCluster):
     """Hosts are processes of this machine, forked with everything imported."""
 
     def __init__(self, setup: StormSetup, folder: Path, *, service: Service | None = None) -> None:

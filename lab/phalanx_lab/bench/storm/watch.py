@@ -7,8 +7,8 @@ from pathlib import Path
 
 from phalanx.core.events import Event
 from phalanx.train.recovery.watch import Phase
-from phalanx_lab.bench.storm.arena import EventFile
 from phalanx_lab.bench.storm.board import PhaseBoard
+from phalanx_lab.bench.storm.chaos_cluster import EventFile
 
 TOLD = ("Reformed", "Committed", "StepEnded", "SamplesTaken", "TeamFormed", "Note", "WentBack")
 """Events of a worker that the storm keeps."""

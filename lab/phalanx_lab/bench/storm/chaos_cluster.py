@@ -61,7 +61,7 @@ class EventFile:
         os.write(self._fd, json.dumps(event.to_record()).encode() + b"\n")
 
 
-class Arena(TrainingCluster):
+class ChaosCluster(TrainingCluster):
     """Each host runs `main` in its workers, and `settings(host)` are those of its supervisor; a subclass
     whose hosts run something else leaves both out and has its own `_host`."""
 
@@ -119,11 +119,11 @@ class Arena(TrainingCluster):
         def main(agent: WorkerAgent) -> int:
             slot = int(agent.uid.split(".")[1])
             if self.main is None:
-                raise RunError("this arena does not say what its workers run")
+                raise RunError("this cluster does not say what its workers run")
             return self.main(agent, index * self.slots + slot, EventFile(self.folder / f"worker-{agent.uid}.jsonl"))
 
         if self.settings is None:
-            raise RunError("this arena does not say how its hosts take part")
+            raise RunError("this cluster does not say how its hosts take part")
         tell = EventFile(self.folder / f"host-{name}-{start}.jsonl")
         return Supervisor(main, self.settings(name), service=self.service, tell=tell).run()
 
@@ -278,14 +278,14 @@ class Arena(TrainingCluster):
             self.start_host(name)
 
     def can_kill_service(self) -> bool:
-        """Whether this arena keeps it."""
+        """Whether this cluster keeps it."""
         return self.store is not None
 
     def kill_service(self, back_s: float) -> None:
         """It comes back after `back_s` at the same address, without its values."""
         store = self.store
         if store is None:
-            raise RunError("this arena does not keep the service")
+            raise RunError("this cluster does not keep the service")
         store.stop()
 
         def restart() -> None:
@@ -295,7 +295,7 @@ class Arena(TrainingCluster):
 
 
 def users_of(folder: Path) -> list[int]:
-    """Processes that have a file in `folder` open: every process of an arena has its error output there."""
+    """Processes that have a file in `folder` open: every process of a cluster has its error output there."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and entry.name != str(os.getpid()):

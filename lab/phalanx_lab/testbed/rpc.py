@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import Problem, TestbedError
-from phalanx_lab.testbed.keeper import MESSAGE_BYTES
 from phalanx_lab.testbed.owner import VARIABLE, Owner
+from phalanx_lab.testbed.supervisor import MESSAGE_BYTES
 
 _TIMEOUT_S = 60.0
 """Longest wait for an answer. Orders take milliseconds; a machine with hundreds of busy processes may take seconds."""
@@ -96,15 +96,15 @@ class Remote:
         return TestbedError([Problem(where=f"testbed.{self.name}", value=order, rule=reason)], subject="testbed")
 
 
-def start_keeper(owner: Owner, access: str, *, log: Path) -> tuple[subprocess.Popen[bytes], Remote]:
-    """Start the keeper of a bed; the switch still has to say hello."""
+def start_supervisor(owner: Owner, access: str, *, log: Path) -> tuple[subprocess.Popen[bytes], Remote]:
+    """Start the supervisor of a bed; the switch still has to say hello."""
     ours, theirs = socket_pair()
     owner_fd = os.pidfd_open(owner.pid)
     request = {"owner": owner.pid, "control": theirs.fileno(), "owner_fd": owner_fd, "access": access}
     try:
         with log.open("ab") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "phalanx_lab.testbed.keeper", json.dumps(request)],
+                [sys.executable, "-P", "-m", "phalanx_lab.testbed.supervisor", json.dumps(request)],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,

@@ -1,4 +1,4 @@
-"""An arena on the testbed: hosts with process, network and mount namespaces of their own, joined by shaped links; the service on a host beside them.
+"""An cluster on the testbed: hosts with process, network and mount namespaces of their own, joined by shaped links; the service on a host beside them.
 
 Faults of links (`cut`; `part`, two hosts that reach all but each other; `slow`) are only here. A host's processes have ids of its namespace on the board; signals are sent by the ids that this machine knows them by.
 """
@@ -20,13 +20,13 @@ from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
 from phalanx.runtime.membership.keys import ServiceLost, TcpService
 from phalanx.train.recovery.watch import PHASES
-from phalanx_lab.bench.storm.arena import Arena
 from phalanx_lab.bench.storm.board import PhaseBoard
+from phalanx_lab.bench.storm.chaos_cluster import ChaosCluster
 from phalanx_lab.bench.storm.trainer import StormSetup
 from phalanx_lab.testbed import links
-from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.job import TestbedJob
+from phalanx_lab.testbed.testbed import Testbed
 
 PORT = 29400
 RATE = 1e9
@@ -42,7 +42,7 @@ START_S = 60.0
 """How long the service may take to answer."""
 
 
-class BedArena(Arena):
+class TestbedChaosCluster(ChaosCluster):
     """Use as a context manager from the main thread."""
 
     def __init__(self, setup: StormSetup, folder: Path) -> None:

@@ -6,7 +6,7 @@
         bed.cut_link(2)
         print(job.wait(60).explain())
 
-Decides what is built and what is asked of it; `keeper.py` says how it lives and dies, `links.py` how it is wired. Must never change:
+Decides what is built and what is asked of it; `supervisor.py` says how it lives and dies, `links.py` how it is wired. Must never change:
 nothing is made outside namespaces of its own, so that no traffic, interface or process of a bed can meet anything else.
 """
 
@@ -30,7 +30,7 @@ from phalanx_lab.testbed.cpu_groups import CpuGroups
 from phalanx_lab.testbed.host import Host, Tools
 from phalanx_lab.testbed.job import RankState, TestbedJob
 from phalanx_lab.testbed.owner import FOLDER_PREFIX, make_folder, new_owner, processes_of, reap_stale
-from phalanx_lab.testbed.wire import start_keeper
+from phalanx_lab.testbed.rpc import start_supervisor
 
 Access = Literal["auto", "root", "user"]
 _FIRST_PORT = 29_500
@@ -85,7 +85,7 @@ class Testbed:
         self.folder = made or self._scratch
         self.jobs: list[TestbedJob] = []
         self.hosts: tuple[Host, ...] = ()
-        self._keeper, self._switch = start_keeper(self.owner, access, log=self._scratch / "keeper.log")
+        self._supervisor, self._switch = start_supervisor(self.owner, access, log=self._scratch / "supervisor.log")
         try:
             self._build(find_tools())
         except BaseException:
@@ -96,7 +96,7 @@ class Testbed:
         try:
             self._switch.expect_hello()
         except TestbedError as error:
-            said = (self._scratch / "keeper.log").read_text(errors="replace").strip()
+            said = (self._scratch / "supervisor.log").read_text(errors="replace").strip()
             raise refusal("; ".join(p.rule for p in error.problems), said=said) from error
         self.access: str = self._switch.hello["access"]
         """How the namespaces were made: `root` or `user`."""
@@ -138,10 +138,10 @@ class Testbed:
                 host.agent.quit()
         self._switch.quit()
         try:
-            self._keeper.wait(_CLOSE_S)
+            self._supervisor.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+            self._supervisor.kill()
+            self._supervisor.wait()
         if self._shares is not None:
             self._shares.close()
         shutil.rmtree(self._scratch, ignore_errors=True)

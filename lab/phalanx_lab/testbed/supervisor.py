@@ -1,7 +1,7 @@
-"""The process that a bed hangs on: `python -m phalanx_lab.testbed.keeper REQUEST`, started by `Testbed` and by nobody else.
+"""The process that a bed hangs on: `python -m phalanx_lab.testbed.supervisor REQUEST`, started by `Testbed` and by nobody else.
 
     owner (Testbed)
-      └─ keeper      watches the owner, and kills the switch when the owner is gone
+      └─ supervisor  watches the owner, and kills the switch when the owner is gone
            └─ switch     first process of the bed's process namespace; its network namespace holds the bridge
                 ├─ host 0   first process of its own namespaces (network, processes, mounts, host name)
                 │    ├─ rank 0
@@ -270,16 +270,16 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         control.send(json.dumps({"n": 0, "error": str(error)}).encode())
         return 1
-    keeper = os.pidfd_open(os.getpid())
+    supervisor = os.pidfd_open(os.getpid())
     child = os.fork()
     if child:
         control.close()
         _watch(request["owner_fd"], child)
         return 0
     kernel.die_with_parent(signal.SIGKILL)
-    if select.select([keeper], [], [], 0)[0]:
-        os._exit(1)  # the keeper died before the line above
-    os.close(keeper)
+    if select.select([supervisor], [], [], 0)[0]:
+        os._exit(1)  # the supervisor died before the line above
+    os.close(supervisor)
     control.send(json.dumps({"n": 0, "access": way}).encode())
     kernel.make_mounts_private()
     Switch(control).serve()
