@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
+import phalanx_lab
 from phalanx.cli.main import main as program
 from phalanx.core.errors import TestbedError
 from phalanx_lab.testbed.cluster import ClusterSpec
@@ -24,7 +25,7 @@ from phalanx_lab.testbed.play import play
 from phalanx_lab.testbed.scenario import Progress, Scenario, ScenarioAction
 from phalanx_lab.testbed.testbed import Testbed
 
-SOURCES = str(Path(phalanx.__file__).parent.parent)
+SOURCES = os.pathsep.join(str(Path(package.__file__).parent.parent) for package in (phalanx, phalanx_lab))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.units import format_rate, format_seconds
-from phalanx.plan.reshard import Hosts, equal_hosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +85,3 @@ def cluster_problems(spec: ClusterSpec) -> list[Problem]:
             rule = "must be finite and not negative"
             problems.append(Problem(where=f"cluster.{name}", value=latency, rule=rule, hint="use 0"))
     return problems
-
-
-def hosts_of(cluster: ClusterSpec) -> Hosts:
-    """The hosts of a cluster, all with the same links (1 byte per second where they are not limited: only ratios count then)."""
-    rate = 1.0 if cluster.link_bit_per_s is None else cluster.link_bit_per_s / 8
-    return equal_hosts([cluster.host_of(rank) for rank in range(cluster.world)], rate=rate)

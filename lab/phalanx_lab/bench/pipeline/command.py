@@ -42,7 +42,7 @@ from phalanx.plan.pipeline.comm import PipelinePlan, plan_pipeline
 from phalanx.plan.pipeline.schedule.clock import Edge, ScheduleCosts, chain, simulate
 from phalanx.plan.pipeline.schedule.make import make_schedule
 from phalanx.plan.reshard.plan import plan_reshard
-from phalanx.plan.reshard.types import Move
+from phalanx.plan.reshard.types import Hosts, Move, equal_hosts
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.comm.peers import own_group
@@ -59,7 +59,7 @@ from phalanx_lab.bench.pipeline.models import (
     StageModel,
     gradient_digest,
 )
-from phalanx_lab.testbed.cluster import ClusterSpec, hosts_of
+from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.testbed import Testbed
 
 REPLICAS = 2
@@ -332,3 +332,9 @@ def _together(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "processors": sum(t["cpu_share"] for t in told),
         "passes": sum(t["passes"] for t in told),
     }
+
+
+def hosts_of(cluster: ClusterSpec) -> Hosts:
+    """The hosts of a cluster, all with the same links (1 byte per second where they are not limited: only ratios count then)."""
+    rate = 1.0 if cluster.link_bit_per_s is None else cluster.link_bit_per_s / 8
+    return equal_hosts([cluster.host_of(rank) for rank in range(cluster.world)], rate=rate)
