@@ -370,7 +370,7 @@ class SimulatedMember:
             assert not Votes(keys, generation, self.uid).settle(step).commit, "a commit without this member's vote"
 
     def commit(self, generation: int, *, doubt: bool = False) -> None:
-        assert self.reduced is not None, "a commit without a reduced gradient"
+        assert self.reduced is not None, "cannot commit a step whose gradient was not reduced"
         self.state.append(self.reduced)
         self.reduced = None
         self.world.events.append(

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -396,6 +397,41 @@ def test_a_step_that_is_not_finite_ends_the_run_once(tmp_path: Path) -> None:
     train(base, "nan", {}, code=2, optim__lr="1e30", optim__warmup_steps="0", train__steps="6")
     assert "the gradient is not finite" in (base / "printed-nan" / "err").read_text()
     assert len(events(base, "nan", "RunStarted")) == RANKS
+
+
+def _count_lanes(args: list[str], folder: str, faults: Faults) -> int:
+    """Body of a process as `_command`: each worker notes with how many lanes and threads it enters a generation, after a step of the last one."""
+    from phalanx.train.recovery import elastic
+
+    adopt = elastic.ElasticMember._adopt
+
+    def noting(self: Any, trainer: Any, *args: Any, **words: Any) -> None:
+        adopt(self, trainer, *args, **words)
+        lanes = trainer.parts.lanes
+        lanes.run(lambda item, lane: None, range(2))
+        threads = sum(t.name.startswith("lane-") for t in threading.enumerate())
+        with Path(folder, "lanes").open("a") as file:
+            file.write(f"{trainer.recorder.generation} {lanes.count} {threads}\n")
+
+    elastic.ElasticMember._adopt = noting  # type: ignore[method-assign]
+    return _command(args, folder, faults)
+
+
+@pytest.mark.ranks
+def test_compute_threads_outlive_a_generation(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    few = {
+        "resilience__mode": "fast",
+        "launch__ranks": "2",
+        "folding__ep": "1",
+        "train__steps": "4",
+        "launch__threads": "2",
+    }
+    two = {"train__global_batch": "4", "checkpoint__interval": "0", "checkpoint__asynchronous": None}
+    assert train(tmp_path, "lanes", {"reduction": ((1,), 2)}, body=_count_lanes, **few, **two) == {"reduction"}
+    noted = [line.split() for line in (tmp_path / "printed-lanes" / "lanes").read_text().splitlines()]
+    assert {generation for generation, *_ in noted} >= {"1", "2"}
+    assert {tuple(rest) for _, *rest in noted} == {("2", "1")}, noted
 
 
 @pytest.mark.ranks

@@ -273,7 +273,7 @@ def check_ledger(folder: Path, name: str, found: dict[str, Any]) -> None:
 def test_a_damaged_checkpoint_is_passed_over_and_named(base: Path) -> None:
     assert train(base, "damaged", HOLDERS, body=partial(_hooked, "damage")) == set(HOLDERS)
     said = notes(base, "damaged")
-    assert "the checkpoint of step 8 cannot be used, the next older one is tried" in said and "sha256" in said
+    assert "the checkpoint of step 8 cannot be used, trying the next older one" in said and "sha256" in said
     found = went_back(base, "damaged")
     assert (found["step"], found["damaged"], found["abandoned"]) == (4, [8], ["step-00000008"])
     assert (base / "runs/damaged/checkpoints/abandoned/step-00000008/run_state.json").exists()

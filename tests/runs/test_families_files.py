@@ -243,11 +243,11 @@ def test_a_run_trained_here_goes_out(tmp_path: Path) -> None:
         export_hf.plan_export(run, tmp_path / "other", family="olmoe")
     with pytest.raises(ConfigError, match="is a folder with files in it"):
         export_hf.plan_export(run, tmp_path / "out", dtype="float32")
-    with pytest.raises(ConfigError, match="--dtype = 'float23': is no type"):
+    with pytest.raises(ConfigError, match="--dtype = 'float23': is not a known data type"):
         export_hf.plan_export(run, tmp_path / "new", dtype="float23")
     with pytest.raises(CheckpointError, match="there is no such checkpoint"):
         export_hf.plan_export(run, tmp_path / "new", step=7)
-    with pytest.raises(ConfigError, match="is where this command runs"):
+    with pytest.raises(ConfigError, match="is the folder that this command runs in"):
         export_hf.plan_export(run, Path("."))
     plan = export_hf.plan_export(run, next((tmp_path / "text").iterdir()) / "out")
     with pytest.raises(RunError, match=r"cannot write .*out: .*nothing is left"):
@@ -295,7 +295,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "cut shard": (
         lambda f: (p := sorted(f.glob("*.safetensors"))[0]).write_bytes(p.read_bytes()[:-100]),
-        ["model-00001-of-", "is no whole safetensors file"],
+        ["model-00001-of-", "is not a complete safetensors file"],
     ),
     "broken index": (lambda f: (f / INDEX_FILE).write_text("{}"), [INDEX_FILE, "must be an index"]),
     "index leads out": (
@@ -366,7 +366,7 @@ def test_what_a_person_may_not_choose(folders: dict[str, Path], tmp_path: Path) 
     with pytest.raises(ConfigError) as error:
         plan_import(checkpoint, ["--model.hidden", "64", "--router.num_groups", "2", "--train.steps", "5"])
     assert [p.where for p in error.value.problems] == ["--model.hidden", "--router.num_groups"]
-    with pytest.raises(ConfigError, match=r"router\.bias_rate = 0.0: leaves no place for the expert biases"):
+    with pytest.raises(ConfigError, match=r"router\.bias_rate = 0.0: has no expert biases to receive those"):
         plan_import(checkpoint, ["--router.bias_rate", "0"])
     with pytest.raises(ConfigError, match="is not a setting"):
         plan_import(checkpoint, ["--train.stepps", "5"])
@@ -377,7 +377,7 @@ def test_what_a_person_may_not_choose(folders: dict[str, Path], tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"data.tokenizer = 'bpe:8192'.*has no tokenizer.json"):
         plan_import(open_checkpoint(bare), [])
     (bare / "tokenizer.json").write_text("{")
-    with pytest.raises(DataError, match=r"is no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"is not a Hugging Face tokenizer\.json"):
         plan_import(open_checkpoint(bare), [])
     done = phalanx("import-hf")
     assert done.returncode == 2 and "the first argument is the folder" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,13 +26,16 @@ from phalanx.core.config import FoldingConfig, OptimConfig, Recipe, ResilienceCo
 from phalanx.core.errors import ConfigError
 from phalanx.core.events import Event, ExpertsMoved
 from phalanx.core.recipe import load_recipe
+from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.models import router
 from phalanx.models.moe import MoE
 from phalanx.observe.recorded.lanes import read_recording
 from phalanx.observe.recorded.trace import perfetto_trace
+from phalanx.observe.sinks import Sinks
 from phalanx.plan.layout.state import STATE_KINDS
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.pipeline.run import plain_pipeline
+from phalanx.plan.placement import run_placement
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.comm.peers import Peers, own_group
 from phalanx.runtime.processes.world import WorldInfo
@@ -60,6 +64,7 @@ class Way:
     zero: int = 1
     row_s: float = ROW_S
     beside: bool = True
+    threads: int = 1
 
     @property
     def run(self) -> Run:
@@ -92,7 +97,7 @@ def advance(rank: int, cache: GroupCache, way: Way, faults: Sequence[str] = ()) 
     me = Rank(
         recipe=recipe, info=WorldInfo(rank=rank, world=WORLD, local_rank=rank, local_world=WORLD), device=torch.device("cpu"),
         peers=Peers(own_group(WORLD, timeout_s=240)), cache=cache, folder=RunFolder("."), sinks=told.append,  # type: ignore[arg-type]
-        memory=MemoryMeter(torch.device("cpu")), lock=None,
+        memory=MemoryMeter(torch.device("cpu")), lanes=Lanes(way.threads), lock=None,
     )  # fmt: skip
     with ExitStack() as stack:
         drawn = router.forced_experts
@@ -248,6 +253,27 @@ def _another_rate(rank: int) -> Any:
     return mock.patch.object(
         replacing.IncomingExperts, "update", lambda self, parts, step: sound(self, parts, replace(step, lr=2 * step.lr))
     )
+
+
+def test_modules_that_are_built_again_keep_the_threads_of_the_process() -> None:
+    """Torch has one thread of its own once lanes have started: counted again there would be one lane."""
+    way, cpu = Way(mode="fast", threads=2), torch.device("cpu")
+    recipe = replace(way.recipe, resilience=ResilienceConfig(mode="fast"))
+    folding = make_folding(world=1)
+    me = Rank(
+        recipe=recipe, info=WorldInfo(rank=0, world=1), device=cpu, peers=Peers(), cache=GroupCache(), folder=RunFolder(Path()),
+        sinks=Sinks([]), memory=MemoryMeter(cpu), lanes=Lanes(way.threads), lock=None,
+    )  # fmt: skip
+    parts = make_parts(me, way.run.spec, folding, plain_pipeline(way.run.spec, pp=1), warm=False)
+    parts.lanes.run(lambda item, lane: None, range(4))
+    before = threading.active_count()
+    placement = run_placement(way.run.spec, folding, parts.pipeline.stages.of_rank(0), rank=0, asked=None)
+    again = replacing._rebuilt(parts, me, way.run.spec, placement, where=NOWHERE)  # type: ignore[arg-type]
+    again.lanes.run(lambda item, lane: None, range(4))
+    try:
+        assert again.lanes.count == 2 and threading.active_count() == before
+    finally:
+        again.lanes.close()
 
 
 FAULTS = {

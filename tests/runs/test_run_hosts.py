@@ -36,7 +36,7 @@ def test_hosts_of_one_service_share_the_folder_and_others_do_not(folder: RunFold
     b.close()
     RunHosts(folder, host="b", service="s:2").close()
     alone = folder.lock()
-    with pytest.raises(RunError, match="another run is there"):
+    with pytest.raises(RunError, match="is in use by another run"):
         RunHosts(folder, host="a", service="s:1")
     alone.close()
 

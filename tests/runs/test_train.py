@@ -218,7 +218,7 @@ def test_generate_reads_any_mapping_in_one_process(finished: tuple[Path, subproc
         (["RUN", "\udcff"], r"PROMPT = '\udcff': must be UTF-8 text"),
         (["RUN", "x", "--temperature", "0", "--top-k", "3"], "has no effect with --temperature 0"),
         (["RUN", "x", "--step", "5"], "checkpoint.step = 5: there is no such checkpoint; there are checkpoints of steps 4, 8"),
-        (["RUNS"], "is no run folder (it has no recipe.toml); runs beside it: "),
+        (["RUNS"], "is not a run folder (it has no recipe.toml); runs next to it: "),
     ],
 )  # fmt: skip
 def test_generate_names_what_is_wrong(

@@ -191,7 +191,7 @@ def test_megatron_beside_text_and_several_pairs(tmp_path, corpus_file, texts):
 
 def test_megatron_tokens_of_another_tokenizer(tmp_path):
     write_megatron(tmp_path / "m", [[1, 2], [3, 400], [5]])
-    with pytest.raises(DataError, match=r"m\.bin:document 1 = 400: is no id of the tokenizer 'byte'"):
+    with pytest.raises(DataError, match=r"m\.bin:document 1 = 400: is not an id of the tokenizer 'byte'"):
         prepare(config(tmp_path, tmp_path / "m", tokenizer="byte"))
     write_megatron(tmp_path / "n", [[1, 2], [-3, 4]], dtype="<i4", code=4)
     with pytest.raises(DataError, match=r"n\.bin:document 1 = -3"):

@@ -107,7 +107,7 @@ def test_a_weight_too_small_to_matter_is_an_error():
     with pytest.raises(DataError) as caught:
         quotas([1.0, 1e-6, 1e-7])
     assert len(caught.value.problems) == 2
-    assert "data.weights[1]" in str(caught.value) and "never be seen" in str(caught.value)
+    assert "data.weights[1]" in str(caught.value) and "never be drawn" in str(caught.value)
 
 
 @given(st.integers(1, 400), st.integers(0, 10**6), st.integers(0, 5))

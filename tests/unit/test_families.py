@@ -154,7 +154,7 @@ def test_what_a_family_cannot_say_is_told() -> None:
     odd = dataclasses.replace(PRESETS["tiny"], attention_bias=True, qk_norm="head")
     assert not families_for(odd)
     text = "\n".join(map(str, BY_NAME["mixtral"].express_problems(odd)))
-    assert "model.attention_bias = true: cannot be said in a config.json of mixtral; mixtral has False" in text
+    assert "model.attention_bias = true: cannot be expressed in a config.json of mixtral; mixtral has False" in text
     assert "model.qk_norm" in text
     group = dataclasses.replace(small(BY_NAME["deepseek_v2"]), router=RouterSpec(num_groups=4, group_topk=2))
     assert any("router.group_score" in str(p) for p in BY_NAME["deepseek_v2"].express_problems(group))

@@ -164,6 +164,23 @@ def test_an_error_in_a_lane_reaches_the_caller_and_the_lanes_go_on() -> None:
         assert sorted(done) == list(range(8))
 
 
+def test_lanes_with_other_kernels_are_the_same_threads() -> None:
+    before = torch.get_num_threads()
+    seen: set[int] = set()
+    with Lanes(3) as lanes:
+        for each in (lanes, lanes.with_rows(None), lanes.with_rows(None).with_rows(None)):
+            barrier = threading.Barrier(3, timeout=20)
+
+            def look(item: int, lane: int, barrier: threading.Barrier = barrier) -> None:
+                barrier.wait()
+                seen.add(threading.get_ident())
+
+            each.run(look, range(3))
+            assert each.count == 3
+        assert len(seen) == 3
+    assert torch.get_num_threads() == before
+
+
 def test_lanes_survive_a_fork() -> None:
     with Lanes(2) as lanes:
         lanes.run(lambda item, lane: None, range(4))

@@ -288,6 +288,7 @@ class _Plain:
             folder=run.folder,
             sinks=beside.sinks,
             memory=beside.memory,
+            lanes=beside.lanes,
             lock=None,
         )
         assert beside.trainer is not None

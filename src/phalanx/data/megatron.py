@@ -90,7 +90,9 @@ def _header(index: Path, data: NDArray[np.uint8], log: ProblemLog) -> np.dtype[A
     if code not in DTYPES:
         legal = ", ".join(f"{c} ({np.dtype(t).name})" for c, t in DTYPES.items())
         log.add(
-            Problem(where=str(index), value=code, rule="is no dtype code of integer tokens", hint=f"legal: {legal}")
+            Problem(
+                where=str(index), value=code, rule="is not the dtype code of an integer type", hint=f"legal: {legal}"
+            )
         )
     return np.dtype(DTYPES[code]).newbyteorder("<") if version == 1 and code in DTYPES else None
 

@@ -92,7 +92,7 @@ def quotas(weights: Sequence[float]) -> tuple[int, ...]:
         Problem(
             where=f"data.weights[{i}]",
             value=weights[i],
-            rule=f"is less than 1/{BLOCK} of the sum of the weights, so that its source would never be seen",
+            rule=f"is less than 1/{BLOCK} of the sum of the weights, so its source would never be drawn",
             hint=f"at least {math.fsum(weights) / BLOCK:.3g}, or leave the source out",
         )
         for i, c in enumerate(counts)

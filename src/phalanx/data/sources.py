@@ -137,7 +137,7 @@ def _resolve(spec: str, where: str) -> Source | Problem:
     if spec == BUILTIN:
         return Source(spec=spec, kind="builtin")
     if spec.startswith("builtin:"):
-        return Problem(where=where, value=spec, rule="is no built-in corpus", hint=nearest(spec, [BUILTIN]))
+        return Problem(where=where, value=spec, rule="is not a built-in corpus", hint=nearest(spec, [BUILTIN]))
     path = Path(spec)
     if path.is_dir():
         inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))

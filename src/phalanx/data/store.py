@@ -242,7 +242,7 @@ def _ids_are_legal(file: MegatronFile, tokenizer: Tokenizer, log: ProblemLog) ->
         if len(bad):
             at = start + int(bad[0])
             document = int(np.searchsorted(file.begin, at, side="right")) - 1
-            rule = f"is no id of the tokenizer {tokenizer.name!r}, whose ids are below {tokenizer.vocab_size}"
+            rule = f"is not an id of the tokenizer {tokenizer.name!r}, whose ids are below {tokenizer.vocab_size}"
             hint = "set data.tokenizer to the tokenizer.json that made these tokens"
             log.add(Problem(where=f"{file.path}:document {document}", value=int(chunk[bad[0]]), rule=rule, hint=hint))
             return False

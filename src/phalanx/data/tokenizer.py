@@ -172,7 +172,7 @@ def read_tokenizer_file(path: Path, *, eos_token: str | None) -> FileTokenizer:
         content = path.read_text(encoding="utf-8")
         vocabulary = tokenizers.Tokenizer.from_str(content).get_vocab(with_added_tokens=True)
     except Exception as error:  # `tokenizers` raises bare Exception for a broken file
-        rule = f"is no tokenizer.json of Hugging Face ({error})"
+        rule = f"is not a Hugging Face tokenizer.json ({error})"
         raise DataError(
             [Problem(where="data.tokenizer", value=str(path), rule=rule)], subject="the tokenizer"
         ) from error

@@ -84,7 +84,7 @@ class Decoder(nn.Module):
         self.impl: Impl = ctx.kernels
         self.lanes = ctx.lanes
         self.recompute_blocks = ctx.recompute == "full"
-        self.put_off = _matrices(self) if ctx.later is not None else frozenset()
+        self.deferred = _matrices(self) if ctx.later is not None else frozenset()
         """Parameters whose gradients go to `ctx.later`."""
         if ctx.drawn:
             initialise(self.named_parameters(), ctx)

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from phalanx.train.generation import Sampling as Sampling, generate as generate, load_model as load_model
     from phalanx.train.loop import Elastic as Elastic, Trainer as Trainer
     from phalanx.train.recording import MoveRecorder as MoveRecorder, Recorder as Recorder
-    from phalanx.train.reporting import Outcome as Outcome, RunProgress as RunProgress, summary_of as summary_of
+    from phalanx.train.reporting import Outcome as Outcome, RunEnd as RunEnd, RunProgress as RunProgress
+    from phalanx.train.resume import (
+        choose_start as choose_start,
+        leave_later as leave_later,
+        open_checkpoints as open_checkpoints,
+        recipe_to_keep as recipe_to_keep,
+        set_later_aside as set_later_aside,
+    )
     from phalanx.train.run import train as train
     from phalanx.train.saving import load_state as load_state, read_run_state as read_run_state
     from phalanx.train.step_hook import NOWHERE as NOWHERE, NewPlacement as NewPlacement, Where as Where

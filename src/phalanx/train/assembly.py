@@ -54,59 +54,43 @@ def assemble(
     the optimizer state, `hosts` of all ranks (None: each stands for one), `racks` too (empty: not known).
     """
     pipeline = pipeline if pipeline is not None else plain_pipeline(ctx.spec, pp=ctx.groups.folding.pp)
+    ctx = _with_sums(ctx, pipeline, exact)
+    model, dtype = Decoder(ctx), state_dtype(ctx.dtype)
+    params = dict(model.named_parameters())
+    layouts = flat_layouts(
+        stage_params(ctx.spec, ctx.stages), ctx.groups.folding, ctx.placement, ctx.groups.rank, zero=optim.zero, rules=rules,
+        bucket_elements=bucket_elements(optim, dtype), expert_state=ctx.expert_state, holders=holders, hosts=hosts, racks=racks,
+    )  # fmt: skip
+    gradients = GradientBuffers(
+        params, layouts, dtype=dtype, borrowed=_borrowed(layouts, ctx, num_microbatches=num_microbatches), fixed=ctx.sums,
+        summands=1 if exact is None else exact.summands, lanes=ctx.lanes,
+    )  # fmt: skip
+    return StepParts(
+        model=model, spec=ctx.spec, groups=ctx.groups, comms=ctx.comms, buffers=gradients, state=_state(model, layouts, ctx),
+        optimizer=AdamW(optim, _update_kernels(ctx), ctx.lanes), clip_norm=optim.clip_norm, pipeline=pipeline,
+        placement=None if ctx.placement.is_plain else ctx.placement, later=ctx.later, kernels=ctx.kernels, lanes=ctx.lanes,
+        samples=samples, exact=exact, hosts=equal_hosts(ctx.host_of_rank) if ctx.host_of_rank else None,
+    )  # fmt: skip
+
+
+def _with_sums(ctx: ModelContext, pipeline: Pipeline, exact: ExactSums | None) -> ModelContext:
+    """`ctx` with the stages of `pipeline`, and how its modules sum gradients."""
     later = DeferredGradients() if pipeline.splits_backward else None
     sums = None if exact is None else FixedSums(chunk_rows=exact.chunk_rows)
     ctx = dataclasses.replace(ctx, pipeline=pipeline.stages, later=later, sums=sums)
     raise_if(_pipeline_problems(ctx, pipeline), PlanError, subject="the pipeline")
-    model = Decoder(ctx)
-    params = dict(model.named_parameters())
+    return ctx
+
+
+def _state(model: Decoder, layouts: Mapping[str, FlatLayout], ctx: ModelContext) -> ShardedState:
+    """Sharded state of the model, with those of its buffers that a checkpoint holds."""
     wanted = {name for name, _ in buffers(ctx.spec)}
-    layouts = flat_layouts(
-        stage_params(ctx.spec, ctx.stages),
-        ctx.groups.folding,
-        ctx.placement,
-        ctx.groups.rank,
-        zero=optim.zero,
-        rules=rules,
-        bucket_elements=bucket_elements(optim, state_dtype(ctx.dtype)),
-        expert_state=ctx.expert_state,
-        holders=holders,
-        hosts=hosts,
-        racks=racks,
-    )
-    state = ShardedState(
-        params,
+    return ShardedState(
+        dict(model.named_parameters()),
         layouts,
         groups=ctx.groups,
         buffers={name: tensor for name, tensor in model.named_buffers() if name in wanted},
         dtype=state_dtype(ctx.dtype),
-    )
-    gradients = GradientBuffers(
-        params,
-        layouts,
-        dtype=state_dtype(ctx.dtype),
-        borrowed=_borrowed(layouts, ctx, num_microbatches=num_microbatches),
-        fixed=sums,
-        summands=1 if exact is None else exact.summands,
-        lanes=ctx.lanes,
-    )
-    return StepParts(
-        model=model,
-        spec=ctx.spec,
-        groups=ctx.groups,
-        comms=ctx.comms,
-        buffers=gradients,
-        state=state,
-        optimizer=AdamW(optim, _update_kernels(ctx), ctx.lanes),
-        clip_norm=optim.clip_norm,
-        pipeline=pipeline,
-        placement=None if ctx.placement.is_plain else ctx.placement,
-        later=later,
-        kernels=ctx.kernels,
-        lanes=ctx.lanes,
-        samples=samples,
-        exact=exact,
-        hosts=equal_hosts(ctx.host_of_rank) if ctx.host_of_rank else None,
     )
 
 

@@ -37,7 +37,7 @@ def make_parts(
 ) -> StepParts:
     """Groups, and this rank's part of a freshly initialised run. Collective.
 
-    `warm`: kernels first meet the shapes that vary (`train/build.py`). `drawn`: weights get their initial values; else their state must come from elsewhere. `placement` of the experts of its stage; None: as the recipe says. `where` the
+    `warm`: kernels first meet the shapes that vary (`train/warm.py`). `drawn`: weights get their initial values; else their state must come from elsewhere. `placement` of the experts of its stage; None: as the recipe says. `where` the
     ranks are, for copies of shards.
     """
     recipe, microbatches = rank.recipe, microbatches_per_rank(rank.recipe, folding)

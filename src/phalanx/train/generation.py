@@ -53,7 +53,9 @@ def load_model(path: Path, *, step: int | None = None) -> LoadedModel:
     folder = RunFolder(path)
     recipe, tokenizer = folder.read_recipe(), folder.read_tokenizer()
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer.vocab_size)
-    manager, chosen = choose_checkpoint(folder, spec, step, hint="let phalanx train come to its first checkpoint")
+    manager, chosen = choose_checkpoint(
+        folder, spec, step, hint="wait until phalanx train has saved its first checkpoint"
+    )
     folding = make_folding(world=1)
     ctx = ModelContext(
         spec=spec,

@@ -171,7 +171,7 @@ class Trainer:
     def _measure_machine(self) -> None:
         """All ranks at once, as they compute in training."""
         self.rank.peers.gather(None)
-        rate = matmul_flops_per_s(self.parts.model.dtype, self.rank.device)
+        rate = matmul_flops_per_s(self.parts.model.dtype, self.rank.device, threads=self.rank.lanes.count)
         self.reporter.peak_flops_per_s = sum(self.rank.peers.gather(rate))
 
     def _step(self) -> Decision:
@@ -245,7 +245,7 @@ class Trainer:
         """Apply the step that was computed, and tell of it. Needs no other rank where members come and go."""
         done, self._reduced = self._reduced, None
         if done is None:
-            raise RunError("a commit without a reduced gradient")
+            raise RunError("cannot commit a step whose gradient was not reduced")
         self.recorder.decided()
         self._at("commit")
         if self.moving is not None:

@@ -43,18 +43,6 @@ class Recorder:
             self._emit(compare_clocks(self._peers))
             self._compared = True
 
-    @contextmanager
-    def recording(self, step: int) -> Iterator[None]:
-        """The step itself; `tell` then writes what was recorded."""
-        self.begin(step)
-        try:
-            yield
-        except BaseException:
-            self.end()
-            self.tell()
-            raise
-        self.end()
-
     def begin(self, step: int) -> None:
         """Begins to record here, if `step` is to be recorded. What an earlier one left behind is dropped."""
         self.end(committed=False)

@@ -7,14 +7,16 @@ does not end training.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
-from phalanx.core.events import Note, RunStarted, Sampled, SamplesTaken, StepEnded, Validated
+from phalanx.core.events import Emit, Note, RunEnded, RunStarted, Sampled, SamplesTaken, StepEnded, Validated
 from phalanx.data import MicroBatch, PreparedData
-from phalanx.observe import RunSummary, program_name
+from phalanx.observe import RunSummary, print_summary, program_name
 from phalanx.plan.mapping import AnyFolding
 from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.train.setup import Rank, RunStatus
@@ -191,8 +193,36 @@ class Reporter:
         )
 
 
-def summary_of(folder: Path, outcome: Outcome, *, seconds: float) -> RunSummary:
-    """What a person is told at the end of a run in `folder` that took `seconds`."""
+class RunEnd:
+    """Reports how a run ended in this process: its last event, whether it ends well or with an error, then a summary for a person."""
+
+    def __init__(self, tell: Emit, step: Callable[[], int]) -> None:
+        """`step`: how many steps of the run are committed."""
+        self.reason = ""
+        """Why it ended well."""
+        self._tell, self._step, self._begin_s = tell, step, time.monotonic()
+
+    def __enter__(self) -> RunEnd:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        reason = self.reason
+        if error is not None:
+            reason = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:2]])
+        self._tell(RunEnded(step=self._step(), reason=reason, seconds=self._seconds))
+
+    def summarize(self, folder: Path, outcome: Outcome) -> None:
+        """Print what a person is told at the end of a run in `folder`."""
+        print_summary(_summary(folder, outcome, seconds=self._seconds))
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._begin_s
+
+
+def _summary(folder: Path, outcome: Outcome, *, seconds: float) -> RunSummary:
     return RunSummary(
         folder=folder,
         step=outcome.step,

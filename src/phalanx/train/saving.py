@@ -96,6 +96,11 @@ class Saving:
                 total_s=saved.total_s,
             )
         )
+        if saved.not_deleted:
+            text = (
+                f"{saved.not_deleted}\nthe checkpoint of step {saved.step} is complete; older ones could not be deleted"
+            )
+            self.tell(Note(level="warning", text=text))
 
     def now(self, parts: StepParts, step: int) -> bool:
         """Whether a checkpoint holds the state after `step` steps, made now where there is none. Collective."""
@@ -118,7 +123,7 @@ class Saving:
     def drop(self) -> None:
         """Give up the save under way: who would complete it is not in the next generation, or knows of no save."""
         if self.manager.pending:
-            text = f"the members change while the checkpoint of step {self.begun} is written: it is given up, and one is made first thing"
+            text = f"Membership changed while checkpoint {self.begun} was being written; it was discarded and will be saved again right away"
             self.tell(Note(level="info", text=text))
         self.manager.close()
 

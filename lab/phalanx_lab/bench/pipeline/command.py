@@ -12,7 +12,7 @@ with four configurations, the same in every round:
 Passes are paced: there are more ranks than processors, so a pass computes and then waits until its time is over. That time follows from the wire: before
 anything else the ranks measure c, what one tensor takes from stage to stage in a stream of them (broadcast, passes that do nothing); a forward
 pass is given 4 c in the decoder, 2 c in the U-shaped model (whose lower stages send two tensors each), an input gradient and a weight
-gradient each as much. *Predicted* is `plan.schedule_time.simulate` with the measured median pass times and c, that of send/recv
+gradient each as much. *Predicted* is `plan.pipeline.schedule.clock.simulate` with the measured median pass times and c, that of send/recv
 measured in the same way. The gradients of all configurations are the same bits, or the benchmark fails.
 """
 

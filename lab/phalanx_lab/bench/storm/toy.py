@@ -123,7 +123,7 @@ class ToyBody:
 
     def commit(self) -> None:
         if self._reduced is None:
-            raise RunError("a commit without a reduced gradient")
+            raise RunError("cannot commit a step whose gradient was not reduced")
         self._now("commit", 0.1)
         self.state += self._reduced
         self._reduced = None

@@ -31,16 +31,20 @@ class Lanes:
     """`count` lanes: the caller's thread and `count - 1` workers, started at first use, again in a forked child.
 
     With one lane everything runs in the caller's thread with whatever threads torch has, and no state is kept. `rows`: the compiled
-    kernels that work done here may use; without them it is done with torch operations.
+    kernels that work done here may use; without them it is done with torch operations. A process that builds its model again keeps its
+    lanes (`with_rows`): once they have started, torch's own threads no longer say how many there were.
     """
 
     def __init__(self, count: int = 1, *, rows: CompiledRows | None = None) -> None:
         self.count = count
         self.rows = rows
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._owner: int | None = None
-        self._threads_before = 1
-        self._workers: list[threading.Thread] = []
+        self._workers = _Workers(count - 1)
+
+    def with_rows(self, rows: CompiledRows | None) -> Lanes:
+        """The same threads for work that may use `rows`."""
+        other = Lanes(self.count, rows=rows)
+        other._workers = self._workers
+        return other
 
     def run(self, task: Callable[[Item, int], object], items: Sequence[Item]) -> None:
         """Call `task(item, lane)` for each item, without gradients. The first error is raised here, after all lanes have stopped."""
@@ -50,10 +54,10 @@ class Lanes:
                 for item in items:
                     task(item, 0)
                 return
-            self._start()
+            self._workers.start()
             job = _Job(task, items, helpers)
             for lane in range(1, helpers + 1):
-                self._work.put(job.part(lane))
+                self._workers.queue.put(job.part(lane))
             job.work(0)
             job.finish()
 
@@ -63,13 +67,7 @@ class Lanes:
 
     def close(self) -> None:
         """Stop the workers and give torch its own threads back."""
-        if self._owner == os.getpid():
-            for _ in self._workers:
-                self._work.put(None)
-            for worker in self._workers:  # a daemon still inside torch when the interpreter ends aborts the process
-                worker.join()
-            torch.set_num_threads(self._threads_before)
-        self._owner = None
+        self._workers.stop()
 
     def __enter__(self) -> Lanes:
         return self
@@ -79,19 +77,40 @@ class Lanes:
     ) -> None:
         self.close()
 
-    def _start(self) -> None:
+
+class _Workers:
+    """Threads of lanes, and the queue that they read. While they run, torch has one thread of its own."""
+
+    def __init__(self, count: int) -> None:
+        self.queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._count = count
+        self._owner: int | None = None
+        self._threads_before = 1
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Nothing where they run already in this process."""
         if self._owner == os.getpid():
             return
-        self._work = queue.SimpleQueue()  # a forked child has the parent's queue, but not the threads that read it
+        self.queue = queue.SimpleQueue()  # a forked child has the parent's queue, but not the threads that read it
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(1)
-        self._workers = [
-            threading.Thread(target=_serve, args=(self._work,), name=f"lane-{lane}", daemon=True)
-            for lane in range(1, self.count)
+        self._threads = [
+            threading.Thread(target=_serve, args=(self.queue,), name=f"lane-{lane}", daemon=True)
+            for lane in range(1, self._count + 1)
         ]
-        for worker in self._workers:
-            worker.start()
+        for thread in self._threads:
+            thread.start()
         self._owner = os.getpid()
+
+    def stop(self) -> None:
+        if self._owner == os.getpid():
+            for _ in self._threads:
+                self.queue.put(None)
+            for thread in self._threads:  # a daemon still inside torch when the interpreter ends aborts the process
+                thread.join()
+            torch.set_num_threads(self._threads_before)
+        self._owner = None
 
 
 def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:

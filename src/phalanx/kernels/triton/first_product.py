@@ -29,7 +29,7 @@ class Arrivals:
     epoch_1: torch.Tensor
     """int32 (1,): number of this call. On the device, so that a captured graph counts on."""
     status_2: torch.Tensor
-    """int32 (2,), see `fused_tiles.new_status`."""
+    """int32 (2,), see `tiles.new_status`."""
 
 
 def fused_first(

@@ -59,7 +59,7 @@ class Family:
         again, problems = self.spec_of(self.config_of(spec))
         if problems:
             return [dataclasses.replace(p, where=f"{self.model_type}: {p.where}") for p in problems]
-        rule = f"cannot be said in a config.json of {self.model_type}"
+        rule = f"cannot be expressed in a config.json of {self.model_type}"
         return [
             Problem(where=f"model.{name}", value=value, rule=rule, hint=f"{self.model_type} has {other!r}")
             for name, value, other in differences(_canonical(self.without_mtp(spec), PRESETS[self.preset]), again)

@@ -3,7 +3,7 @@
 Decides along which trees the bytes of a flow go, and in how many chunks. Must never change: the load of every lane in every round is counted, and a round
 lasts as long as its busiest lane needs; a host passes a chunk on in a later round than it got it.
 
-The division of sending (`reshard_bound.solve_shares`) says how many bytes of each flow each host sends. They are laid along the flow, so that every byte has
+The division of sending (`bound.solve_shares`) says how many bytes of each flow each host sends. They are laid along the flow, so that every byte has
 as many senders as needers; any such senders can be made a forest, those that send most nearest to the roots. All streams take the whole time at
 a constant rate, so each lane has its share of the load in each round, and the makespan is the least possible but for the depth of the trees:
 `1 + (depth - 1) / chunks`.

@@ -60,6 +60,8 @@ class Saved:
     blocked_s: float
     """How long the caller stood still."""
     total_s: float
+    not_deleted: str = ""
+    """Why older ones than `checkpoint.keep_last` are still there; empty: they are not."""
 
 
 @dataclass
@@ -303,11 +305,22 @@ class CheckpointManager:
         except (CheckpointError, TensorsFailed) as err:
             self._first(lambda: self.folder.abandon(step))
             raise self._describe(err, job) from None
-        self._first(lambda: self.folder.prune(current=step, keep=self._keep_last))
+        not_deleted = self._prune(step)
         now_s = time.perf_counter()
         size = sum(e.bytes for e in state.files.values())
         blocked_s = job.blocked_s if self._asynchronous else now_s - job.begin_s
-        return Saved(step=step, path=self.folder.of(step), bytes=size, blocked_s=blocked_s, total_s=now_s - job.begin_s)
+        total_s = now_s - job.begin_s
+        return Saved(
+            step=step, path=self.folder.of(step), bytes=size, blocked_s=blocked_s, total_s=total_s, not_deleted=not_deleted
+        )  # fmt: skip
+
+    def _prune(self, step: int) -> str:
+        """Delete old checkpoints; returns what the disk had against it, which makes the new one no less complete. Collective."""
+        try:
+            self._first(lambda: self.folder.prune(current=step, keep=self._keep_last))
+        except CheckpointError as err:
+            return str(err)
+        return ""
 
     def _first(self, work: Callable[[], T]) -> T:
         return self._peers.first(lambda: _on_disk(work, self.folder.path))

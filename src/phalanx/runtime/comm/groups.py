@@ -109,7 +109,7 @@ class SecondGroups:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Groups:
-    """All groups of one rank in one folding; `axes` has the names of `plan.stage_foldings.group_names`."""
+    """All groups of one rank in one folding; `axes` has the names of `plan.mapping.stage_foldings.group_names`."""
 
     folding: AnyFolding
     rank: int

@@ -390,7 +390,7 @@ class Dispatcher:
 
 
 def kept_pairs(weights_TK: torch.Tensor, experts_TK: torch.Tensor, *, rows: int, by: str) -> torch.Tensor:
-    """(T, K) pairs that the experts keep (device form of `plan.dispatch.kept_pairs`): two stable sorts, no synchronisation."""
+    """(T, K) pairs that the experts keep (device form of `plan.moe.dispatch.kept_pairs`): two stable sorts, no synchronisation."""
     experts_N = experts_TK.reshape(-1)
     if by == "position":
         return (place_in_expert(experts_N, None) < rows).view(experts_TK.shape)

@@ -1,6 +1,6 @@
 """What travels between the stages of a pipeline, and the lane on which ranks pass it on while they compute.
 
-Decides nothing: who sends which boxes to whom is `plan.boundary.EdgePlan`'s. On a CPU a rank that relays has a thread for it, the *lane*, with a
+Decides nothing: who sends which boxes to whom is decided by `EdgePlan` (`plan/pipeline/boundary/edges.py`). On a CPU a rank that relays has a thread for it, the *lane*, with a
 process group of its own: it takes what has come in the plan's order and sends it on, whatever passes the rank is busy with. A lane ends
 with the step: when all is sent, or, on failure, by giving up its group, which also tells the ranks that wait for this one.
 
@@ -35,7 +35,7 @@ class Boundary:
     `position` is the place in the pipeline whose program this rank follows (`Schedule.rank_of_stage` speaks of places); all ranks of a
     stage have the same one. `edges` has an `EdgePlan` for every edge (stage, stage) of the `PipelinePlan` that has an end on this
     rank: local shapes of activation and gradient, and who sends what to whom, in global ranks, which are those of `axis`: all ranks of
-    all stages that exchange anything with one another. `direct_edges` makes them for one rank a stage, `plan.boundary.planned_edge`
+    all stages that exchange anything with one another. `direct_edges` makes them for one rank a stage, `planned_edge`
     from two reshard plans.
 
     A pass gives one tensor for each edge upwards, of the local shape that the edge's plan has for this rank, and takes one for each

@@ -1,6 +1,6 @@
 """Carries out one rank's part of a pipeline plan: passes in their order, transfers between ranks under way beside them.
 
-Decides nothing: what runs when, and who sends what to whom, is `plan.schedule_comm.PipelinePlan`'s and the edges' (`plan/pipeline/boundary/edges.py`); what a
+Decides nothing: what runs when, and who sends what to whom, is decided by `PipelinePlan` (`plan/pipeline/comm.py`) and the edges (`plan/pipeline/boundary/edges.py`); what a
 pass does is the caller's (`Passes`): this file knows no model. One executor for all schedules, and for plans that only go forward.
 
     Run    wait for what the pass takes, run it, keep what it gives until it is sent or handed over

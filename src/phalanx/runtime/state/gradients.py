@@ -1,20 +1,17 @@
 """Leads from the gradients that autograd makes to the reduced gradient of each logical parameter.
 
 Carries out `plan.layout.flat_layouts` (which parameter lies where in a family's flat buffer, how it is sharded) and the rules in it
-(`plan.folding.GRADIENT_RULES`: which groups add up which family). Decides nothing, holds no divisor: every reduction is a sum.
+(`plan.mapping.folding.GRADIENT_RULES`: which groups add up which family). Decides nothing, holds no divisor: every reduction is a sum.
 
     backward of micro-batch 0     hook copies each gradient into the family's flat buffer, param.grad is freed at once
     backward of micro-batch 1..   hook adds it
-    final(names)                  the next gradient of these parameters is their last: a buffer that is complete so starts its
-    reduction at
-                                  once, while the backward pass goes on
+    final(names)                  the next gradient of these parameters is their last: a buffer that is then complete starts its
+                                  reduction at once, while the backward pass goes on
     reduce()                      parameters without a gradient read zero; sum over each group of the rule: the one that shards the
-                                  optimizer state reduce-scatters, the others all-reduce; what was started is waited for. Experts
-                                  with replicas
-                  are summed over their holders, each element by one of them (`runtime/state/holders.py`). Where others keep a copy
-                  of this rank's
-                  shard, an all-reduce gives each what it keeps, or the sum goes on to them (`plan/layout/shard_copies.py:
-                  sums_whole`)
+                                  optimizer state reduce-scatters, the others all-reduce; what was started is waited for.
+                                  Experts with replicas are summed over their holders, each element by one of them
+                                  (`runtime/state/holders.py`). Where others keep a copy of this rank's shard, an all-reduce gives
+                                  each what it keeps, or the sum goes on to them (`plan/layout/shard_copies.py`: sums_whole)
     square_sum()                  this rank's share of the squared global norm, every logical element counted once
 
 A family that has nothing to add up (one micro-batch, groups of one rank) is *borrowed*: its gradients stay the tensors that

@@ -36,7 +36,7 @@ class StagedMapping:
 
     @property
     def slots(self) -> None:
-        """Such stages have no replicas of experts (`plan.stage_foldings.resolve_mapping`)."""
+        """Such stages have no replicas of experts (`plan.mapping.stage_foldings.resolve_mapping`)."""
         return None
 
     @property

@@ -181,7 +181,7 @@ class Local:
 
     @property
     def sorts_rows(self) -> bool:
-        """Rows arrive from several sources for several slots (`Dispatcher._slot_order`)."""
+        """Rows arrive from several sources for several slots (`Dispatcher.slot_order`)."""
         return self.sources > 1 and self.slots > 1
 
 
@@ -345,7 +345,7 @@ def head_backward(x: Local) -> list[int]:
 
 
 def _expert_scratch(x: Local, *, backward: bool) -> list[int]:
-    """`grouped._Scratch` or `_BackwardScratch` of each lane."""
+    """`grouped.Scratch` or `BackwardScratch` of each lane."""
     m, hidden, f = pieces(x.fullest_slot, x.item)[1], x.spec.hidden + SPACE, x.width
     one = [m * hidden, m * hidden, m * f, m * (2 * f + SPACE)]
     results = [m * 2 * f, m * x.spec.hidden]

@@ -38,9 +38,9 @@ CORRECTION = 16
 ADAM_CHUNK = 1 << 18
 """`adamw.CHUNK`: elements that the optimizer widens at once, in each lane."""
 PREFETCH_STEPS = 2
-"""`trainer.PREFETCH_STEPS`: steps whose batches are loaded ahead."""
+"""`train.loop.PREFETCH_STEPS`: steps whose batches are loaded ahead."""
 SAMPLE_TOKENS, PROMPT_TOKENS = 80, 12
-"""`trainer.SAMPLE_TOKENS`, `PROMPT_TOKENS`: the text that a run ends with."""
+"""`train.loop.SAMPLE_TOKENS`, `PROMPT_TOKENS`: the text that a run ends with."""
 LONGEST_WARM = 512
 """`warm.LONGEST`: documents up to this length have their code generated at the start."""
 RATE_SIZES = (1024, 2048, 4096)
@@ -73,7 +73,7 @@ INTERPRETER_BYTES = 10 * MIB
 """Objects of Python and of the libraries behind the run: tokenizer, event sinks, checkpoint planner, modules (mallinfo2 and smaps of a run
 of `tiny`, whose tensors take 2 MiB, before its first step)."""
 SCRIPT_BYTES = 10 * MIB
-"""What TorchScript makes of `kernels.scripted` functions and of their first calls (the same run, over its first step)."""
+"""What TorchScript makes of the functions of `kernels/cpu/scripted.py` and of their first calls (the same run, over its first step)."""
 RECOMPUTE_BYTES = 140 * MIB
 """`torch.utils.checkpoint` imports `torch._dynamo` with its first call, 880 modules (torch 2.13; resident memory of a process that has imported the trainer: 267 MiB, and
 412 after one call)."""

@@ -7,7 +7,7 @@ no tensor holds (libraries, generated code, holes of the heap) are the constants
 
 The one assumption about data is how unevenly tokens meet experts (`Balance`): a rank's experts get more than their share before the balance
 loss has acted. Where the router is forced, it is computed. Counted is what comes after a process has imported torch and joined the
-world, as `train.machine.MemoryMeter` measures it.
+world, as `train.setup.machine.MemoryMeter` measures it.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class _Run:
 
     @cached_property
     def borrowed(self) -> frozenset[str]:
-        """`runtime.gradients.borrowable`: families whose gradients stay where autograd made them."""
+        """`runtime.state.gradients.borrowable`: families whose gradients stay where autograd made them."""
         if self.num_microbatches > 1 or self.is_exact:
             return frozenset()
         return frozenset(
@@ -254,7 +254,7 @@ class _Run:
 
     @property
     def _sums_of_holders(self) -> list[HolderPlan]:
-        """`runtime.holders`: of every buffer what goes to others, what comes from them, and the sums are there at once."""
+        """`runtime/state/holders.py`: of every buffer what goes to others, what comes from them, and the sums are there at once."""
         return [layout.holders for layout in self.layouts.values() if layout.holders is not None]
 
     @cached_property

@@ -1,6 +1,6 @@
 """Every way to spread a job over a cluster: legal foldings x micro-batch x schedule x recomputation x overlap of dispatch.
 
-Decides what is tried: foldings are those of `plan.folding.legal_foldings`, virtual stages divide evenly among ranks as far as there are layers.
+Decides what is tried: foldings are those of `plan.mapping.folding.legal_foldings`, virtual stages divide evenly among ranks as far as there are layers.
 Must never change: nothing legal is left out but what the arguments leave out.
 """
 

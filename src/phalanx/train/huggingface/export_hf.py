@@ -88,7 +88,9 @@ def plan_export(
     chosen, problems = _choose_family(folder, spec, family)
     problems += _target_problems(target)
     if dtype is not None and dtype not in DTYPES:
-        problems.append(Problem(where="--dtype", value=dtype, rule="is no type", hint=nearest(dtype, DTYPES)))
+        problems.append(
+            Problem(where="--dtype", value=dtype, rule="is not a known data type", hint=nearest(dtype, DTYPES))
+        )
     raise_if(problems, ConfigError, subject="the export")
     assert chosen is not None  # or there was a problem
     _, found = choose_checkpoint(folder, spec, step)
@@ -107,7 +109,7 @@ def _choose_family(folder: RunFolder, spec: ModelSpec, asked: str | None) -> tup
     names = {f.model_type: f for f in FAMILIES}
     if asked is not None and asked not in names:
         hint = nearest(asked, names)
-        return None, [Problem(where="--family", value=asked, rule="is not a family that is known", hint=hint)]
+        return None, [Problem(where="--family", value=asked, rule="is not a known family", hint=hint)]
     came_from = read_config(folder.path / KEPT_FOLDER)[0].get("model_type")
     first = names.get(asked or str(came_from))
     if first is not None:
@@ -121,9 +123,13 @@ def _choose_family(folder: RunFolder, spec: ModelSpec, asked: str | None) -> tup
 def _target_problems(target: Path) -> list[Problem]:
     here = target.resolve()
     if here == Path.cwd() or here in Path.cwd().parents:  # it is replaced by a new one at the end
-        return [Problem(where="DIR", value=str(target), rule="is where this command runs", hint="give a new folder")]
+        return [
+            Problem(
+                where="DIR", value=str(target), rule="is the folder that this command runs in", hint="give a new folder"
+            )
+        ]
     if target.is_dir() and any(target.iterdir()):
-        rule, hint = "is a folder with files in it, and nothing is written over", "give a new one"
+        rule, hint = "is a folder that is not empty, and nothing is overwritten", "give a new one"
         return [Problem(where="DIR", value=str(target), rule=rule, hint=hint)]
     if target.exists() and not target.is_dir():
         return [Problem(where="DIR", value=str(target), rule="is a file", hint="give a new folder")]
@@ -166,7 +172,7 @@ def _written(plan: Export) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         shutil.rmtree(plan.writing, ignore_errors=True)
-        raise RunError(f"cannot write {plan.target}: {error}; nothing is left of it") from error
+        raise RunError(f"cannot write {plan.target}: {error}; what was written of it has been removed") from error
 
 
 def write_shards(plan: Export, *, index: int = 0, count: int = 1) -> None:

@@ -108,7 +108,7 @@ def read_config(path: Path) -> tuple[dict[str, Any], list[Problem]]:
         hint = "give the folder that holds config.json and the .safetensors files"
         return {}, [Problem(where=str(where), value=error.strerror, rule="must be there", hint=hint)]
     except ValueError as error:
-        return {}, [Problem(where=str(where), value=None, rule=f"must be JSON: {error}", hint="fetch it again")]
+        return {}, [Problem(where=str(where), value=None, rule=f"must be JSON: {error}", hint="download it again")]
     if not isinstance(config, dict):
         return {}, [Problem(where=str(where), value=type(config).__name__, rule="must be a JSON table")]
     return config, []
@@ -155,8 +155,8 @@ def _read_header(path: Path, name: str) -> tuple[dict[str, DiskTensor], Problem 
         hint = _other_formats(path)
         return {}, Problem(where=str(path / name), value=None, rule="the shard is missing", hint=hint)
     except (OSError, SafetensorError) as error:
-        rule = f"is no whole safetensors file: {error}"
-        return {}, Problem(where=str(path / name), value=None, rule=rule, hint="fetch it again")
+        rule = f"is not a complete safetensors file: {error}"
+        return {}, Problem(where=str(path / name), value=None, rule=rule, hint="download it again")
 
 
 def _other_formats(path: Path) -> str:

@@ -127,7 +127,7 @@ def _recipe_problems(checkpoint: HfCheckpoint, recipe: Recipe) -> list[Problem]:
         )
     lost = _lost_buffers(checkpoint, recipe)
     if lost:
-        rule = f"leaves no place for the expert biases of the checkpoint ({lost[0]}, ...)"
+        rule = f"has no expert biases to receive those of the checkpoint ({lost[0]}, ...)"
         problems.append(Problem(where="router.bias_rate", value=0.0, rule=rule, hint="use 0.001"))
     folder = _run_folder(recipe)
     steps = folder.checkpoints.steps()

@@ -40,7 +40,7 @@ class IncomingExperts:
     """One rank's part of it. `moves`: of all parameters with experts, from the present place to the new one."""
 
     def __init__(self, parts: StepParts, moves: Sequence[Move], axis: Axis) -> None:
-        """Plans both journeys. `axis`: all ranks, with a group that nothing else uses. Collective."""
+        """Plans both transfers, of state and of gradients. `axis`: all ranks, with a group that nothing else uses. Collective."""
         self.parts, self.axis = parts, axis
         self.whole, self.moves = tuple(moves), coming_moves(moves)
         self.received_bytes = self.beside_bytes = 0
@@ -117,7 +117,7 @@ class IncomingExperts:
                     want[move.name][taking.dest.slices()].copy_(source[taking.source.slices()])
 
     def tell(self) -> None:
-        """Write what was recorded of both journeys, if anything, once `complete` is done."""
+        """Write what was recorded of both transfers, if anything, once `complete` is done."""
         told, self._told[:] = list(self._told), []
         for event in told:
             self._emit(event)

@@ -69,11 +69,13 @@ class _Way:
     beside: bool
     """A step, where that can be."""
 
-    def record(self, parts: StepParts, journey: _Journey) -> MoveRecorder | None:
+    def record(self, parts: StepParts, relocation: _Relocation) -> MoveRecorder | None:
         """Records its moves, where the next step is recorded."""
         if self.recorder is None:
             return None
-        return self.recorder.moves(journey.step, lambda: expert_order(_folding(parts), journey.before, journey.after))
+        return self.recorder.moves(
+            relocation.step, lambda: expert_order(_folding(parts), relocation.before, relocation.after)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Journey:
+class _Relocation:
     """A decision that is being carried out."""
 
     decision: Replacement
@@ -121,7 +123,7 @@ class _Journey:
         return tuple(self.after[stage] for stage in sorted(self.after))
 
     @property
-    def may_go_beside(self) -> bool:
+    def can_overlap(self) -> bool:
         """Below `f` nothing waits for a step. Experts that lie in order, once each, are updated together (`plan/layout/parameters.py`): not as those that come are."""
         return self.decision.action == "balance" and not any(p.layers and p.is_plain for p in self.before.values())
 
@@ -161,8 +163,8 @@ class Rebalancer:
         self.moves = PastMoves()
         self.beside = config.move_beside and recipe.launch.device == "cpu"
         """Whether experts move beside a step where they can."""
-        self._journey: tuple[_Journey, IncomingExperts] | None = None
-        """Journey under way, or there and not in use yet."""
+        self._relocation: tuple[_Relocation, IncomingExperts] | None = None
+        """Relocation under way, or there and not in use yet."""
         self._asked: _Asked | None = None
         self._is_warm = False
         """Whether the process beside was started in this generation."""
@@ -172,8 +174,8 @@ class Rebalancer:
         """Tokens that chose each expert in a committed step, before dropping."""
         if not self.interval:
             return
-        if self._journey is not None:
-            self._journey[1].tell()
+        if self._relocation is not None:
+            self._relocation[1].tell()
         counts = np.asarray(counts_LE, dtype=np.float64)
         if self.limit is not None:  # rows that are dropped are no work
             counts = np.minimum(counts, self.limit * counts.mean(1, keepdims=True))
@@ -189,9 +191,9 @@ class Rebalancer:
 
     def drop(self) -> None:
         """What is under way to others is of no use any more; nothing that is held has changed."""
-        if self._journey is not None:
-            self._journey[1].drop()
-        self._journey = None
+        if self._relocation is not None:
+            self._relocation[1].drop()
+        self._relocation = None
 
     def due(self, step: int) -> bool:
         """Whether a decision follows step `step`: the same on all ranks."""
@@ -217,12 +219,12 @@ class Rebalancer:
             self._aside.start()
             self._is_warm = True
         way = _Way(where=where, recorder=recorder, beside=self.beside and not others_idle)
-        if self._journey is not None:
-            (journey, coming), self._journey = self._journey, None
-            if coming.parts.state is parts.state and journey.step + 1 == step and coming.is_updated:
-                return self._arrive(journey, coming, parts, rank, where=where)
+        if self._relocation is not None:
+            (relocation, coming), self._relocation = self._relocation, None
+            if coming.parts.state is parts.state and relocation.step + 1 == step and coming.is_updated:
+                return self._finish(relocation, coming, parts, rank, where=where)
         found = self._prepare(parts, rank, way, step=step) if self.due(step) else None
-        if found is None and self._journey is None and self.due(step + 1):
+        if found is None and self._relocation is None and self.due(step + 1):
             self._asked = self._ask(parts, rank, step=step + 1, ahead=True, beside=way.beside)
             if self._asked is not None and rank.peers.rank == 0:
                 self._aside.begin(plan_replacement, self._asked.stages, self._asked.costs, **self._bounds)
@@ -232,13 +234,13 @@ class Rebalancer:
 
     def reduced(self, parts: StepParts, step: ReducedStep) -> None:
         """What comes to this rank is there, gradients too. Collective. Raises `PeerError` where a rank is lost."""
-        if self._journey is not None:
-            self._journey[1].complete(step.gradients)
+        if self._relocation is not None:
+            self._relocation[1].complete(step.gradients)
 
     def applied(self, parts: StepParts, step: ReducedStep) -> None:
         """What came is as new as what is held."""
-        if self._journey is not None:
-            self._journey[1].update(parts, step)
+        if self._relocation is not None:
+            self._relocation[1].update(parts, step)
 
     # -- a decision
 
@@ -259,15 +261,15 @@ class Rebalancer:
             self.again = step + max(1, self.interval // SOON)
         before, migrations = dict(sorted(asked.before.items())), iter(decision.migrations)
         after = {stage: _after(placed, migrations) for stage, placed in before.items()}
-        journey = _Journey(decision=decision, step=step, before=before, after=after)
-        record = way.record(parts, journey)
+        relocation = _Relocation(decision=decision, step=step, before=before, after=after)
+        record = way.record(parts, relocation)
         begin_s = time.perf_counter()
-        coming = self._set_out(journey, parts, rank) if way.beside and journey.may_go_beside else None
+        coming = self._start(relocation, parts, rank) if way.beside and relocation.can_overlap else None
         if coming is None:
-            return self._carry_out(journey, parts, rank, where=way.where, record=record)
+            return self._carry_out(relocation, parts, rank, where=way.where, record=record)
         coming.begin(record)
         coming.waited_s = time.perf_counter() - begin_s
-        self._journey = journey, coming
+        self._relocation = relocation, coming
         return None
 
     @property
@@ -309,21 +311,21 @@ class Rebalancer:
             expert_bytes=_expert_bytes(self.spec, parts),
         )
 
-    def _set_out(self, journey: _Journey, parts: StepParts, rank: Rank) -> IncomingExperts | None:
+    def _start(self, relocation: _Relocation, parts: StepParts, rank: Rank) -> IncomingExperts | None:
         """None where nothing comes to any rank. Collective."""
-        moves = _moves_of(journey, parts)
+        moves = _moves_of(relocation, parts)
         if not coming_moves(moves) or parts.groups.axis("world").group is None:
             return None
         ranks, world = tuple(range(parts.groups.folding.world)), parts.groups.axis("world")
         rank.peers.gather(None)  # each has planned by itself, and who makes a group waits for a few seconds only
         return IncomingExperts(parts, moves, Axis("beside", ranks, world.index, rank.cache.get(ranks, beside=True)))
 
-    def _arrive(
-        self, journey: _Journey, coming: IncomingExperts, parts: StepParts, rank: Rank, *, where: Where
+    def _finish(
+        self, relocation: _Relocation, coming: IncomingExperts, parts: StepParts, rank: Rank, *, where: Where
     ) -> NewPlacement:
         """The state has come beside the last step, and is as new as what is held. Collective."""
         begin_s = time.perf_counter()
-        new = self._rebuilt(journey, parts, rank, where)
+        new = self._rebuilt(relocation, parts, rank, where)
         built_s = time.perf_counter() - begin_s
         begin_s = time.perf_counter()
         coming.fill(new.state, parts.state)
@@ -331,33 +333,37 @@ class Rebalancer:
         moved_s = time.perf_counter() - begin_s + coming.waited_s
         most = max(rank.peers.gather(coming.beside_bytes))
         self.moves.took(rebuild_s=built_s, bytes_per_s=most / moved_s if most else None, beside=True)
-        event = journey.event(
-            step=journey.step + 1, moved_bytes=coming.received_bytes, built_s=built_s, moved_s=moved_s, checked=checked
+        event = relocation.event(
+            step=relocation.step + 1,
+            moved_bytes=coming.received_bytes,
+            built_s=built_s,
+            moved_s=moved_s,
+            checked=checked,
         )
         event = dataclasses.replace(event, beside_bytes=coming.beside_bytes, beside_s=coming.beside_s)
-        return NewPlacement(parts=new, placements=journey.placements, event=event)
+        return NewPlacement(parts=new, placements=relocation.placements, event=event)
 
     def _carry_out(
-        self, journey: _Journey, parts: StepParts, rank: Rank, *, where: Where, record: MoveRecorder | None
+        self, relocation: _Relocation, parts: StepParts, rank: Rank, *, where: Where, record: MoveRecorder | None
     ) -> NewPlacement:
         """All of it while training stands still. Collective."""
         begin_s = time.perf_counter()
-        new = self._rebuilt(journey, parts, rank, where)
+        new = self._rebuilt(relocation, parts, rank, where)
         built_s = time.perf_counter() - begin_s
         begin_s = time.perf_counter()
-        received = _move_experts(new, parts, _moves_of(journey, parts), record=record)
+        received = _move_experts(new, parts, _moves_of(relocation, parts), record=record)
         checked = _take_over(new, parts, rank)
         moved_s = time.perf_counter() - begin_s
         most = max(rank.peers.gather(received))
         self.moves.took(rebuild_s=built_s, bytes_per_s=most / moved_s if most else None)
-        event = journey.event(
-            step=journey.step, moved_bytes=received, built_s=built_s, moved_s=moved_s, checked=checked
+        event = relocation.event(
+            step=relocation.step, moved_bytes=received, built_s=built_s, moved_s=moved_s, checked=checked
         )
-        return NewPlacement(parts=new, placements=journey.placements, event=event)
+        return NewPlacement(parts=new, placements=relocation.placements, event=event)
 
-    def _rebuilt(self, journey: _Journey, parts: StepParts, rank: Rank, where: Where) -> StepParts:
+    def _rebuilt(self, relocation: _Relocation, parts: StepParts, rank: Rank, where: Where) -> StepParts:
         own = parts.groups.folding.coord(parts.groups.rank, "pp")
-        return _rebuilt(parts, rank, self.spec, journey.after[own], where=where)
+        return _rebuilt(parts, rank, self.spec, relocation.after[own], where=where)
 
 
 # ---- what is known ---------------------------------------------------------------------------------------------------
@@ -413,11 +419,16 @@ def _rebuilt(parts: StepParts, rank: Rank, spec: ModelSpec, placement: LayerPlac
     )
 
 
-def _moves_of(journey: _Journey, parts: StepParts) -> list[Move]:
+def _moves_of(relocation: _Relocation, parts: StepParts) -> list[Move]:
     """Moves of one kind of state."""
     size = max(family.master.itemsize for family in parts.state.families.values())
     return expert_moves(
-        parts.spec, _folding(parts), parts.pipeline.stages, before=journey.before, after=journey.after, itemsize=size
+        parts.spec,
+        _folding(parts),
+        parts.pipeline.stages,
+        before=relocation.before,
+        after=relocation.after,
+        itemsize=size,
     )
 
 

@@ -59,7 +59,7 @@ class Examined:
     pieces: tuple[StatePiece, ...]
     """All of these, of each kind of state, and the buffers."""
     told: NDArray[np.int64]
-    """(members, pieces): checksums of what is to be trusted (`plan.suspects.row_of`)."""
+    """(members, pieces): checksums of what is to be trusted (`suspects.row_of`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

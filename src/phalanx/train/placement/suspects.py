@@ -41,7 +41,7 @@ def row_of(sums: Sums, pieces: Sequence[StatePiece]) -> NDArray[np.int64]:
     """Checksums in the order of `pieces`, (P,), which all members have alike and which name all that anybody holds: what travels has no names in it."""
     row = np.array([sums.get(piece, NONE) for piece in pieces], dtype=np.int64)
     if np.count_nonzero(row != NONE) != len(sums):
-        raise ValueError(f"{_few([str(piece) for piece in sums.keys() - {*pieces}])} is no piece of the plan")
+        raise ValueError(f"{_few([str(piece) for piece in sums.keys() - {*pieces}])} is not a piece of the plan")
     return row
 
 

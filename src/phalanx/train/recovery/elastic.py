@@ -44,12 +44,23 @@ from phalanx.runtime.membership import Generation, GroupEpoch, MemberReport, NoM
 from phalanx.runtime.processes import StopRequest, WorldInfo
 from phalanx.runtime.reshard import hosts_by_name
 from phalanx.runtime.state import ShardedState
-from phalanx.train import Elastic, MoveRecorder, Outcome, Recorder, RunProgress, Trainer, Where, make_loader, make_parts
+from phalanx.train import (
+    Elastic,
+    MoveRecorder,
+    Outcome,
+    Recorder,
+    RunProgress,
+    Trainer,
+    Where,
+    make_loader,
+    make_parts,
+    open_checkpoints,
+)
 from phalanx.train.placement import Everyone, Examined, Moved, Rebalancer, examine, take_state
 from phalanx.train.recovery.fallback import from_disk
 from phalanx.train.recovery.messages import Entry, Telling
 from phalanx.train.recovery.pace import PaceWatch
-from phalanx.train.recovery.rehearsal import rehearse
+from phalanx.train.recovery.warm_up import warm_up
 from phalanx.train.recovery.watch import MemberWatch, Phase, collective_watch
 from phalanx.train.setup import (
     DTYPES,
@@ -61,6 +72,7 @@ from phalanx.train.setup import (
     message_ctas,
     name_of_rows,
     own_host,
+    own_lanes,
     resolve_pipeline,
 )
 from phalanx.train.step import StepResult
@@ -98,8 +110,8 @@ class ElasticMember:
         the core is theirs."""
         self.run, self.sinks, self.recipe, self.watch = run, sinks, run.recipe, watch
         self.device = torch.device("cpu") if device is None else device
-        self.memory = MemoryMeter(self.device)
-        self.flops_per_s = 0.0 if joins else matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
+        self.memory, self.lanes = MemoryMeter(self.device), own_lanes(self.device)
+        self.flops_per_s = 0.0 if joins else self._measure_machine()
         self._about = self._describe_process()
         self.trainer: Trainer | None = None
         self.progress, self.hook = RunProgress(), Rebalancer(run.recipe, run.spec)
@@ -123,6 +135,9 @@ class ElasticMember:
         self._pace = PaceWatch(run.recipe, run.planner)
         self._too_slow: dict[str, str] = {}
 
+    def _measure_machine(self) -> float:
+        return matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device, threads=self.lanes.count)
+
     def _describe_process(self) -> StateReport:
         """What this process reports to all members as long as it lives."""
         rows = compiled_rows() if self.recipe.kernels.compiled and self.device.type == "cpu" else None
@@ -133,10 +148,12 @@ class ElasticMember:
             rack=self.recipe.launch.rack or "",
         )
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Do alone whatever takes long the first time, so that nobody waits for it later. Before the member says that it is ready."""
         run = self.run
-        rehearse(self.recipe, run.spec, run.planner.base, prepared=run.prepared, device=self.device, folder=run.folder)
+        warm_up(
+            self.recipe, run.spec, run.planner.base, prepared=run.prepared, device=self.device, folder=run.folder, lanes=self.lanes
+        )  # fmt: skip
         self._is_warm = True
 
     # -- what the loop asks
@@ -297,34 +314,21 @@ class ElasticMember:
             folder=self.run.folder,
             sinks=self.sinks,
             memory=self.memory,
+            lanes=self.lanes,
             lock=None,
             told=Announced(hosts=tuple(r.about.host for r in reports), kernels=tuple(r.about.kernels for r in reports)),
         )
 
     def _manager(self, team: GroupEpoch, rank: Rank) -> CheckpointManager:
-        """Checkpoints of this generation."""
-        config = self.recipe.checkpoint
-        manager = CheckpointManager(
-            self.run.folder.checkpoints.path,
-            group=rank.peers.group,
-            keep_last=config.keep_last,
-            asynchronous=config.asynchronous and config.interval > 0,
-            by_steps=True,
-            write_rate=config.write_rate,
-            escape=self._escape,
-            writer=Writer(generation=team.generation.number, life=team.generation.epoch, check=team.check),
-        )
-        if team.begun:  # members hold everything, and a recovery waits for no disk
-            manager.open_later()
-        else:
-            manager.open()
-        return manager
+        """Checkpoints of this generation. Once the run has begun members hold everything, and a recovery waits for no disk."""
+        writer = Writer(generation=team.generation.number, life=team.generation.epoch, check=team.check)
+        return open_checkpoints(rank, group=rank.peers.group, writer=writer, later=team.begun)
 
     def _peak(self, peers: Peers, told: Sequence[float]) -> float:
         """Peak FLOP/s of all ranks together. Who came later has not measured; where nobody is left who has, all do. Collective."""
         known = [rate for rate in told if rate]
         if not known:
-            self.flops_per_s = matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
+            self.flops_per_s = self._measure_machine()
             return sum(peers.gather(self.flops_per_s))
         self.flops_per_s = self.flops_per_s or sum(known) / len(known)
         return len(told) * sum(known) / len(known)

@@ -13,7 +13,7 @@ from phalanx.core.events import Note, WentBack
 from phalanx.observe import warn_without_screen
 from phalanx.plan.recovery import GenerationPlan
 from phalanx.runtime.membership import GroupEpoch
-from phalanx.train import Trainer, load_state, read_run_state
+from phalanx.train import Trainer, choose_start, leave_later, load_state, read_run_state, set_later_aside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def from_disk(trainer: Trainer, team: GroupEpoch, plan: GenerationPlan, *, commi
     found = newest_sound(trainer)
     if found is None:
         raise FinalError(
-            f"{what}, and there is no checkpoint of it; nothing is initialised again. Start the run again under another --run.name, "
+            f"{what}, and there is no checkpoint of it: refusing to restart from scratch. Start the run again under another --run.name, "
             "with a smaller checkpoint.interval or a larger resilience.f"
         )
     tell_went_back(trainer, found, why=what, committed=committed, history=team.generation.number)
@@ -43,16 +43,11 @@ def from_disk(trainer: Trainer, team: GroupEpoch, plan: GenerationPlan, *, commi
 
 def _from_the_start(trainer: Trainer) -> int:
     """The step that the recipe says to go on from, loaded, or 0."""
-    config = trainer.rank.recipe.checkpoint
-    found = trainer.manager.choose(config.step) if config.resume else None
+    found = choose_start(trainer.rank.recipe, trainer.manager)
     if found is None:
         return 0
     step = _load(trainer, found)
-    if config.step is not None:
-        aside = _set_later_aside(trainer, found)
-        if aside:
-            text = f"later checkpoints than step {found} are in checkpoints/abandoned: {', '.join(aside)}"
-            trainer.rank.sinks(Note(level="info", text=text))
+    leave_later(trainer.rank, trainer.manager)
     return step
 
 
@@ -83,22 +78,12 @@ def _load(trainer: Trainer, found: int) -> int:
     return step
 
 
-def _set_later_aside(trainer: Trainer, step: int) -> tuple[str, ...]:
-    """Checkpoints after `step` can never be the newest again; a disk that refuses it costs a warning. Collective."""
-    try:
-        return tuple(trainer.manager.go_back(step))
-    except CheckpointError as err:
-        text = f"{err}\nlater checkpoints stay where they are: remove them, or they may count as the newest"
-        trainer.rank.sinks(Note(level="warning", text=text))
-        return ()
-
-
 def tell_went_back(trainer: Trainer, found: Fallback, *, why: str, committed: int | None, history: int) -> None:
     """Tells a person and the ledger. Collective, as later checkpoints are set aside first, and whoever draws may not be back yet:
     then the first member says it."""
-    aside, sinks = _set_later_aside(trainer, found.step), trainer.rank.sinks
+    aside, sinks = set_later_aside(trainer.rank, trainer.manager, found.step), trainer.rank.sinks
     for step, err in zip(found.damaged_steps, found.damaged, strict=True):
-        text = f"the checkpoint of step {step} cannot be used, the next older one is tried: {err}"
+        text = f"the checkpoint of step {step} cannot be used, trying the next older one: {err}"
         sinks(Note(level="warning", text=text))
     lost = "" if committed is None else f", {committed - found.step} steps before"
     moved = f"; later checkpoints are in checkpoints/abandoned: {', '.join(aside)}" if aside else ""

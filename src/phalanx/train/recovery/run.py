@@ -15,7 +15,6 @@ import contextlib
 import gc
 import hashlib
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,13 +24,13 @@ from typing import IO
 import torch
 from rich.console import Console
 
-from phalanx.core.config import LaunchConfig, Recipe
+from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, RunError, raise_if
-from phalanx.core.events import Emit, Event, Note, RunEnded
+from phalanx.core.events import Emit, Event, Note
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.service_address import parse_service
 from phalanx.data import PreparedData, prepare
-from phalanx.observe import JsonlSink, PreparationProgress, Sinks, open_sinks, print_summary, wants_live
+from phalanx.observe import JsonlSink, PreparationProgress, Sinks, open_sinks, wants_live
 from phalanx.plan.mapping import Folding
 from phalanx.plan.recovery import recovery_planner, recovery_problems, wanted_ranks
 from phalanx.runtime.checkpoint import import_now
@@ -46,7 +45,7 @@ from phalanx.runtime.membership import (
     service_at,
 )
 from phalanx.runtime.processes import WorldInfo, keep_freed_memory, leave_errors_to_run, own_device, use_interface_to
-from phalanx.train import summary_of
+from phalanx.train import RunEnd, recipe_to_keep
 from phalanx.train.recovery.drained_slots import AWAY_FILE, AwayFile
 from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
 from phalanx.train.recovery.run_hosts import RunHosts
@@ -90,11 +89,14 @@ def train_elastic(
 
 def _host_log(run: ElasticRun, host: str, watch: Watch | None) -> Emit:
     """What this host's supervisor does, in a log of its own. A disk that fails costs lines of it and nothing else."""
-    log = JsonlSink(run.folder.path, host=host)
+    log: JsonlSink | None = None
+    with contextlib.suppress(OSError):
+        log = JsonlSink(run.folder.path, host=host)
 
     def tell(event: Event, /) -> None:
-        with contextlib.suppress(OSError):
-            log.write(event)
+        if log is not None:
+            with contextlib.suppress(OSError):
+                log.write(event)
         if watch is not None:
             watch.host(event)
 
@@ -149,12 +151,12 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
 
 
 def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None, joins: bool = False) -> ElasticRun:
-    """Text, model and mapping; what is left of an interrupted save is removed. `joins`: the run is under way on other hosts, so checkpoints are its own.
+    """Text, model and mapping. `joins`: the run is under way on other hosts, so checkpoints are its own.
 
     Raises `PhalanxError` with all that is wrong.
     """
     if not recipe.checkpoint.resume and not joins:
-        raise_if(folder.mixing_problems(), ConfigError, subject="the recipe")
+        folder.refuse_mixing()
     prepared = _prepare_text(recipe, folder)
     spec, folding = resolve_shape(recipe, world=wanted_ranks(recipe), tokenizer_vocab=prepared.tokenizer.vocab_size)
     assert isinstance(
@@ -165,11 +167,7 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     problems = recovery_problems(folding, floor=planner.floor, replicated=planner.slots_per_rank is not None)
     problems += planner.room_problems()
     raise_if(problems, ConfigError, subject="the recipe")
-    again = replace(
-        recipe if kept is None else kept,
-        checkpoint=replace(recipe.checkpoint, step=None),  # running the file again must not go back again
-        launch=_of_all_hosts(recipe.launch),
-    )
+    again = recipe_to_keep(recipe if kept is None else kept)
     if alone or not folder.has_recipe:
         folder.write_recipe(again, prepared.tokenizer)
     kept = None if alone or joins else again  # the run may be another one, and refuse this host
@@ -180,16 +178,16 @@ def _prepare_text(recipe: Recipe, folder: RunFolder) -> PreparedData:
     newest = folder.checkpoints.newest() if recipe.checkpoint.step is None else recipe.checkpoint.step
     known = None
     if newest is not None and newest in folder.checkpoints.steps():
-        known = folder.checkpoints.read_state(newest).loader.get("data")
+        known = folder.trained_text(newest)
     console = Console() if recipe.observe.console != "none" else None
     live = console is not None and wants_live(recipe.observe, console)
     with PreparationProgress(console, live=live) as bar:
-        return prepare(recipe.data, progress=bar, resume=None if known is None else str(known))
+        return prepare(recipe.data, progress=bar, resume=known)
 
 
 def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, watch: Watch | None = None) -> int:
     """One worker, in its own process; returns its exit code. Its log has the number `first` + slot, and number 0 is the one that a person watches."""
-    recipe, begin_s = run.recipe, time.monotonic()
+    recipe = run.recipe
     torch.set_num_threads(threads)
     on_cpu = recipe.launch.device == "cpu"
     keep_freed_memory(threads=threads if on_cpu else 1)
@@ -200,23 +198,20 @@ def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, w
     if not on_cpu:
         leave_errors_to_run()
     number, body, joins = first + slot, None, agent.under_way()
-    with open_sinks(recipe.observe, folder=run.folder.path, rank=number, patient=joins) as sinks:
-        try:
-            body = _body(run, sinks, slot=slot, watch=watch, joins=joins, device=device)
-            if joins:  # when a run begins, all are cold together
-                _rehearse(body, sinks)
-            agent.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
-            if slot == 0:
-                _keep_recipe(run, sinks)
-            why = run_member(agent, body, tell=body.tell, order=body.order)
-        except BaseException as err:
-            reason = " ".join([f"{type(err).__name__}:", *str(err).splitlines()[:2]])
-            sinks(RunEnded(step=body.step if body else 0, reason=reason, seconds=time.monotonic() - begin_s))
-            raise
-        reason = {"stopped": "interrupted"}.get(why, why)
-        sinks(RunEnded(step=body.step, reason=reason, seconds=time.monotonic() - begin_s))
+    with (
+        open_sinks(recipe.observe, folder=run.folder.path, rank=number, patient=joins) as sinks,
+        RunEnd(sinks, lambda: body.step if body is not None else 0) as end,
+    ):
+        body = _body(run, sinks, slot=slot, watch=watch, joins=joins, device=device)
+        if joins:  # when a run begins, all are cold together
+            _warm_up(body, sinks)
+        agent.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
+        if slot == 0:
+            _keep_recipe(run, sinks)
+        why = run_member(agent, body, tell=body.tell, order=body.order)
+        end.reason = {"stopped": "interrupted"}.get(why, why)
     if number == 0 and recipe.observe.console != "none" and body.outcome is not None:
-        print_summary(summary_of(run.folder.path, body.outcome, seconds=time.monotonic() - begin_s))
+        end.summarize(run.folder.path, body.outcome)
     return 0
 
 
@@ -230,15 +225,15 @@ def _keep_recipe(run: ElasticRun, sinks: Sinks) -> None:
         sinks(Note(level="warning", text=f"the recipe of the run could not be kept: {err}"))
 
 
-def _rehearse(body: ElasticMember, sinks: Sinks) -> None:
-    """Warm code is worth no member: one that cannot rehearse joins cold."""
+def _warm_up(body: ElasticMember, sinks: Sinks) -> None:
+    """Warm code is worth no member: one that cannot warm up joins cold."""
     try:
-        body.rehearse()
+        body.warm_up()
     except Exception as err:
-        text = f"this worker joins without having made a step alone, which makes its first one slow: {type(err).__name__}: {err}"
+        text = f"Warm-up step failed; this worker's first step will be slow: {type(err).__name__}: {err}"
         sinks(Note(level="warning", text=text))
     gc.collect()
-    gc.freeze()  # what it has imported and compiled stays: each generation collects what the last one left (`Team.drop`), and need not look through all of that
+    gc.freeze()  # what it has imported and compiled stays: each generation collects what the last one left (`GroupEpoch.drop`), and need not look through all of that
 
 
 def _body(
@@ -262,18 +257,13 @@ def as_begun(recipe: Recipe) -> tuple[Recipe, bool]:
     return replace(recipe, resilience=replace(recipe.resilience, wanted=wanted)), under_way
 
 
-def _of_all_hosts(launch: LaunchConfig) -> LaunchConfig:
-    """The recipe without what one host says of itself alone."""
-    return replace(launch, host=None, rack=None, keep_service=False)
-
-
 def _plan_hash(run: ElasticRun) -> str:
     """What all members of one run have alike, whatever host they are on and when it came: where to begin is asked once."""
+    recipe = recipe_to_keep(run.recipe)
     recipe = replace(
-        run.recipe,
-        launch=_of_all_hosts(run.recipe.launch),
-        checkpoint=replace(run.recipe.checkpoint, resume=True, step=None),
-        resilience=replace(run.recipe.resilience, wanted=wanted_ranks(run.recipe)),
+        recipe,
+        checkpoint=replace(recipe.checkpoint, resume=True),
+        resilience=replace(recipe.resilience, wanted=wanted_ranks(recipe)),
     )
     text = f"{dump_recipe(recipe)}\n{run.spec.hash}\n{run.prepared.fingerprint}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

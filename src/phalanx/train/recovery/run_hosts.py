@@ -62,7 +62,7 @@ class RunHosts:
         there = file.read().strip()
         if not taken or there != words:
             raise RunError(
-                f"{self.folder.path}: another run is there ({there or 'unknown'}), and this host is of one with {words}; stop it, or give "
+                f"{self.folder.path} is in use by another run ({there or 'unknown'}); this host belongs to one with {words}. Stop that run, or give "
                 "this one another --run.name"
             )
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         message_ctas as message_ctas,
         name_of_rows as name_of_rows,
         open_rank as open_rank,
+        own_lanes as own_lanes,
         prepare_text as prepare_text,
         resolve_pipeline as resolve_pipeline,
         resolve_shape as resolve_shape,

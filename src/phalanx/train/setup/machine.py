@@ -47,18 +47,20 @@ class MemoryMeter:
 
 
 @torch.no_grad()
-def matmul_flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
-    """Rate of square products on this rank. Ranks that share cores measure at the same time: their rates then add up to the machine's.
+def matmul_flops_per_s(dtype: torch.dtype, device: torch.device, *, threads: int | None = None) -> float:
+    """Rate of square products on this rank with so many threads (None: those that torch has now). Ranks that share cores measure at the same time: their rates then add up to the machine's.
 
     The matrices are no smaller than a step's tensors, and come before them: their memory goes back to the system, or 50 MiB of fp32 stay in pieces that
     nothing fits into.
     """
-    best = 0.0
+    best, before = 0.0, torch.get_num_threads()
+    torch.set_num_threads(before if threads is None else threads)
     for size in RATE_SIZES:
         product_s = _product_s(size, dtype, device)
         best = max(best, 2.0 * size**3 / product_s)
         if product_s > RATE_PATIENCE_S:
             break
+    torch.set_num_threads(before)
     if device.type == "cpu":
         give_back_freed_memory()
     return best

@@ -6,8 +6,7 @@
     resolve_pipeline schedule and stages
     make_context     groups and what modules need
 
-Decides nothing about training itself (`train/loop.py`). Must never change: whatever is wrong with recipe, text or mapping is an
-error
+Decides nothing about training itself (`train/loop.py`). Must never change: whatever is wrong with recipe, text or mapping is an error
 before the first parameter exists.
 """
 
@@ -64,7 +63,7 @@ class Announced:
     """What all ranks have said of themselves before they met, so that it need not be asked again."""
 
     hosts: tuple[str, ...]
-    """`clocks.own_host` of each rank."""
+    """`own_host` of each rank."""
     kernels: tuple[str, ...]
     """Name of each rank's compiled kernels; empty: it has none."""
 
@@ -81,6 +80,8 @@ class Rank:
     folder: RunFolder
     sinks: Sinks
     memory: MemoryMeter
+    lanes: Lanes
+    """Threads of its kernels: the same ones for whatever is built later in this process."""
     lock: IO[str] | None
     """Open as long as this run is ours (first rank only)."""
     escape: AbortableCall | None = None
@@ -115,8 +116,14 @@ def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
         folder=folder,
         sinks=sinks,
         memory=MemoryMeter(device),
+        lanes=own_lanes(device),
         lock=lock,
     )
+
+
+def own_lanes(device: torch.device) -> Lanes:
+    """The lanes of this process. On a CPU the kernels divide work among threads themselves; other devices need one thread to feed them."""
+    return Lanes(torch.get_num_threads() if device.type == "cpu" else 1)
 
 
 def be_deterministic(asked: bool) -> None:
@@ -151,7 +158,7 @@ def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepar
 
     def progress(phase: str, done_bytes: int, total_bytes: int, /) -> None:
         if stop.requested:
-            raise RunError("stopped while the text was being prepared; the same command begins again")
+            raise RunError("stopped while the text was being prepared; run the same command to start again")
         bar(phase, done_bytes, total_bytes)
 
     def work() -> None:
@@ -206,7 +213,7 @@ def agreed_rows(found: CompiledRows | None, names: Sequence[str], *, emit: Emit)
         return found
     without = [i for i, name in enumerate(names) if not name]
     why = f"ranks {', '.join(map(str, without))} have none" if without else "processors or compilers differ"
-    text = f"compiled kernels are left out on all ranks, for results must be the same: {why}"
+    text = f"compiled kernels are disabled on all ranks, because results must be identical: {why}"
     emit(Note(level="warning", text=text))
     return None
 
@@ -228,10 +235,7 @@ def make_context(
 ) -> ModelContext:
     """Groups of the folding and all that modules need. Collective. `placement` of the rank's stage; None: as the recipe says."""
     recipe = rank.recipe
-    # on a CPU the kernels divide work among threads themselves; other devices need one thread to feed them
-    on_cpu = rank.device.type == "cpu"
-    rows = _rows(rank) if on_cpu and recipe.kernels.compiled else None
-    lanes = Lanes(torch.get_num_threads() if on_cpu else 1, rows=rows)
+    rows = _rows(rank) if rank.device.type == "cpu" and recipe.kernels.compiled else None
     left_free = message_ctas(recipe)
     groups = build_groups(
         folding,
@@ -263,7 +267,7 @@ def make_context(
         recompute=recipe.train.recompute,
         cp_method=recipe.folding.cp_method,
         seed=recipe.train.seed,
-        lanes=lanes,
+        lanes=rank.lanes.with_rows(rows),
         tuner=Tuner(
             user_folder(),
             paired=_paired(recipe, folding, pipeline, stage=folding.coord(rank.info.rank, "pp")),

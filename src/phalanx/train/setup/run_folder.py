@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError
+from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, raise_if
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.data import Tokenizer, load_tokenizer
 from phalanx.plan.model import ModelSpec
@@ -53,12 +53,18 @@ class RunFolder:
     def checkpoints(self) -> CheckpointFolder:
         return CheckpointFolder(self.path / "checkpoints")
 
-    def mixing_problems(self) -> list[Problem]:
-        """What keeps a run from beginning anew here (`checkpoint.resume` = false)."""
+    def refuse_mixing(self) -> None:
+        """Raises `ConfigError` where a run (`checkpoint.resume` = false) cannot begin anew here."""
         steps = self.checkpoints.steps()
         rule = f"would start over in {self.path}, which holds checkpoints of steps {', '.join(map(str, steps))}"
         hint = "give the run another --run.name, or remove that folder"
-        return [Problem(where="checkpoint.resume", value=False, rule=rule, hint=hint)] if steps else []
+        problems = [Problem(where="checkpoint.resume", value=False, rule=rule, hint=hint)] if steps else []
+        raise_if(problems, ConfigError, subject="the recipe")
+
+    def trained_text(self, step: int) -> str | None:
+        """Fingerprint of what the run was trained on up to the checkpoint of `step`, so that preparation finds it again; None for an import."""
+        found = self.checkpoints.read_state(step).loader.get("data")
+        return None if found is None else str(found)
 
     def create(self) -> None:
         """Make the folder. Raises `RunError` where that is not possible."""
@@ -121,9 +127,9 @@ class RunFolder:
                 if self.path.parent.is_dir()
                 else []
             )
-            hint = "runs beside it: " + ", ".join(runs) if runs else "phalanx train makes one"
+            hint = "runs next to it: " + ", ".join(runs) if runs else "phalanx train makes one"
             problem = Problem(
-                where="run", value=str(self.path), rule=f"is no run folder (it has no {RECIPE_FILE})", hint=hint
+                where="run", value=str(self.path), rule=f"is not a run folder (it has no {RECIPE_FILE})", hint=hint
             )
             raise ConfigError([problem], subject="the run")
         return load_recipe(path)

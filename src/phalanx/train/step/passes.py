@@ -231,7 +231,7 @@ class _TrainingPasses:
             runner.groups.folding.coord(runner.groups.rank, "pp")
         ]
         names = {i: [p.name for p in stage_params(runner.model.spec, [stage])] for i, stage in self.stages.items()}
-        return last_gradients(order, names, runner.model.put_off)
+        return last_gradients(order, names, runner.model.deferred)
 
     def forward(self, index: int, microbatch: int, inputs: Tensors) -> Tensors:
         stage, batch, info = self.stages[index], self.batches[microbatch], self.infos[microbatch]

@@ -142,7 +142,9 @@ def plan_sync(
         found = fit_problems(folding, spec, seq_len=recipe.train.seq_len)
         problems += [dataclasses.replace(p, where=f"--to ({p.where.removeprefix('folding.')})") for p in found]
     if dtype is not None and dtype not in DTYPES:
-        problems.append(Problem(where="--dtype", value=dtype, rule="is no type", hint=nearest(dtype, DTYPES)))
+        problems.append(
+            Problem(where="--dtype", value=dtype, rule="is not a known data type", hint=nearest(dtype, DTYPES))
+        )
     memory_bytes = read_bytes(memory)
     if memory_bytes is None:
         rule, hint = "is not a number of bytes", "write 256MB or 2GiB"

@@ -1,4 +1,4 @@
-"""One schedule on the clock under many costs at once: the ends that `clock.simulate` gives, one after another, in a hundredth of the time.
+"""One schedule on the clock under many costs at once: the makespans that `clock.simulate` gives, one after another, in a hundredth of the time.
 
 Decides nothing. Where each ordered pair of ranks has a channel of its own, no pass waits for a transfer that it does not need, so what comes before what on ranks and channels is the schedule's
 order whatever passes cost; and ends are longest paths, one vector operation for each step of all costs. Must never change: the makespan of each cost is the clock's (test).

@@ -3,7 +3,7 @@
 Decides where every replica lives. A layer matters by its sorted replica counts only (its *pattern*), so layers of one pattern share one table of copies,
 with their experts named in it: then all of them die of the same losses, and no more. (Layers that are planned one by one die of different ones: 12 layers
 recover with 0.59 instead of 0.96.) Patterns are placed one after the other, each by the rule that adds fewest fatal losses to those before; the mix is
-compared with every rule alone, and random swaps improve the winner where it may not be optimal (`placement_rules.segments_fit`).
+compared with every rule alone, and random swaps improve the winner where it may not be optimal (`rules.segments_fit`).
 
 Must never change: compared from the smallest number of lost hosts upward, the result is never worse than the printed rule or spread for the same loads; and
 each expert is on `floor` hosts at least.

@@ -55,7 +55,7 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapCost:
-    """Costs of one kind of machine and link. Made by hand or by `overlap_choose.fit`."""
+    """Costs of one kind of machine and link. Made by hand or by `choose.fit`."""
 
     latency_s: float
     bytes_per_s: float

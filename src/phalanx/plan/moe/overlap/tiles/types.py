@@ -189,7 +189,7 @@ class RankPlan:
         }
 
     def to_json(self) -> str:
-        """What `overlap_check.from_json` reads back."""
+        """What `tests/oracles/overlap_check.py` reads back."""
         return json.dumps(self.to_dict(), sort_keys=True)
 
     @property

@@ -1,10 +1,10 @@
 """One step that counts for nothing, before a worker says that it is ready: what a process does for the first time takes long, and others would wait for it.
 
-Threads of autograd, compiled kernels, scripted functions, generated code (`train/build.py`): a member that joins a running job otherwise meets all of that in its first step,
+Threads of autograd, compiled kernels, scripted functions, generated code (`train/warm.py`): a member that joins a running job otherwise meets all of that in its first step,
 with all others in the same collectives. The step is that of a model of the same widths with one layer of each kind and a small vocabulary, on this rank alone, so it takes
 no message, and the memory of a whole layer with as few experts as a rank holds.
 
-Must never change: nothing of it is left but warm code; a model that cannot be made small is not rehearsed, and the run goes on all the same.
+Must never change: nothing of it is left but warm code; a model that cannot be made small is not warmed up, and the run goes on all the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from phalanx.core.config import CheckpointConfig, FoldingConfig, Recipe, ResilienceConfig
 from phalanx.core.processor import this_processor
 from phalanx.data import MicroBatch, PreparedData
+from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.observe import Sinks
 from phalanx.plan.mapping import Folding, plain_placement
 from phalanx.plan.model import ModelSpec, model_problems
@@ -35,7 +36,7 @@ VOCABULARY = 4096
 code."""
 
 
-def rehearse(
+def warm_up(
     recipe: Recipe,
     spec: ModelSpec,
     folding: Folding,
@@ -43,6 +44,7 @@ def rehearse(
     prepared: PreparedData,
     device: torch.device,
     folder: RunFolder,
+    lanes: Lanes,
 ) -> None:
     """Meet the shapes of the run's products on `folding`, and make a step of one micro-batch with a small model of `spec`'s widths. Needs nobody.
 
@@ -58,6 +60,7 @@ def rehearse(
         folder=folder,
         sinks=Sinks([]),
         memory=MemoryMeter(device),
+        lanes=lanes,
         lock=None,
     )
     ctx = make_context(rank, spec, ALONE, plain_pipeline(spec, pp=1), plain_placement(spec.num_experts, ALONE))

@@ -17,10 +17,11 @@ from train_help import write_text
 
 from phalanx.core.processor import this_processor
 from phalanx.core.recipe import load_recipe
+from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.plan.model.model import PRESETS, ModelSpec, model_problems
-from phalanx.train.recovery import rehearsal, run as elastic_run
-from phalanx.train.recovery.rehearsal import rehearse, small_model
+from phalanx.train.recovery import run as elastic_run, warm_up as warming
 from phalanx.train.recovery.run import prepare_run
+from phalanx.train.recovery.warm_up import small_model, warm_up
 from phalanx.train.setup.run_folder import RunFolder
 from phalanx_lab.bench.storm.trainer import StormSetup, recipe_words
 
@@ -50,14 +51,14 @@ def test_a_small_model_has_the_widths_and_a_layer_of_each_kind(name: str, ep: in
     assert len(small.moe_layers) <= 1 + spec.mtp_layers and small.num_experts >= max(spec.top_k, spec.num_experts // ep)
 
 
-def test_a_worker_that_cannot_rehearse_joins_cold_and_says_so() -> None:
+def test_a_worker_that_cannot_warm_up_joins_cold_and_says_so() -> None:
     class Cold:
-        def rehearse(self) -> None:
+        def warm_up(self) -> None:
             raise MemoryError("no room")
 
     told = list[Any]()
     gc.unfreeze()
-    elastic_run._rehearse(Cold(), told.append)  # type: ignore[arg-type]
+    elastic_run._warm_up(Cold(), told.append)  # type: ignore[arg-type]
     assert gc.get_freeze_count() > 10_000, "what it has imported is looked through once more and never again"
     gc.unfreeze()
     assert [(note.level, "MemoryError: no room" in note.text) for note in told] == [("warning", True)]
@@ -96,7 +97,7 @@ from phalanx.train.recovery.elastic import ElasticMember
 from phalanx.train.setup.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]) / "x")
 folder.create()
-ElasticMember(prepare_run(recipe_of(StormSetup(service="127.0.0.1:1"), Path(sys.argv[1])), folder), Sinks([]), joins=True).rehearse()
+ElasticMember(prepare_run(recipe_of(StormSetup(service="127.0.0.1:1"), Path(sys.argv[1])), folder), Sinks([]), joins=True).warm_up()
 print("sympy" in sys.modules)
 """
     done = subprocess.run(
@@ -120,7 +121,7 @@ def test_a_model_that_cannot_be_made_small_is_left_alone() -> None:
         {"resilience.mode": "fast", "resilience.slots_per_rank": "6", "folding.ep": None},
     ],
 )
-def test_a_rehearsal_is_one_step_of_a_small_model_that_leaves_nothing(
+def test_warming_up_is_one_step_of_a_small_model_that_leaves_nothing(
     words: dict[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_text(tmp_path / "text")
@@ -134,15 +135,23 @@ def test_a_rehearsal_is_one_step_of_a_small_model_that_leaves_nothing(
     run = prepare_run(recipe, folder)
     before = sorted(p.name for p in folder.path.rglob("*"))
     steps: list[ModelSpec] = []
-    commit = rehearsal.commit_step
+    commit = warming.commit_step
 
     def counted(parts: Any, reduced: Any) -> Any:
         steps.append(parts.spec)
         assert reduced.tally.finite
         return commit(parts, reduced)
 
-    monkeypatch.setattr(rehearsal, "commit_step", counted)
-    rehearse(recipe, run.spec, run.planner.base, prepared=run.prepared, device=torch.device("cpu"), folder=folder)
+    monkeypatch.setattr(warming, "commit_step", counted)
+    warm_up(
+        recipe,
+        run.spec,
+        run.planner.base,
+        prepared=run.prepared,
+        device=torch.device("cpu"),
+        folder=folder,
+        lanes=Lanes(),
+    )
     (spec,) = steps
     assert spec.num_layers <= 2 and spec.hidden == run.spec.hidden
     assert sorted(p.name for p in folder.path.rglob("*")) == before and not dist.is_initialized()

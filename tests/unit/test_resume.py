@@ -1,0 +1,125 @@
+"""How a run opens its checkpoints and what a person is told meanwhile, in a fixed world and in one where members come and go."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.core.config import CheckpointConfig, LaunchConfig, Recipe
+from phalanx.core.errors import RunError
+from phalanx.core.events import CheckpointSaved, Note, RunEnded
+from phalanx.runtime.checkpoint.folder import CheckpointFolder
+from phalanx.runtime.checkpoint.manager import CheckpointManager, Saved
+from phalanx.runtime.comm.peers import Peers
+from phalanx.runtime.processes import StopRequest
+from phalanx.runtime.processes.world import WorldInfo
+from phalanx.train import run as fixed
+from phalanx.train.recovery import run as recovery_run
+from phalanx.train.recovery.elastic import ElasticMember
+from phalanx.train.resume import choose_start, recipe_to_keep, set_later_aside
+from phalanx.train.saving import Saving
+from phalanx.train.setup.run_folder import RunFolder
+
+pytestmark = pytest.mark.unit
+
+
+class Told(list[Any]):
+    """Sinks that keep what they are told."""
+
+    def __call__(self, event: Any, /) -> None:
+        self.append(event)
+
+    def __enter__(self) -> Told:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def rank(path: Path, recipe: Recipe | None = None) -> Any:
+    told = Told()
+    return SimpleNamespace(
+        recipe=recipe or Recipe(), folder=RunFolder(path), sinks=told, peers=Peers(), escape=None, speaks=True, info=WorldInfo()
+    )  # fmt: skip
+
+
+def test_an_elastic_run_says_what_an_interrupted_save_left(tmp_path: Path) -> None:
+    me = rank(tmp_path)
+    left = me.folder.checkpoints.writing(4)
+    left.mkdir(parents=True)
+    generation = SimpleNamespace(number=1, epoch="a")
+    team: Any = SimpleNamespace(generation=generation, begun=False, check=lambda: None)
+    ElasticMember._manager(SimpleNamespace(), team, me)  # type: ignore[arg-type]
+    assert [e.text for e in me.sinks] == [f"removed what an interrupted save left: {left.name}"]
+    assert not left.exists()
+
+
+def test_old_checkpoints_that_cannot_be_deleted_leave_the_new_one_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, **_: int) -> list[int]:
+        raise PermissionError(13, "Permission denied", "step-00000002")
+
+    monkeypatch.setattr(CheckpointFolder, "prune", refuse)
+    manager = CheckpointManager(Path("x"))
+    not_deleted = manager._prune(4)
+    assert "Permission denied" in not_deleted and "step-00000002" in not_deleted
+    saved = Saved(step=4, path=Path("x"), bytes=1, blocked_s=0.0, total_s=0.1, not_deleted=not_deleted)
+    told, marks = list[Any](), list[str]()
+    saving = Saving(
+        recipe=Recipe(), manager=SimpleNamespace(poll=lambda: saved), tell=told.append, state_after=lambda step: None,  # type: ignore[arg-type]
+        on_saved=lambda: marks.append("saved"), on_begin=lambda what: None,
+    )  # fmt: skip
+    saving.hear()
+    assert marks == ["saved"] and isinstance(told[0], CheckpointSaved)
+    assert told[1].level == "warning" and "Permission denied" in told[1].text and "complete" in told[1].text
+
+
+def test_a_disk_that_refuses_the_log_of_a_host_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / "events").write_text("a file where a folder should be")
+    watched = list[Any]()
+    watch: Any = SimpleNamespace(host=watched.append)
+    run: Any = SimpleNamespace(folder=RunFolder(tmp_path))
+    recovery_run._host_log(run, "h1", watch)(Note(level="info", text="x"))
+    assert len(watched) == 1
+
+
+def test_the_first_ctrl_c_is_answered_while_a_run_is_set_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    me, stop = rank(tmp_path), StopRequest(immediate=lambda: None)
+
+    def build(*_: Any, **__: Any) -> Any:
+        stop(signal.SIGINT, None)
+        end_s = time.monotonic() + 10
+        while not me.sinks and time.monotonic() < end_s:
+            time.sleep(0.005)
+        raise RunError("stopped")
+
+    monkeypatch.setattr(fixed, "open_rank", lambda *_: me)
+    monkeypatch.setattr(fixed, "build_trainer", build)
+    with pytest.raises(RunError, match="stopped"):
+        fixed.train(me.recipe, me.info, stop, hook=lambda *_: None)  # type: ignore[arg-type,return-value]
+    said, ended = me.sinks
+    assert said.text == "Stopping as soon as the run is set up. Press Ctrl-C again to stop immediately."
+    assert isinstance(ended, RunEnded) and ended.reason == "RunError: stopped" and ended.step == 0
+
+
+def test_going_back_moves_later_checkpoints_or_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe(checkpoint=CheckpointConfig(resume=False, step=3))
+    me, manager = rank(tmp_path, recipe), CheckpointManager(tmp_path)
+    assert choose_start(recipe, manager) is None
+
+    def refuse(self: Any, step: int) -> list[str]:
+        raise OSError(28, "No space left on device", "abandoned")
+
+    monkeypatch.setattr(CheckpointFolder, "go_back", refuse)
+    assert set_later_aside(me, manager, 3) == ()
+    assert [e.level for e in me.sinks] == ["warning"] and "stay where they are" in me.sinks[0].text
+
+
+def test_the_recipe_that_is_kept_goes_back_nowhere_and_names_no_host() -> None:
+    given = Recipe(
+        checkpoint=CheckpointConfig(step=3), launch=LaunchConfig(host="h3", rack="r", keep_service=True, ranks=2)
+    )
+    assert recipe_to_keep(given) == Recipe(launch=LaunchConfig(ranks=2))
