@@ -10,7 +10,7 @@ from phalanx.core.config import ModelConfig, PipelineConfig, RouterConfig
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.model.model import ModelSpec, resolve_model
 from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
-from phalanx.plan.recovery.state_descriptor import Fact, StateDescriptor, read_standing
+from phalanx.plan.recovery.state_descriptor import Fact, StateDescriptor, read_state_descriptor
 
 
 @cache
@@ -44,19 +44,19 @@ def fresh(number: int, *, machines: int = 1) -> list[Fact]:
 
 
 def new_member(uid: int, *, machine: int = 0) -> Fact:
-    return Fact(uid=f"host{machine}.{uid}.x", machine=f"host{machine}", standing=None)
+    return Fact(uid=f"host{machine}.{uid}.x", machine=f"host{machine}", descriptor=None)
 
 
 def after(plan: GenerationPlan, *, lost: Sequence[str] = ()) -> list[Fact]:
-    """The members that live, once `plan` was carried out and a step was committed. Their standings went through a report."""
+    """The members that live, once `plan` was carried out and a step was committed. Their descriptors went through a report."""
     out = []
     for rank, fact in enumerate(plan.members):
         if fact.uid in lost:
             continue
         at: StateDescriptor | None = None
         if rank < plan.folding.world:
-            at = read_standing(plan.standing(rank).to_dict())
-        out.append(Fact(uid=fact.uid, machine=fact.machine, standing=at))
+            at = read_state_descriptor(plan.state_descriptor(rank).to_dict())
+        out.append(Fact(uid=fact.uid, machine=fact.machine, descriptor=at))
     return out
 
 

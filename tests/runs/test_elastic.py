@@ -41,8 +41,8 @@ def planner(*, ep: int = 2, floor: int = 2) -> RecoveryPlanner:
 
 def member(run: RecoveryPlanner, uid: int, at: tuple[int, int] | None) -> Fact:
     """A member whose state is that of rank `at[1]` of the mapping on `at[0]` ranks."""
-    standing = None if at is None else StateDescriptor(folding=run.folding(at[0]), rank=at[1])
-    return Fact(uid=f"local.{uid}.x", machine="local", standing=standing)
+    descriptor = None if at is None else StateDescriptor(folding=run.folding(at[0]), rank=at[1])
+    return Fact(uid=f"local.{uid}.x", machine="local", descriptor=descriptor)
 
 
 def plan_for(run: RecoveryPlanner, *places: tuple[int, int] | None) -> GenerationPlan:
@@ -78,7 +78,7 @@ def test_members_of_different_generations_are_sources_together() -> None:
     plan = plan_for(planner(), (3, 1), (4, 1), None)
     assert plan.missing == ()
     assert {move.src.ranks for move in plan.params} == {
-        tuple(sorted(i for i, f in enumerate(plan.members) if f.standing is not None))
+        tuple(sorted(i for i, f in enumerate(plan.members) if f.descriptor is not None))
     }
     plan_reshard(plan.params, equal_hosts([0] * 3)).check()
 

@@ -23,13 +23,13 @@ from phalanx.plan.placement.search.host_pool import HostPool
 from phalanx.plan.placement.search.plan import plan_placement
 from phalanx.plan.placement.search.replicas import replica_counts
 from phalanx.plan.recovery.generation import GenerationPlan
-from phalanx.plan.recovery.state_descriptor import Fact, domains_of, racks_of, read_standing
+from phalanx.plan.recovery.state_descriptor import Fact, domains_of, racks_of, read_state_descriptor
 
 pytestmark = pytest.mark.unit
 
 
 def fact(host: str, slot: int = 0, *, rack: str = "") -> Fact:
-    return Fact(uid=f"{host}.{slot}.x", machine=host, standing=None, rack=rack)
+    return Fact(uid=f"{host}.{slot}.x", machine=host, descriptor=None, rack=rack)
 
 
 def test_hosts_without_a_rack_stand_alone() -> None:
@@ -89,13 +89,13 @@ def test_experts_and_shards_survive_a_rack() -> None:
     facts = racked(["r0", "r0", "r1", "r1"])
     plan = run.plan(random.Random(1).sample(facts, len(facts)))
     assert plan.racks == (0, 0, 1, 1) and all(len(racks) == 2 for racks in in_racks(plan))
-    standings = [plan.standing(rank) for rank in range(4)]
-    assert read_standing(json.loads(json.dumps(standings[1].to_dict()))) == standings[1]
+    descriptors = [plan.state_descriptor(rank) for rank in range(4)]
+    assert read_state_descriptor(json.loads(json.dumps(descriptors[1].to_dict()))) == descriptors[1]
     for lost in (0, 1):
-        assert run.missing([s for s in standings if plan.racks[s.rank] != lost]) == ()
+        assert run.missing([s for s in descriptors if plan.racks[s.rank] != lost]) == ()
     blind = run.plan([replace(f, rack="") for f in facts])
     assert blind.racks == () and blind.hash != plan.hash
-    left = [s for s in (blind.standing(rank) for rank in range(4)) if s.rank >= 2]
+    left = [s for s in (blind.state_descriptor(rank) for rank in range(4)) if s.rank >= 2]
     assert run.missing(left)  # what racks are for: without their names one of them takes something along
 
 

@@ -176,7 +176,7 @@ def test_plans_of_several_hosts_know_which_shards_a_rank_really_keeps(machines: 
     layouts = StateLayouts(spec=run.spec, folding=plan.folding, stages=run.stages(plan.folding))
     for rank in range(plan.folding.world):
         kept = layouts.shards_of(rank, zero=1, holders=2, hosts=plan.hosts)
-        assert run.holds(plan.standing(rank)) == kept
+        assert run.holds(plan.state_descriptor(rank)) == kept
 
 
 # ---- cells -------------------------------------------------------------------------------------------------------------

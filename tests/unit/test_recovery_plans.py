@@ -21,7 +21,7 @@ from phalanx.plan.layout.tensors import Held
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner, recovery_problems
 from phalanx.plan.recovery.ranks import assigned
-from phalanx.plan.recovery.state_descriptor import StateDescriptor, read_standing
+from phalanx.plan.recovery.state_descriptor import StateDescriptor, read_state_descriptor
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move, equal_hosts
 from phalanx.train.placement.suspects import StatePiece, all_agree, find_suspects, row_of, sums_of
@@ -136,7 +136,7 @@ def test_a_join_costs_what_the_joiner_needs() -> None:
     four = run.plan([*after(three), new_member(9)])
     assert check_floor(run, three) == check_floor(run, four) == 2 and four.missing == ()
     new = four.uids.index("host0.9.x")
-    needed = sum(h.box.num_elements for held, _ in run.holds(four.standing(new)).values() for h in held)
+    needed = sum(h.box.num_elements for held, _ in run.holds(four.state_descriptor(new)).values() for h in held)
     buffers = sum(math.prod(m.dst.shape) for m in four.buffers)
     assert check_plan(run, four) == 4 * (needed + buffers)
 
@@ -161,7 +161,7 @@ def test_what_stays_does_not_move() -> None:
     for base in FOLDINGS:
         run = planner(base, floor=min(2, base.dp * base.cp, base.edp))
         plan = run.plan(fresh(base.world))
-        state = [run.holds(plan.standing(rank)) for rank in range(base.world)]
+        state = [run.holds(plan.state_descriptor(rank)) for rank in range(base.world)]
         for rank in (1, base.world - 2):
             found = run.plan([*after(plan, lost=[plan.uids[rank]]), new_member(99)])
             if found.missing:
@@ -191,7 +191,7 @@ def test_members_that_came_from_different_generations() -> None:
     second = run.plan(after(first, lost=[first.uids[0]]))
     for _ in range(6):
         old, new = ({f.uid: f for f in after(plan)} for plan in (first, second))
-        facts = [(new if rng.random() < 0.5 and new[uid].standing else old)[uid] for uid in second.uids]
+        facts = [(new if rng.random() < 0.5 and new[uid].descriptor else old)[uid] for uid in second.uids]
         plan = run.plan(shuffled(facts, rng))
         assert plan.missing == ()
         check_plan(run, plan)
@@ -237,14 +237,14 @@ def test_hosts_and_blocks() -> None:
     assert odd.folding.world == 4 and len(odd.idle) == 2, "two of the six have no partner on their machine"
 
 
-def test_standings_say_what_layouts_say() -> None:
+def test_state_descriptors_say_what_layouts_say() -> None:
     run = planner(Folding(world=8, pp=2), slots=4)
     plan = run.plan(fresh(8))
     layouts = StateLayouts(
         spec=tiny(), folding=plan.folding, stages=run.stages(plan.folding), placement=plan.placement_of
     ).shards(zero=0)
     for rank in range(8):
-        state = run.holds(read_standing(plan.standing(rank).to_dict()))
+        state = run.holds(read_state_descriptor(plan.state_descriptor(rank).to_dict()))
         assert {n: held for n, (held, _) in state.items()} == {
             n: layout.of_rank(rank) for n, layout in layouts.items() if rank in layout.ranks
         }
@@ -252,12 +252,12 @@ def test_standings_say_what_layouts_say() -> None:
 
 def test_reports_that_make_no_sense_are_refused() -> None:
     good = StateDescriptor(folding=Folding(world=4, tp=2), rank=1).to_dict()
-    assert read_standing(good).rank == 1
+    assert read_state_descriptor(good).rank == 1
     for bad in ({**good, "rank": 4}, {**good, "slots": [[1]]}, {k: v for k, v in good.items() if k != "hosts"}):
-        with pytest.raises(PlanError, match="standing"):
-            read_standing(bad)
+        with pytest.raises(PlanError, match="state_descriptor"):
+            read_state_descriptor(bad)
     with pytest.raises(PlanError):
-        read_standing({**good, "folding": {**good["folding"], "tp": 3}})
+        read_state_descriptor({**good, "folding": {**good["folding"], "tp": 3}})
 
 
 # ---- copies that differ ----------------------------------------------------------------------------------------------

@@ -35,8 +35,10 @@ def _plan(
 ) -> tuple[RecoveryPlanner, GenerationPlan]:
     folding = make_folding(world=world, ep=ep)
     planner = RecoveryPlanner(spec=PRESETS["tiny"], base=folding, seq_len=32, floor=2, zero=zero)
-    begun = planner.plan([Fact(uid=f"local.{i}.{mark}", machine="local", standing=None) for i in range(world)])
-    facts = [replace(f, standing=begun.standing(rank)) for rank, f in enumerate(begun.members) if rank not in lost]
+    begun = planner.plan([Fact(uid=f"local.{i}.{mark}", machine="local", descriptor=None) for i in range(world)])
+    facts = [
+        replace(f, descriptor=begun.state_descriptor(rank)) for rank, f in enumerate(begun.members) if rank not in lost
+    ]
     return planner, planner.plan(facts)
 
 
@@ -93,8 +95,8 @@ def test_messages_are_those_of_the_programs_on_their_clock() -> None:
 def test_idle_members_hold_nothing_afterwards() -> None:
     folding = make_folding(world=4, pp=2)
     planner = RecoveryPlanner(spec=PRESETS["tiny"], base=folding, seq_len=32, floor=2)
-    begun = planner.plan([Fact(uid=f"local.{i}.a", machine="local", standing=None) for i in range(4)])
-    facts = [replace(f, standing=begun.standing(rank)) for rank, f in enumerate(begun.members)][:3]
+    begun = planner.plan([Fact(uid=f"local.{i}.a", machine="local", descriptor=None) for i in range(4)])
+    facts = [replace(f, descriptor=begun.state_descriptor(rank)) for rank, f in enumerate(begun.members)][:3]
     work = recovery_work(planner, planner.plan(facts), lost=1, itemsize=4)
     assert work.members == 3 and work.folding.world == 2
     assert work.ranks[2].parameter_bytes == 0 and work.ranks[2].state_bytes == 0

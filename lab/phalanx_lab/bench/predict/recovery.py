@@ -120,7 +120,7 @@ class PlannedCourse:
         """The prediction where `slots` die now; the course goes on behind them. `step_s`: of the first mapping."""
         dead = {_fact(slot, None).uid for slot in slots}
         facts = [
-            replace(fact, standing=self._standing(self.plan, rank))
+            replace(fact, descriptor=self._descriptor(self.plan, rank))
             for rank, fact in enumerate(self.plan.members)
             if fact.uid not in dead
         ]
@@ -154,12 +154,12 @@ class PlannedCourse:
         return programs_of_recipe(recipe, self.planner.spec, world=folding.world).programs[0]
 
     @staticmethod
-    def _standing(plan: GenerationPlan, rank: int) -> Any:
-        return plan.standing(rank) if rank < plan.folding.world else None
+    def _descriptor(plan: GenerationPlan, rank: int) -> Any:
+        return plan.state_descriptor(rank) if rank < plan.folding.world else None
 
 
-def _fact(slot: int, standing: Any) -> Fact:
-    return Fact(uid=f"local.{slot}.0", machine="local", standing=standing)
+def _fact(slot: int, descriptor: Any) -> Fact:
+    return Fact(uid=f"local.{slot}.0", machine="local", descriptor=descriptor)
 
 
 def _recovery_planner(recipe: Recipe) -> RecoveryPlanner:

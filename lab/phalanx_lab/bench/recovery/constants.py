@@ -349,8 +349,8 @@ def _plan_s(spec: ModelSpec) -> float:
     """Seconds of a heal plan and its messages, for each moved tensor and member: three of four members go on."""
     folding = make_folding(world=4, ep=2)
     planner = RecoveryPlanner(spec=spec, base=folding, seq_len=32, floor=2)
-    begun = planner.plan([Fact(uid=f"local.{i}.x", machine="local", standing=None) for i in range(4)])
-    facts = [replace(fact, standing=begun.standing(rank)) for rank, fact in enumerate(begun.members)][:3]
+    begun = planner.plan([Fact(uid=f"local.{i}.x", machine="local", descriptor=None) for i in range(4)])
+    facts = [replace(fact, descriptor=begun.state_descriptor(rank)) for rank, fact in enumerate(begun.members)][:3]
     begin_s = time.monotonic()
     plan = planner.plan(facts)
     moves = [*(replace(m, name=f"{kind}/{m.name}") for kind in STATE_KINDS for m in plan.params), *plan.buffers]

@@ -133,8 +133,8 @@ def held_by_host(facts: Sequence[Fact], host_of: Mapping[str, int]) -> dict[int,
     """What the members of each host have in their slots. The slices of one expert on several members count once."""
     groups: dict[int, dict[tuple[Folding, int, int], tuple[tuple[int, tuple[int, ...]], ...]]] = {}
     for fact in facts:
-        if fact.standing is not None and fact.standing.slots:
-            at = fact.standing
+        if fact.descriptor is not None and fact.descriptor.slots:
+            at = fact.descriptor
             key = at.folding, at.folding.coord(at.rank, "ep"), at.folding.coord(at.rank, "pp")
             groups.setdefault(host_of[fact.uid], {}).setdefault(key, at.slots)
     out: dict[int, Held] = {}

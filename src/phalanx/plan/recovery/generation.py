@@ -90,7 +90,7 @@ class GenerationPlan:
         """That of the stage of a rank of the mapping; None: experts have no replicas."""
         return self.placement[self.folding.coord(rank, "pp")] if self.placement else None
 
-    def standing(self, rank: int) -> StateDescriptor:
+    def state_descriptor(self, rank: int) -> StateDescriptor:
         """Where a rank of the mapping stands once this plan is carried out."""
         placed = self.placement_of(rank)
         slots = () if placed is None else slots_of(placed, self.folding, rank)
@@ -109,7 +109,8 @@ class GenerationPlan:
                 {
                     "folding": asdict(self.folding),
                     "members": [
-                        [f.uid, f.machine, None if f.standing is None else f.standing.to_dict()] for f in self.members
+                        [f.uid, f.machine, None if f.descriptor is None else f.descriptor.to_dict()]
+                        for f in self.members
                     ],
                     "stages": [
                         [[layer, of.to_dict()] for layer, of in sorted(s.layers.items())] for s in self.placement
@@ -134,7 +135,8 @@ class GenerationPlan:
         decided = {
             "folding": asdict(self.folding),
             "members": [
-                [machines.index(f.machine), None if f.standing is None else f.standing.to_dict()] for f in self.members
+                [machines.index(f.machine), None if f.descriptor is None else f.descriptor.to_dict()]
+                for f in self.members
             ],
             "stages": [[[layer, of.to_dict()] for layer, of in sorted(s.layers.items())] for s in self.placement],
             "hosts": self.hosts,
@@ -291,18 +293,18 @@ class RecoveryPlanner:
 
     # ---- what is held
 
-    def holds(self, standing: StateDescriptor) -> _State:
+    def holds(self, descriptor: StateDescriptor) -> _State:
         """What a member keeps of each parameter's optimizer state, and so of the parameter."""
-        kind = standing.kind(sharded=self.zero > 0)
+        kind = descriptor.kind(sharded=self.zero > 0)
         if kind not in self._held:
-            layouts = self._layout(standing.folding)
-            placed = standing.placement(self.spec.num_experts)
+            layouts = self._layout(descriptor.folding)
+            placed = descriptor.placement(self.spec.num_experts)
             if placed is not None:
                 layouts = replace(layouts, placement=lambda _: placed)
             found = layouts.shards_of(
-                standing.rank, zero=self.zero, bucket_elements=self.bucket_elements,
+                descriptor.rank, zero=self.zero, bucket_elements=self.bucket_elements,
                 holders=self.shard_holders or self.floor,
-                hosts=standing.hosts or None, racks=standing.racks,
+                hosts=descriptor.hosts or None, racks=descriptor.racks,
             )  # fmt: skip
             self._held[kind] = {name: (self._alike.setdefault(h, h), shape) for name, (h, shape) in found.items()}
         return self._held[kind]
@@ -312,10 +314,10 @@ class RecoveryPlanner:
             self._layouts[folding] = StateLayouts(spec=self.spec, folding=folding, stages=self.stages(folding))
         return self._layouts[folding]
 
-    def missing(self, standings: Sequence[StateDescriptor]) -> tuple[str, ...]:
+    def missing(self, descriptors: Sequence[StateDescriptor]) -> tuple[str, ...]:
         """Parameters of which members that stand so do not hold all together."""
         shapes = self._layout(self.base).params
-        held = [self.holds(standing) for standing in standings]
+        held = [self.holds(descriptor) for descriptor in descriptors]
         return tuple(
             name
             for name, param in shapes.items()
@@ -380,8 +382,8 @@ class RecoveryPlanner:
         return tuple(made), tuple(dict.fromkeys(notes))
 
     def _params(self, plan: GenerationPlan) -> tuple[Move, ...]:
-        sources = [(i, self.holds(f.standing)) for i, f in enumerate(plan.members) if f.standing is not None]
-        targets = [(rank, self.holds(plan.standing(rank))) for rank in range(plan.folding.world)]
+        sources = [(i, self.holds(f.descriptor)) for i, f in enumerate(plan.members) if f.descriptor is not None]
+        targets = [(rank, self.holds(plan.state_descriptor(rank))) for rank in range(plan.folding.world)]
         made: _Made = {}
         return tuple(
             Move(
@@ -396,16 +398,16 @@ class RecoveryPlanner:
     def _buffers(self, plan: GenerationPlan) -> tuple[Move, ...]:
         """Whole on every rank that has the layer."""
         out = []
-        foldings = {fact.standing.folding for fact in plan.members if fact.standing is not None}
+        foldings = {fact.descriptor.folding for fact in plan.members if fact.descriptor is not None}
         of_folding = {folding: self._layout(folding).buffers() for folding in foldings}
         for name, target in self._layout(plan.folding).buffers().items():
             ranks, held, shapes = [], [], []
             for i, fact in enumerate(plan.members):
-                if fact.standing is None:
+                if fact.descriptor is None:
                     continue
-                of = of_folding[fact.standing.folding][name]
-                if fact.standing.rank in of.ranks:
-                    at = of.ranks.index(fact.standing.rank)
+                of = of_folding[fact.descriptor.folding][name]
+                if fact.descriptor.rank in of.ranks:
+                    at = of.ranks.index(fact.descriptor.rank)
                     ranks.append(i)
                     held.append(of.held[at])
                     shapes.append(of.local_shapes[at])
@@ -423,28 +425,28 @@ class _Lacking:
         self._sharded = planner.zero > 0
         # each member is asked for with each rank, and a kind takes longer to say than to look up
         self._targets = [StateDescriptor(folding=new, rank=rank) for rank in range(new.world)]
-        self._target_kinds = [standing.kind(sharded=self._sharded) for standing in self._targets]
+        self._target_kinds = [descriptor.kind(sharded=self._sharded) for descriptor in self._targets]
         self._member_kinds: dict[str, Kind | None] = {}
 
     def __call__(self, fact: Fact, rank: int) -> int:
         key = self._kind_of(fact), self._target_kinds[rank]
         if key not in self._known:
             want = self._dense(self._targets[rank])
-            have = {} if fact.standing is None else self._dense(replace(fact.standing, slots=()))
+            have = {} if fact.descriptor is None else self._dense(replace(fact.descriptor, slots=()))
             self._known[key] = sum(_lacking(have.get(name, ()), boxes) for name, boxes in want.items())
         return self._known[key]
 
     def _kind_of(self, fact: Fact) -> Kind | None:
         if fact.uid not in self._member_kinds:
-            at = fact.standing
+            at = fact.descriptor
             self._member_kinds[fact.uid] = None if at is None else replace(at, slots=()).kind(sharded=self._sharded)
         return self._member_kinds[fact.uid]
 
-    def _dense(self, standing: StateDescriptor) -> dict[str, tuple[Held, ...]]:
+    def _dense(self, descriptor: StateDescriptor) -> dict[str, tuple[Held, ...]]:
         """Standings without slots have the experts of plain parallelism, which count where there are no replicas."""
         if self._left_out:  # ep, which then need not divide the experts, cuts nothing of the rest
-            standing = replace(standing, folding=replace(standing.folding, ep=1))
-        held = self._of.holds(standing).items()
+            descriptor = replace(descriptor, folding=replace(descriptor.folding, ep=1))
+        held = self._of.holds(descriptor).items()
         return {name: boxes for name, (boxes, _) in held if name not in self._left_out}
 
 

@@ -20,7 +20,7 @@ from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements, Placeme
 from phalanx.plan.model import ModelSpec, parameters
 from phalanx.plan.placement import coming_moves, of_all_kinds
 from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
-from phalanx.plan.recovery.state_descriptor import Fact, read_standing
+from phalanx.plan.recovery.state_descriptor import Fact, read_state_descriptor
 from phalanx.plan.reshard import Move
 
 STATE_MOVE_ID = "heal/state"
@@ -37,7 +37,7 @@ def state_move_order(plan: GenerationPlan, left_out: Sequence[tuple[int, str, Bo
     """Order of `plan.moves`. `left_out`: what `GenerationPlan.without` was given."""
     return {
         "members": [
-            [f.uid, f.machine, f.rack, None if f.standing is None else f.standing.to_dict()] for f in plan.members
+            [f.uid, f.machine, f.rack, None if f.descriptor is None else f.descriptor.to_dict()] for f in plan.members
         ],
         "left_out": [[who, name, box.offsets, box.sizes] for who, name, box in left_out],
     }
@@ -65,7 +65,7 @@ def moves_again(op_id: str, order: Mapping[str, Any], planner: RecoveryPlanner) 
     try:
         if op_id == STATE_MOVE_ID:
             facts = [
-                Fact(uid=uid, machine=machine, rack=rack, standing=None if at is None else read_standing(at))
+                Fact(uid=uid, machine=machine, rack=rack, descriptor=None if at is None else read_state_descriptor(at))
                 for uid, machine, rack, at in order["members"]
             ]
             wrong = [

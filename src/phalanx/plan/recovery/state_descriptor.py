@@ -1,7 +1,7 @@
 """Where a member's part of a run's state stands: said by itself, so that members of different generations can be put together.
 
-Decides nothing. A standing names the mapping, the rank in it and, where experts have replicas, the experts in the slots of that rank; what the rank holds
-follows from it (`plan/recovery/generation.py`). Must never change: a standing says all that is needed, whatever generation it is of, and nothing of other ranks.
+Decides nothing. A descriptor names the mapping, the rank in it and, where experts have replicas, the experts in the slots of that rank; what the rank holds
+follows from it (`plan/recovery/generation.py`). Must never change: a descriptor says all that is needed, whatever generation it is of, and nothing of other ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StateDescriptor:
 Kind = tuple[Folding, tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def read_standing(data: Mapping[str, Any]) -> StateDescriptor:
+def read_state_descriptor(data: Mapping[str, Any]) -> StateDescriptor:
     """Reads what `to_dict` writes. Raises `PlanError` for anything else."""
     try:
         found = StateDescriptor(
@@ -71,10 +71,14 @@ def read_standing(data: Mapping[str, Any]) -> StateDescriptor:
         found.folding.check()
     except (KeyError, TypeError, ValueError) as error:
         rule = f"is no state descriptor of a member: {type(error).__name__} {error}"
-        raise PlanError([Problem(where="standing", value=None, rule=rule)], subject="a member's report") from error
+        raise PlanError(
+            [Problem(where="state_descriptor", value=None, rule=rule)], subject="a member's report"
+        ) from error
     if not 0 <= found.rank < found.folding.world:
         rule = f"is one of the {found.folding.world} ranks of its mapping"
-        raise PlanError([Problem(where="standing.rank", value=found.rank, rule=rule)], subject="a member's report")
+        raise PlanError(
+            [Problem(where="state_descriptor.rank", value=found.rank, rule=rule)], subject="a member's report"
+        )
     return found
 
 
@@ -82,7 +86,7 @@ def read_standing(data: Mapping[str, Any]) -> StateDescriptor:
 class StateReport:
     """What a member says to all members of a new generation of the state that it holds and of the process that it is."""
 
-    standing: StateDescriptor | None = None
+    descriptor: StateDescriptor | None = None
     """Where its state stands; None: it has none, or is idle."""
     then: StateDescriptor | None = None
     """Where its state stands once the step that it voted for is committed, where experts move with that step."""
@@ -108,7 +112,9 @@ class StateReport:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StateReport:
         """Reads what `to_dict` writes. Raises `PlanError` where a state descriptor is none, `TypeError` where there are other fields."""
-        places = {name: None if data[name] is None else read_standing(data[name]) for name in ("standing", "then")}
+        places = {
+            name: None if data[name] is None else read_state_descriptor(data[name]) for name in ("descriptor", "then")
+        }
         return cls(**{**data, **places})
 
 
@@ -126,7 +132,7 @@ class Fact:
 
     uid: str
     machine: str
-    standing: StateDescriptor | None
+    descriptor: StateDescriptor | None
     """None: it holds nothing of use."""
     rack: str = ""
     """That its machine stands in; empty: not known."""

@@ -210,7 +210,7 @@ def _local_bytes(planner: RecoveryPlanner, plan: GenerationPlan, rank: int, *, i
     if rank >= plan.folding.world:
         return 0
     whole = replace(planner, zero=0)
-    held = whole.holds(plan.standing(rank))
+    held = whole.holds(plan.state_descriptor(rank))
     return itemsize * sum(h.box.num_elements for boxes, _ in held.values() for h in boxes)
 
 

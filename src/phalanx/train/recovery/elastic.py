@@ -174,10 +174,10 @@ class ElasticMember:
         self._now("waits")
         then = None
         if self.trainer is not None and self.trainer.moving is not None:
-            then = self._plan_moved.standing(self.trainer.rank.info.rank)
+            then = self._plan_moved.state_descriptor(self.trainer.rank.info.rank)
         return "", replace(
             self._about,
-            standing=self.place,
+            descriptor=self.place,
             then=then,
             idle=self._idle,
             history=self.progress.history,
@@ -342,7 +342,7 @@ class ElasticMember:
 
     def _adopt(self, trainer: Trainer | None, step: int, plan: GenerationPlan, *, announce: bool) -> None:
         """Makes the new trainer's state what this member holds; an idle one keeps what it has, until the others have gone on."""
-        self.place_of = {uid: plan.standing(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
+        self.place_of = {uid: plan.state_descriptor(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
         self._idle, self._others_idle, self._entered = trainer is None, bool(plan.idle), plan
         self._pace.formed()
         self.progress.step = step
@@ -354,7 +354,7 @@ class ElasticMember:
             self.progress.start = step
         trainer.go_on(self.progress, self.hook)
         self.hook.formed(step)
-        self.trainer, self.place = trainer, plan.standing(trainer.rank.info.rank)
+        self.trainer, self.place = trainer, plan.state_descriptor(trainer.rank.info.rank)
         if announce:
             trainer.reporter.announce()
 
@@ -420,8 +420,8 @@ class ElasticMember:
     def _stand(self, plan: GenerationPlan) -> None:
         """Where this member and the others stand from now on."""
         self._entered = plan
-        self.place_of = {uid: plan.standing(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
-        self.place = plan.standing(self._mine.rank.info.rank)
+        self.place_of = {uid: plan.state_descriptor(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
+        self.place = plan.state_descriptor(self._mine.rank.info.rank)
 
     # -- the end, or a part of it
 
@@ -491,15 +491,17 @@ def facts_of(generation: Generation, reports: Sequence[MemberReport]) -> list[Fa
             uid=report.uid,
             machine=machine[report.uid],
             rack=report.about.rack,
-            standing=_standing_of(report, finish=report.uid in found.finish) if report.uid in found.holders else None,
+            descriptor=_descriptor_of(report, finish=report.uid in found.finish)
+            if report.uid in found.holders
+            else None,
         )
         for report in reports
     ]
 
 
-def _standing_of(report: MemberReport, *, finish: bool) -> StateDescriptor | None:
+def _descriptor_of(report: MemberReport, *, finish: bool) -> StateDescriptor | None:
     """`finish`: the member commits the step that it was in doubt about, before the plan is carried out."""
     about = report.about
     if not report.holds or (about.idle and finish):
         return None
-    return about.then if finish and about.then is not None else about.standing
+    return about.then if finish and about.then is not None else about.descriptor
