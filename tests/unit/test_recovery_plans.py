@@ -341,7 +341,7 @@ def test_rows_of_checksums_say_what_tables_with_names_say() -> None:
         assert all_agree(rows) == (not find_suspects(told).all)
         seen.add(all_agree(rows))
     assert seen == {False, True}
-    with pytest.raises(ValueError, match=r"other/w\[0:1\] is no piece"):
+    with pytest.raises(ValueError, match=r"other/w\[0:1\] is not a piece"):
         row_of({StatePiece("other/w", Box((0,), (1,))): 1}, pieces)
 
 
