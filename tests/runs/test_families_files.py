@@ -241,7 +241,7 @@ def test_a_run_trained_here_goes_out(tmp_path: Path) -> None:
     assert (config["model_type"], config["eos_token_id"], config["dtype"]) == ("mixtral", 256, "float32")
     with pytest.raises(ConfigError, match=r"--family|olmoe: |model\.\w+"):
         export_hf.plan_export(run, tmp_path / "other", family="olmoe")
-    with pytest.raises(ConfigError, match="is a folder with files in it"):
+    with pytest.raises(ConfigError, match="is a folder that is not empty"):
         export_hf.plan_export(run, tmp_path / "out", dtype="float32")
     with pytest.raises(ConfigError, match="--dtype = 'float23': is not a known data type"):
         export_hf.plan_export(run, tmp_path / "new", dtype="float23")

@@ -73,8 +73,8 @@ LENGTHS, POINTERS, STARTS = 34, 34 + 4 * 3, 34 + 12 * 3
     [
         (0, b"XXXXXXX", "no MMIDIDX magic"),
         (9, struct.pack("<Q", 7), "must be index version 1"),
-        (17, b"\x06", "no dtype code of integer tokens; legal: 1 (uint8)"),
-        (17, b"\x63", "no dtype code of integer tokens"),
+        (17, b"\x06", "not the dtype code of an integer type; legal: 1 (uint8)"),
+        (17, b"\x63", "not the dtype code of an integer type"),
         (18, struct.pack("<Q", 10**9), "does not fit its 1000000000 sequences"),
         (LENGTHS, struct.pack("<i", -1), "negative sequence lengths"),
         (POINTERS + 8, struct.pack("<q", 7), "sequences between tokens"),
