@@ -1,6 +1,6 @@
 """The cache folder: finished things appear in it whole, are made by one process at a time, and outlive whoever made them.
 
-Locks are `flock`s: the kernel drops them with their holder, so a `kill -9` blocks nobody. What an interrupted process left behind is
+Locks are `flock`s: the kernel drops them with their holder, so a `kill -9` blocks no other process. What an interrupted process left behind is
 removed by the next holder of the same lock. Nothing is ever changed in place.
 """
 
@@ -37,7 +37,7 @@ class CacheProgress(Protocol):
 
 
 def silent(phase: str, done_bytes: int, total_bytes: int, /) -> None:
-    """A `CacheProgress` that nobody watches."""
+    """A `CacheProgress` that shows nothing."""
 
 
 def digest(value: Any) -> str:

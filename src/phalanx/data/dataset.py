@@ -45,7 +45,7 @@ class Dataset:
 
 
 def pack_ids(dataset: Dataset, ids: Ints, *, seq_len: int) -> Packed:
-    """The sequences with these window ids (b,). Id -1 is a filler: a sequence of end-of-document tokens that nobody predicts."""
+    """The sequences with these window ids (b,). Id -1 is a filler: a sequence of end-of-document tokens that are not predicted."""
     streams = [s for pool in dataset.pools for s in pool]
     ends = np.cumsum([s.num_windows(seq_len) for s in streams])
     owner = np.searchsorted(ends, ids, side="right")

@@ -2,7 +2,7 @@
 
 A stream is the documents of one source end to end, each closed by the end-of-document token (EOS). Window w covers stream positions
 [w*S, w*S + S]: S inputs and the token after each, so that neighbours share one token and every token but the first is predicted once
-per epoch. The last window is filled up with EOS that nobody predicts: no text is lost, however short.
+per epoch. The last window is padded with EOS that is not predicted: no text is lost, however short.
 
 Must never happen: a label from another document than its input, attention across a boundary (segments), a position that depends on
 anything but the distance from the start of its segment.

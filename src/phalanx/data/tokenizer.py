@@ -167,7 +167,7 @@ def parse_choice(config: DataConfig) -> int | Path | None:
 
 
 def read_tokenizer_file(path: Path, *, eos_token: str | None) -> FileTokenizer:
-    """A Hugging Face tokenizer. EOS is `eos_token`, or what the files beside it name, or a name commonly used for it."""
+    """A Hugging Face tokenizer. EOS is `eos_token`, or what the files next to it name, or a name commonly used for it."""
     try:
         content = path.read_text(encoding="utf-8")
         vocabulary = tokenizers.Tokenizer.from_str(content).get_vocab(with_added_tokens=True)
@@ -197,7 +197,7 @@ def read_tokenizer_file(path: Path, *, eos_token: str | None) -> FileTokenizer:
 
 
 def _named_eos(folder: Path, vocabulary: dict[str, int]) -> str | None:
-    """The EOS that tokenizer_config.json, special_tokens_map.json or config.json beside a tokenizer name."""
+    """The EOS that tokenizer_config.json, special_tokens_map.json or config.json next to a tokenizer name."""
     for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"):
         entries = _json_object(folder / name)
         token = entries.get("eos_token")

@@ -1,4 +1,4 @@
-"""What modules need beside their input, and what they give beside their output.
+"""What modules need besides their input, and what they return besides their output.
 
 Legend: B sequences, S sequence length, T = B*S tokens of this rank's micro-batch, H hidden, E experts.
 """

@@ -79,7 +79,7 @@ class LatentAttention(nn.Module):
     def _project(
         self, x_TH: torch.Tensor, info: ForwardInfo, *, num_sequences: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries (N, A*D), keys without position beside values (N, A*(nope+V)), and the shared key part (N, R), not yet rotated."""
+        """Queries (N, A*D), keys without position next to values (N, A*(nope+V)), and the shared key part (N, R), not yet rotated."""
         query_TC = x_TH if self.wq is not None else self.q_norm(self.wq_a(x_TH))
         latent_TC, key_TR = self.wkv_a(x_TH).split((self.mla.kv_rank, self.mla.rope_dim), dim=-1)
         parts = (query_TC, self.kv_norm(latent_TC), key_TR)

@@ -1,4 +1,4 @@
-"""SwiGLU MLPs that every token meets: of a dense layer, and beside the routed experts. Split over tp along their width.
+"""SwiGLU MLPs that every token meets: of a dense layer, and alongside the routed experts. Split over tp along their width.
 
 Legend: T rows of this rank, N rows of its cp part, H hidden, F width on this rank.
 """
@@ -41,7 +41,7 @@ class Mlp(nn.Module):
 
 
 class SharedExpert(Mlp):
-    """Expert that every token passes beside the routed experts; with a gate its output is multiplied by sigmoid(x . gate)
+    """Expert that every token passes in addition to the routed experts; with a gate its output is multiplied by sigmoid(x . gate)
     (Qwen2-MoE)."""
 
     def __init__(self, ctx: ModelContext, layer: int) -> None:

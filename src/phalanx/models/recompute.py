@@ -35,7 +35,7 @@ def attend(
     in_steps: bool,
     recompute: bool,
 ) -> torch.Tensor:
-    """Attention itself, `core(*inputs, info=info)`: told of as one operation unless it tells its steps, computed again if `recompute`."""
+    """Attention itself, `core(*inputs, info=info)`: reported as one operation unless it reports its steps, computed again if `recompute`."""
 
     def told(*given: Any) -> torch.Tensor:
         *tensors, info = given

@@ -35,7 +35,7 @@ class JsonlSink:
     """Appends each event of one rank to its log. A torn last line of a killed process is cut off first."""
 
     def __init__(self, folder: Path, *, rank: int | None = None, host: str = "") -> None:
-        """`host`: the log of a supervisor, which nobody reads but people."""
+        """`host`: the log of a supervisor, which only people read."""
         self.name = "event log"
         path = host_log_path(folder, host) if rank is None else log_path(folder, rank)
         path.parent.mkdir(parents=True, exist_ok=True)

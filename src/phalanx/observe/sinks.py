@@ -2,7 +2,7 @@
 
 Decides which rank has which sink: every rank its event log, rank 0 everything that a person watches. Must never change: a sink that
 fails warns once and never stops training, and the others still get every event; but a sink that cannot be opened (a missing extra, a
-port in use) is a problem of the recipe and is told before training starts.
+port in use) is a problem of the recipe and is reported before training starts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Sinks:
 
     @property
     def has_screen(self) -> bool:
-        """Whether a person sees what is told here."""
+        """Whether a person sees what is emitted here."""
         return any(isinstance(sink, ConsoleSink) for sink in self._sinks)
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ def _printable(text: str) -> str:
 
 
 def _commands(commands: Sequence[tuple[str, str]], *, width: int) -> list[Text]:
-    """A command a line, its meaning beside it; below it where all would not fit."""
+    """A command a line, its meaning next to it; below it where all would not fit."""
     longest = max((len(c) for c, _ in commands), default=0)
     beside = all(len(meaning) + longest + 6 <= width for _, meaning in commands)
     lines = [Text("Next:")]

@@ -2,7 +2,7 @@
 
 The room decides what is due between two steps (a save, an evaluation, a trace), what a run folder gets, and in which order a rank is put together: `assemble` makes its state from a model,
 `make_parts` all that a step needs, `train` runs them from the command line. `Trainer` is the loop itself; an elastic run makes one in each generation and gives it what differs (`Elastic`).
-The step is a room of its own (`train/step`), and so is everything before a model exists (`train/setup`). Rooms beside it use the loop: `recovery`, `placement`, `huggingface`, `sync`.
+The step is a room of its own (`train/step`), and so is everything before a model exists (`train/setup`). Other rooms use the loop: `recovery`, `placement`, `huggingface`, `sync`.
 """
 
 from __future__ import annotations

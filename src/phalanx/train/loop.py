@@ -2,7 +2,7 @@
 
     compute    parameters of the last step for all ranks ─ what is due since it ─ forward, backward, sums of gradients, figures of all ranks (`train/step/transaction.py`)
     decide     whether the step counts, and what follows it
-    commit     the update, which needs no other rank; then the step is told
+    commit     the update, which needs no other rank; then the step is reported
     close      the last checkpoint, the last validation, a sample
 
     due        how many forwards go ahead in the pipeline (once) ─ validation ─ checkpoint ─ experts that move
@@ -68,9 +68,9 @@ class Elastic:
     others_idle: bool
     """Whether there are members for which the mapping has no rank."""
     pace: Callable[[StepResult], float | None]
-    """Told of each committed step; says how slow the slowest member is."""
+    """Called with each committed step; returns how slow the slowest member is."""
     at: Callable[[At], None]
-    """Told what the rank does next."""
+    """Called with what the rank does next."""
 
 
 def _nobody_asks(name: At) -> None:
@@ -146,7 +146,7 @@ class Trainer:
         self._batches: Prefetch[list[MicroBatch]] | None = None
 
     def go_on(self, progress: RunProgress, hook: StepHook) -> None:
-        """Take up a run where other members left it: what is due after its last step may have been done by nobody."""
+        """Take up a run where other members left it: no member may have done yet what is due after its last step."""
         self.progress = self.reporter.progress = progress
         self.hook, self.saving.begun = hook, progress.step or None
         self.due, self._first = progress.step > 0, True
@@ -273,7 +273,7 @@ class Trainer:
             self.moving = None
 
     def drop_batches(self) -> None:
-        """Nobody asks for the batches any more that were loaded ahead."""
+        """Discard the batches that were loaded ahead."""
         if self._batches is not None:
             self._batches.close()
         self._batches = None

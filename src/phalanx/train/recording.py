@@ -1,6 +1,6 @@
 """Steps whose every operation goes to the event log (`observe.trace_steps`), for `phalanx trace`, and moves of state right before such steps.
 
-In an elastic run a step begins with `begin` and ends with `end`, whether it was committed or given up; its parameters are published later (`publishing`), and those messages
+In an elastic run a step begins with `begin` and ends with `end`, whether it was committed or discarded; its parameters are published later (`publishing`), and those messages
 are its own too, as in the program of a step (`plan/program/step.py`). Every generation has a recorder of its own.
 
 Must never change: while a step is recorded nothing is written; a step that fails leaves what it did.
@@ -91,8 +91,8 @@ class Recorder:
                 self._emit(event)
 
     def moves(self, step: int, order: Callable[[], Mapping[str, Any]]) -> MoveRecorder | None:
-        """Recorder of moves of state after `step` steps, planned from `order`; None where the next step is not recorded, and then
-        nobody asks for it."""
+        """Recorder of moves of state after `step` steps, planned from `order`, which is called only where the next step is recorded;
+        None where it is not."""
         if step + 1 not in self.steps:
             return None
         return MoveRecorder(step=step, rank=self.rank, generation=self.generation, order=order(), emit=self._emit)

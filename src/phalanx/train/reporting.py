@@ -214,7 +214,7 @@ class RunEnd:
         self._tell(RunEnded(step=self._step(), reason=reason, seconds=self._seconds))
 
     def summarize(self, folder: Path, outcome: Outcome) -> None:
-        """Print what a person is told at the end of a run in `folder`."""
+        """Print the summary of a run in `folder`."""
         print_summary(_summary(folder, outcome, seconds=self._seconds))
 
     @property

@@ -23,8 +23,8 @@ def open_checkpoints(
 ) -> CheckpointManager:
     """The checkpoints of the run of `rank`, for `group` alone to talk over. Collective.
 
-    `writer`: the generation that saves, one of several; each save is then completed between later steps. `later`: the folder is there and nobody
-    waits for it; it is opened with the first save.
+    `writer`: the generation that saves, one of several; each save is then completed between later steps. `later`: the folder exists and is opened
+    with the first save, so that no rank waits for it now.
     """
     config = rank.recipe.checkpoint
     manager = CheckpointManager(

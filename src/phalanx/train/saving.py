@@ -121,7 +121,7 @@ class Saving:
                 self._tell_saved(replace(saved, blocked_s=saved.total_s))
 
     def drop(self) -> None:
-        """Give up the save under way: who would complete it is not in the next generation, or knows of no save."""
+        """Discard the save under way: the members that would complete it are not in the next generation, or know of no save."""
         if self.manager.pending:
             text = f"Membership changed while checkpoint {self.begun} was being written; it was discarded and will be saved again right away"
             self.tell(Note(level="info", text=text))

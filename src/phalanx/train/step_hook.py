@@ -1,4 +1,4 @@
-"""What goes with the steps of a run beside the model: experts that move between ranks (`train/placement/rebalancer.py`), as the loop knows it."""
+"""What accompanies the steps of a run besides the model: experts that move between ranks (`train/placement/rebalancer.py`), as the loop knows it."""
 
 from __future__ import annotations
 

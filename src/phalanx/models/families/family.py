@@ -39,7 +39,7 @@ class Family:
     write: Callable[[ModelSpec], dict[str, Any]]
     """The fields that say so."""
     mtp_rules: tuple[NameRule, ...] = ()
-    """What blocks of multi-token prediction have beside the tensors of a block. Families without leave those blocks out."""
+    """What blocks of multi-token prediction have besides the tensors of a block. Families without leave those blocks out."""
     copies: tuple[NameRule, ...] = ()
     """Tensors on disk that repeat a parameter: written, and not read."""
     absent: tuple[NameRule, ...] = ()
@@ -80,7 +80,7 @@ class Family:
         return (*found, *zeros)
 
     def copies_of(self, spec: ModelSpec) -> tuple[NameLink, ...]:
-        """Tensors to be written beside those of `links`."""
+        """Tensors to be written besides those of `links`."""
         if not self.mtp_rules:
             return ()
         whole = {link.param: link for link in links(tuple(NameRule("", rule.param) for rule in self.copies), spec)}

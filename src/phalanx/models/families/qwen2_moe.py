@@ -1,4 +1,4 @@
-"""Qwen2-MoE (Alibaba): biases on queries, keys and values; a gated shared expert beside the routed ones."""
+"""Qwen2-MoE (Alibaba): biases on queries, keys and values; a gated shared expert alongside the routed ones."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     exposed      the rank stood waiting, `late` of it for a rank that had not posted its part yet
     hidden       under way while the rank did something else
 
-Nobody can ask gloo whether a message has come, so hidden time is the most that it can have been. Must never change: time of overlapping messages
+Gloo cannot be asked whether a message has arrived, so hidden time is the most that it can have been. Must never change: time of overlapping messages
 counts once; exposed + hidden = late + under way.
 """
 

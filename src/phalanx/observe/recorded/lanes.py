@@ -166,7 +166,7 @@ class Recording:
 
     @property
     def whole_moves(self) -> dict[Meeting, tuple[RankMove, ...]]:
-        """Moves that all who took part have told of, each to its end, by rank."""
+        """Moves that all ranks which took part reported, each to its end, by rank."""
         found: dict[Meeting, dict[int, RankMove]] = {}
         for own in (move for moves in self.moves.values() for move in moves if move.committed):
             found.setdefault(own.meeting, {})[own.rank] = own

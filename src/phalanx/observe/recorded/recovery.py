@@ -32,7 +32,7 @@ class Recovery:
     members: int
     folding: str
     lost_s: float
-    """When the supervisor knew of a loss (seconds since the epoch); 0: nobody is lost."""
+    """When the supervisor knew of a loss (seconds since the epoch); 0: no member is lost."""
     told_s: float = 0.0
     noticed_s: float = 0.0
     formed_s: float = 0.0
@@ -65,7 +65,7 @@ class Rollback:
     step: int
     """Step of the checkpoint."""
     last: int
-    """Last step that anybody told of before; the samples of the steps from `step` + 1 to it were taken twice."""
+    """Last step that any member reported before; the samples of the steps from `step` + 1 to it were taken twice."""
     why: str
     damaged: tuple[int, ...]
     abandoned: tuple[str, ...]
@@ -76,7 +76,7 @@ class Rollback:
         if self.last == self.step:
             return f"{what}; no step was done twice"
         steps = f"steps {self.step + 1} to {self.last}" if self.last > self.step + 1 else f"step {self.last}"
-        return f"{what}; the samples of {steps} were taken twice, once in a history that is given up"
+        return f"{what}; the samples of {steps} were taken twice, once in an abandoned history"
 
 
 @dataclass(kw_only=True)
@@ -95,7 +95,7 @@ def logs_of(folder: Path) -> dict[int, Path]:
 
 
 def is_elastic(folder: Path) -> bool:
-    """Whether its members told of teams."""
+    """Whether its members reported teams."""
     return any(b'"kind":"TeamFormed"' in path.open("rb").read(LOOK_BYTES) for path in logs_of(folder).values())
 
 
@@ -135,7 +135,7 @@ class _Reader:
             case "WentBack":
                 self._went_back(course, record)
             case "StepEnded" if record["step"] in course.history.steps:
-                pass  # another member told it
+                pass  # another member reported it
             case "CheckpointSaved" | "Note" as kind:
                 if self._is_new(kind, record.get("text", record["step"] if kind == "CheckpointSaved" else "")):
                     apply(course.history, record)

@@ -46,7 +46,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Everything about a run at the end of a step that is no tensor; lies as readable JSON beside the tensors."""
+    """Everything about a run at the end of a step that is not a tensor; kept as readable JSON next to the tensors."""
 
     step: int
     """Optimizer steps done."""
@@ -149,7 +149,7 @@ class CheckpointFolder:
 
     path: Path
     writer: Writer | None = None
-    """None: nobody else ever writes."""
+    """None: there is no other writer."""
 
     def of(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
@@ -214,7 +214,7 @@ class CheckpointFolder:
         return sorted(p.name for p in home.iterdir() if p.is_dir()) if home.is_dir() else []
 
     def go_back(self, step: int) -> list[str]:
-        """Training goes on from `step`: later checkpoints are of a history that is given up, and must never be the newest again.
+        """Training goes on from `step`: later checkpoints belong to an abandoned history, and must never be the newest again.
 
         They keep their files under `abandoned/`; returns their names there. `latest` is changed first, so that a crash in the middle leaves none of them.
         """
@@ -268,7 +268,7 @@ class CheckpointFolder:
         written, final = self.writing(state.step), self.of(state.step)
         write_flushed(written / STATE_FILE, state.to_json())
         flush_folder(written)
-        self._check()  # as late as can be: what is written is in a folder that nobody else knows
+        self._check()  # as late as can be: what is written is in a folder that no other writer knows
         if final.exists():  # the run went back to an earlier step and came by again
             self._delete([state.step])
         os.rename(written, final)

@@ -1,4 +1,4 @@
-"""A process beside a rank that makes plans while the rank computes: pure functions of `plan/`, called with what they are given.
+"""A process alongside a rank that makes plans while the rank computes: pure functions of `plan/`, called with what they are given.
 
 Not a thread: plans are Python, which would take turns with the rank's own (each of its operations would wait up to 5 ms for its turn), and all other ranks would wait for it.
 Not a fork: the rank has threads. So it is a program of its own, which imports no torch, is started before the first question and ends with the rank, however that ends
@@ -144,7 +144,7 @@ def _read(pipe: BinaryIO | Any) -> bytes | None:
 
 
 def serve(modules: Sequence[str]) -> None:
-    """The other process: answer until nobody asks any more. An error is no answer: the one who asked meets it himself."""
+    """The other process: answer until the pipe is closed. An error is not answered: the caller makes the call itself and meets it there."""
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a plan prints is no answer
     for name in modules:

@@ -71,9 +71,9 @@ class _Job:
     begin_s: float
     blocked_s: float
     over: threading.Event = field(default_factory=threading.Event)
-    """Nobody wants it any more."""
+    """Set once it is abandoned."""
     hurry: threading.Event = field(default_factory=threading.Event)
-    """Somebody waits for it: it is written as fast as can be."""
+    """Set once a rank waits for it: it is written as fast as possible."""
     bytes_per_s: float = math.inf
     """Bytes per second of this rank."""
     written: SavedShare | Exception | None = None
@@ -83,7 +83,7 @@ class CheckpointManager:
     """Checkpoints of one run. Collective: all ranks call `save`, `finish` and `load` in the same order.
 
     `group` spans all ranks and is used by nothing else (the background threads talk over it). `by_steps`: an asynchronous save begins in `save` and is completed in a `poll` between later steps, and its thread
-    talks to nobody, so that members may be lost at any moment. `write_rate`: MB/s of all ranks together, 0 for no limit. `writer`: the generation that saves, where others may follow it.
+    communicates with no other, so that members may be lost at any moment. `write_rate`: MB/s of all ranks together, 0 for no limit. `writer`: the generation that saves, where others may follow it.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class CheckpointManager:
         return self._by_steps and self._job is not None
 
     def close(self) -> None:
-        """Nobody completes what is under way any more; its thread ends by itself."""
+        """Abandon the save under way; its thread ends by itself."""
         if self._job is not None:
             self._job.over.set()
             self._job.hurry.set()  # it may wait for its rate

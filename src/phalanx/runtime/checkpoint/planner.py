@@ -61,7 +61,7 @@ def write_boxes(
     hurry: threading.Event | None = None,
 ) -> SavedShare:
     """Write the primary boxes of this rank to the folder `path`, at no more than `bytes_per_s` until `hurry` is set (somebody waits), by itself. Raises `WriteFailure`, also
-    where `over` is set (nobody wants it any more; `hurry` is, then)."""
+    where `over` is set (the save was abandoned; `hurry` is set as well)."""
     _quiet()
     planner = BoxSavePlanner(boxes, bytes_per_s=bytes_per_s, over=over, hurry=hurry)
     writer = BoxWriter(path)
@@ -158,7 +158,7 @@ class BoxSavePlanner(SavePlanner):
         self._handed += tensor.nbytes
         self._hurry.wait(max(0.0, self._begin_s + self._handed / self._bytes_per_s - time.monotonic()))
         if self._over.is_set():
-            raise WriteFailure(write_item.index.fqn, "nobody wants it any more")
+            raise WriteFailure(write_item.index.fqn, "the save was abandoned")
         return tensor
 
 

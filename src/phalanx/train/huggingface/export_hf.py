@@ -202,7 +202,7 @@ def _read_shard(plan: Export, manager: CheckpointManager, links: Sequence[NameLi
 
 
 def finish_export(plan: Export) -> None:
-    """Config, tokenizer and index beside the shards; then the folder gets its name."""
+    """Config, tokenizer and index next to the shards; then the folder gets its name."""
     with _written(plan):
         _finish(plan)
 

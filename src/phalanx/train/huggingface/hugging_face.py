@@ -28,7 +28,7 @@ SINGLE_FILE = "model.safetensors"
 WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 """Types of tensors that can be imported, with their bytes."""
 SHOWN = 12
-"""Problems of one kind that are told one by one."""
+"""Problems of one kind that are listed one by one."""
 
 
 @dataclass(frozen=True)

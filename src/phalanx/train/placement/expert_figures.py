@@ -57,7 +57,7 @@ def _now(device: torch.device) -> float:
 BYTES_PER_S = 1e9
 """Bytes per second of a move for which all stand still, until one was measured."""
 BESIDE_BYTES_PER_S = 3 * BYTES_PER_S
-"""Bytes per second of a move beside a step: training stands still for the gradients alone, a third as much as the state."""
+"""Bytes per second of a move that overlaps a step: training stands still for the gradients alone, a third as much as the state."""
 LAST = 5
 """Moves whose figures are kept."""
 MEMORY = 10
@@ -79,7 +79,7 @@ class PastMoves:
         self._moves = [m for m in self._moves[-LAST:] if self._decisions - m.at < MEMORY]
 
     def took(self, *, rebuild_s: float, bytes_per_s: float | None, beside: bool = False) -> None:
-        """A move is done. `bytes_per_s`: state that came to a rank, by the seconds for which training stood still for it; None: nothing came to any rank. `beside`: beside a step."""
+        """A move is done. `bytes_per_s`: state that came to a rank, by the seconds for which training stood still for it; None: nothing came to any rank. `beside`: it overlapped a step."""
         past = _Past(at=self._decisions, rebuild_s=rebuild_s, bytes_per_s=bytes_per_s, beside=beside)
         self._moves = [*self._moves, past][-LAST:]
 

@@ -1,13 +1,13 @@
 """Experts that come to this rank while it computes a step: double buffers, so that training need not stand still while they travel.
 
     begin      after step t: masters and moments of what comes leave for staging at their new holders, by a thread and over a group that nothing else uses
-    complete   step t+1, computed in the old place, is reduced and nobody has voted: what is left of the state is waited for; then the summed gradients of the same experts
+    complete   step t+1, computed in the old place, is reduced and no rank has voted: what is left of the state is waited for; then the summed gradients of the same experts
                come from the same holders
     update     with the commit of t+1: the update that their holders make, expert by expert as they do, so with the same bits
     fill       the new place, from what was held here and what came
 
-Decides nothing: `plan/placement/arrivals.py` says what comes, `plan/reshard/plan.py` in which messages. Must never change: what is held is only read, and what is staged is nobody's state before the
-new place is filled from it: where a rank is lost or a step is given up, all of it is dropped (`drop`), and the thread left behind.
+Decides nothing: `plan/placement/arrivals.py` says what comes, `plan/reshard/plan.py` in which messages. Must never change: what is held is only read, and what is staged is no rank's state before the
+new place is filled from it: where a rank is lost or a step is discarded, all of it is dropped (`drop`), and the thread left behind.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class IncomingExperts:
         self.whole, self.moves = tuple(moves), coming_moves(moves)
         self.received_bytes = self.beside_bytes = 0
         self.beside_s = self.waited_s = 0.0
-        """Seconds for which the state travelled beside the step, and for which training stood still, for plans and at its end."""
+        """Seconds for which the state travelled while the step was computed, and for which training stood still, for plans and at its end."""
         self.is_updated = False
-        """Whether it was updated with the step beside which it came."""
+        """Whether it was updated with the step that it overlapped."""
         self._comms = parts.comms.apart()
         self._resharder = Resharder(self._comms, axis)
         self._state_moves = of_all_kinds(self.moves)
@@ -94,7 +94,7 @@ class IncomingExperts:
         self.waited_s += time.perf_counter() - begin_s
 
     def update(self, parts: StepParts, step: ReducedStep) -> None:
-        """Updates as those who held them do in `commit_step`. Needs nobody else."""
+        """Update as the ranks that held them do in `commit_step`. Needs no other rank."""
         scale, decays = step.clip_scale(parts.clip_norm), {p.name: p.decay for p in parameters(parts.spec)}
         with torch.no_grad():
             for name, gradient in self._gradients.items():
@@ -107,7 +107,7 @@ class IncomingExperts:
         self.is_updated = True
 
     def fill(self, new: ShardedState, old: ShardedState) -> None:
-        """Experts of the new place, which this rank is alone to write to. Needs nobody else."""
+        """Experts of the new place, which only this rank writes to. Needs no other rank."""
         coming = {move.name: move for move in self.moves}
         for kind in STATE_KINDS:
             have, want, staged = shard_views(old, kind), shard_views(new, kind), self._staged[kind]
@@ -123,7 +123,7 @@ class IncomingExperts:
             self._emit(event)
 
     def drop(self) -> None:
-        """It is of no use any more. Its thread ends by itself, at the latest once the team is aborted; what it may still write is read by nobody."""
+        """Discard it. Its thread ends by itself, at the latest once the team is aborted; what it may still write is never read."""
         self._staged, self._gradients = {kind: {} for kind in STATE_KINDS}, {}
 
     def _bring(self) -> None:

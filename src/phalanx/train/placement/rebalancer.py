@@ -1,10 +1,10 @@
 """Experts with replicas that move while training runs: loads are watched, and between two steps `plan/placement/rebalancing.py` decides.
 
     committed   the counts of a step go into the average of loads; the same numbers on all ranks
-    between     a step before it is due: gather what was measured ─ the first rank has the decision made beside the next step (`runtime/checkpoint/helper_process.py`)
+    between     a step before it is due: gather what was measured ─ the first rank has the decision made during the next step (`runtime/checkpoint/helper_process.py`)
                 due: that decision (made now where there is none for this placement)
     mend        at once: modules and buffers for the new placement ─ dense state copied, experts' state moved ─ checksums
-    balance     beside the next step, where that can be: experts' state travels (`train/placement/incoming.py`), its gradients follow before the step is decided (`reduced`), its update
+    balance     alongside the next step, where that is possible: experts' state travels (`train/placement/incoming.py`), its gradients follow before the step is decided (`reduced`), its update
                 goes with the commit (`applied`); then modules and buffers ─ state copied ─ checksums
     adopt       the prepared parts take the place of the old ones
 
@@ -162,12 +162,12 @@ class Rebalancer:
         """A further step after which to decide."""
         self.moves = PastMoves()
         self.beside = config.move_beside and recipe.launch.device == "cpu"
-        """Whether experts move beside a step where they can."""
+        """Whether moves overlap a step where they can."""
         self._relocation: tuple[_Relocation, IncomingExperts] | None = None
         """Relocation under way, or there and not in use yet."""
         self._asked: _Asked | None = None
         self._is_warm = False
-        """Whether the process beside was started in this generation."""
+        """Whether the helper process was started in this generation."""
         self._aside = HelperProcess(["phalanx.plan.placement.rebalancing", "scipy.optimize"])
 
     def committed(self, counts_LE: NDArray[np.int64]) -> None:
@@ -198,7 +198,9 @@ class Rebalancer:
     def due(self, step: int) -> bool:
         """Whether a decision follows step `step`: the same on all ranks."""
         is_time = bool(self.interval) and step > 0 and (step % self.interval == 0 or step == self.again)
-        return is_time and step + 2 <= self.steps  # a step to travel beside, and one to compute in the new place
+        return (
+            is_time and step + 2 <= self.steps
+        )  # one step that the move overlaps, and one to compute in the new place
 
     def between(
         self,
@@ -230,7 +232,7 @@ class Rebalancer:
                 self._aside.begin(plan_replacement, self._asked.stages, self._asked.costs, **self._bounds)
         return found
 
-    # -- beside a step (`train/step_hook.py`)
+    # -- alongside a step (`train/step_hook.py`)
 
     def reduced(self, parts: StepParts, step: ReducedStep) -> None:
         """What comes to this rank is there, gradients too. Collective. Raises `PeerError` where a rank is lost."""
@@ -277,7 +279,7 @@ class Rebalancer:
         return {"floor": self.floor, "interval": self.interval}
 
     def _ask(self, parts: StepParts, rank: Rank, *, step: int, ahead: bool, beside: bool) -> _Asked | None:
-        """What to decide on after step `step`, from the loads of the steps before it; None where nobody has any. `ahead`: that step is still to come. `beside`: a move would go so, if the
+        """What to decide on after step `step`, from the loads of the steps before it; None where no rank has any. `ahead`: that step is still to come. `beside`: a move would go so, if the
         present placement lets it. Collective."""
         told, folding = rank.peers.gather(self._told(parts, beside)), _folding(parts)
         best = max(told, key=lambda t: t.seen)  # a rank that came later has seen less
@@ -323,7 +325,7 @@ class Rebalancer:
     def _finish(
         self, relocation: _Relocation, coming: IncomingExperts, parts: StepParts, rank: Rank, *, where: Where
     ) -> NewPlacement:
-        """The state has come beside the last step, and is as new as what is held. Collective."""
+        """The state has arrived alongside the last step, and is as new as what is held. Collective."""
         begin_s = time.perf_counter()
         new = self._rebuilt(relocation, parts, rank, where)
         built_s = time.perf_counter() - begin_s

@@ -177,7 +177,7 @@ def cut_of(plan: GenerationPlan) -> dict[str, list[Box]]:
 
 
 def checksums(boxes: Sequence[BoxTensor], *, cut: Mapping[str, Sequence[Box]]) -> dict[StatePiece, int]:
-    """CRC-32 of each piece of state: a box of a tensor, or, of a parameter in `cut`, each of its parts, whatever else is held beside it."""
+    """CRC-32 of each piece of state: a box of a tensor, or, of a parameter in `cut`, each of its parts, whatever else is held with it."""
     out: dict[StatePiece, int] = {}
     for held in boxes:
         for cell in cut.get(held.name.split("/", 1)[1], (held.box,)):

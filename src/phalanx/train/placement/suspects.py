@@ -1,6 +1,6 @@
 """Which of several holders of the same piece of state have it wrong, by what they say of it.
 
-Decides by majority: where holders differ and more than half of them agree, the others are *outvoted*; else nobody can say who is right, and all of them are
+Decides by majority: where holders differ and more than half of them agree, the others are *outvoted*; else it cannot be known which is right, and all of them are
 doubted. Must never change: a piece of which holders differ is never a source without more than half of its holders behind it.
 """
 

@@ -10,7 +10,7 @@ here: progress, the step hook, and the last trainer's state until the next one h
 A member that the mapping has no rank for is *idle*: it waits for the others in each step, votes with them, and gives away what it holds until the first commit
 makes that stale.
 
-Must never change: nothing that was held is dropped before `_adopt`, but where all go back to a checkpoint; nobody initialises anew once a step of the run was committed.
+Must never change: nothing that was held is dropped before `_adopt`, but where all go back to a checkpoint; no member initialises anew once a step of the run was committed.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class ElasticMember:
         )
 
     def warm_up(self) -> None:
-        """Do alone whatever takes long the first time, so that nobody waits for it later. Before the member says that it is ready."""
+        """Do alone whatever takes long the first time, so that no member waits for it later. Call it before the member announces itself."""
         run = self.run
         warm_up(
             self.recipe, run.spec, run.planner.base, prepared=run.prepared, device=self.device, folder=run.folder, lanes=self.lanes
@@ -203,7 +203,7 @@ class ElasticMember:
         return self.step >= self.recipe.train.steps
 
     def leave_team(self) -> None:
-        """Groups go with the trainer, which stays until the next one has its state: sockets are shut by then, and make nobody wait."""
+        """Groups go with the trainer, which stays until the next one has its state: sockets are shut by then, and no member waits for them."""
         self._telling.entry, self._everyone = None, None
         if self.trainer is not None:
             self.trainer.drop_batches()
@@ -218,7 +218,7 @@ class ElasticMember:
         if plan is None or plan.uids != team.uids:
             raise RunError("a generation was formed without the plan of its ranks")
         if self.trainer is not None and team.uid not in resolution.holders:
-            self._forget()  # what it holds is of a history that was given up
+            self._forget()  # what it holds belongs to an abandoned history
         self._everyone = everyone = self._connect(team)
         trainer = self._build(team, plan)
         built_s, begin_s = time.perf_counter() - begin_s, time.perf_counter()
@@ -325,7 +325,7 @@ class ElasticMember:
         return open_checkpoints(rank, group=rank.peers.group, writer=writer, later=team.begun)
 
     def _peak(self, peers: Peers, told: Sequence[float]) -> float:
-        """Peak FLOP/s of all ranks together. Who came later has not measured; where nobody is left who has, all do. Collective."""
+        """Peak FLOP/s of all ranks together. Members that joined later have not measured; where none is left that has, all do. Collective."""
         known = [rate for rate in told if rate]
         if not known:
             self.flops_per_s = self._measure_machine()
@@ -334,7 +334,7 @@ class ElasticMember:
         return len(told) * sum(known) / len(known)
 
     def _forget(self) -> None:
-        """What this member holds is of no use: nobody goes on from it, and in the next generation it must not count as a holder."""
+        """Drop what this member holds: the run does not continue from it, and in the next generation it must not count as a holder."""
         if self.trainer is not None:
             self.trainer.saving.drop()
         self.trainer, self.place = None, None
@@ -443,9 +443,9 @@ class ElasticMember:
         except CheckpointError:
             self._mine.rank.peers.gather(None)  # raises `PeerError` where the cause is a member that was lost
             raise
-        self._wait_with_all(self.outcome)  # nobody leaves before all are through
+        self._wait_with_all(self.outcome)  # no member leaves before all are done
 
-    # -- what is told
+    # -- what is reported
 
     def tell(self, event: Event, /) -> None:
         """Events of the loop, as a person wants them."""
@@ -484,7 +484,7 @@ def _groups_of_others(recipe: Recipe, spec: ModelSpec, plan: GenerationPlan, tea
 
 
 def facts_of(generation: Generation, reports: Sequence[MemberReport]) -> list[Fact]:
-    """What the reports say of the members; who holds a history that was given up has nothing. An idle one that learns only now that a step was committed holds the state before it."""
+    """What the reports say of the members; a member that holds an abandoned history has nothing. An idle one that learns only now that a step was committed holds the state before it."""
     machine, found = {member.uid: member.host for member in generation.members}, resolve(reports)
     return [
         Fact(

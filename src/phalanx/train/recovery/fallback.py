@@ -1,6 +1,6 @@
 """Where a generation begins of which no member holds the state of the run: at a checkpoint, or at the beginning of a run that has none.
 
-Must never change: nobody initialises anew once a step of the run was committed; a checkpoint that cannot be used is passed over and named, never used in
+Must never change: no member initialises anew once a step of the run was committed; a checkpoint that cannot be used is passed over and named, never used in
 part; what was saved is moved at most, never deleted; all members take the same one.
 """
 

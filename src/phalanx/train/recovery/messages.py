@@ -11,7 +11,7 @@ from phalanx.train.placement import Moved
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What entering a generation took; told once the loop says how it was formed."""
+    """What entering a generation took; reported once the loop says how it was formed."""
 
     folding: str
     plan: str

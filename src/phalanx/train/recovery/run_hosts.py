@@ -48,7 +48,7 @@ class RunHosts:
         file = self._open(self.folder.path / ".lock")
         end_s = time.monotonic() + PATIENCE_S
         while True:
-            if _try(file, fcntl.LOCK_EX):  # nobody else is there
+            if _try(file, fcntl.LOCK_EX):  # no other host is there
                 file.truncate(0)
                 file.write(f"{words}\n")
                 file.flush()

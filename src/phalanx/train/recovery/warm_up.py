@@ -46,7 +46,7 @@ def warm_up(
     folder: RunFolder,
     lanes: Lanes,
 ) -> None:
-    """Meet the shapes of the run's products on `folding`, and make a step of one micro-batch with a small model of `spec`'s widths. Needs nobody.
+    """Meet the shapes of the run's products on `folding`, and make a step of one micro-batch with a small model of `spec`'s widths. Needs no other rank.
 
     Raises `RunError` where that step is not finite.
     """

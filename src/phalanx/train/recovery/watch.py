@@ -27,7 +27,7 @@ PHASES: tuple[Phase, ...] = (
 
 
 class MemberWatch(Protocol):
-    """Told by one member. Calls come from its own thread, and may block it."""
+    """Called by one member. Calls come from its own thread, and may block it."""
 
     def phase(self, name: Phase, step: int) -> None:
         """The member is now in this phase; `step` steps are committed."""
@@ -37,7 +37,7 @@ class MemberWatch(Protocol):
 
 
 class Watch(Protocol):
-    """Told by one host."""
+    """Called by one host."""
 
     def host(self, event: Event, /) -> None:
         """What the supervisor tells."""
@@ -47,7 +47,7 @@ class Watch(Protocol):
 
 
 class WatchedSinks(Sinks):
-    """Sinks whose events are told to a watch as well. Closing them is the business of who opened the sinks."""
+    """Sinks that pass their events on to a watch as well. They are closed by whoever opened the inner ones."""
 
     def __init__(self, sinks: Sinks, watch: MemberWatch) -> None:
         super().__init__([])

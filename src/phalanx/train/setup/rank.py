@@ -280,7 +280,7 @@ def make_context(
 
 
 def _paired(recipe: Recipe, folding: AnyFolding, pipeline: Pipeline, *, stage: int) -> float:
-    """The share of a rank's forward passes beside which a backward pass runs, in a step of the ranks that there are."""
+    """The share of a rank's forward passes that run alongside a backward pass, in a step of the present ranks."""
     if not pipeline.pair_passes:
         return 0.0
     t = recipe.train

@@ -75,7 +75,7 @@ class StepParts:
     exact: ExactSums | None = None
     """Exact mode: how gradients are summed."""
     hosts: Hosts | None = None
-    """Which rank is on which host (None: nobody knows, and all count as one): a boundary between stages sends one copy to a host."""
+    """Which rank is on which host (None: unknown, and all count as one): a boundary between stages sends one copy to a host."""
 
     @property
     def runner(self) -> StageRunner:
@@ -213,7 +213,7 @@ def _compute(
 
 
 def _own_clock(parts: StepParts) -> Callable[[], float | None]:
-    """Seconds from now on, without those in which the rank waited for messages; None where nobody takes those down (only an elastic run does)."""
+    """Seconds from now on, without those in which the rank waited for messages; None where these are not recorded (only an elastic run does)."""
     escape, begin_s = parts.comms.escape, time.monotonic()
     if escape is None:
         return lambda: None

@@ -205,7 +205,7 @@ def _times(parts: Voter, shares: Sequence[LossShare]) -> torch.Tensor:
 
 
 def _seconds(parts: Voter, own_s: float | None) -> torch.Tensor:
-    """(world,) fp64, to be summed: each rank writes its own; (0,) where nobody knows."""
+    """(world,) fp64, to be summed: each rank writes its own; (0,) where it is not measured."""
     out = torch.zeros(0 if own_s is None else parts.groups.axis("world").size, dtype=torch.float64)
     if own_s is not None:
         out[parts.groups.rank] = own_s

@@ -2,7 +2,7 @@
 
     plan_sync      run folder, target layout, cap -> waves, layouts; nothing is started or written
     run_rank       readers read the rows of a wave, evenly shared, and round them; receivers get their boxes of it by a reshard plan
-    finish         the index beside the ranks' files, and the folder's name
+    finish         the index next to the ranks' files, and the folder's name
 
 Ranks 0 .. readers-1 read, those after them receive: rank r of the target is `readers + r`. Receivers write into files that they have mapped (one safetensors
 file a rank, of the rank's local tensors), so they hold no more than what is under way. Must never change: a folder with the name asked for is complete; no
