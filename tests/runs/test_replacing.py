@@ -34,8 +34,8 @@ from phalanx.observe.recorded.trace import perfetto_trace
 from phalanx.observe.sinks import Sinks
 from phalanx.plan.layout.state import STATE_KINDS
 from phalanx.plan.mapping.folding import make_folding
+from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.pipeline.run import plain_pipeline
-from phalanx.plan.placement import run_placement
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.comm.peers import Peers, own_group
 from phalanx.runtime.processes.world import WorldInfo
@@ -267,7 +267,7 @@ def test_modules_that_are_built_again_keep_the_threads_of_the_process() -> None:
     parts = make_parts(me, way.run.spec, folding, plain_pipeline(way.run.spec, pp=1), warm=False)
     parts.lanes.run(lambda item, lane: None, range(4))
     before = threading.active_count()
-    placement = run_placement(way.run.spec, folding, parts.pipeline.stages.of_rank(0), rank=0, asked=None)
+    placement = plain_placement(way.run.spec.num_experts, folding)
     again = replacing._rebuilt(parts, me, way.run.spec, placement, where=NOWHERE)  # type: ignore[arg-type]
     again.lanes.run(lambda item, lane: None, range(4))
     try:

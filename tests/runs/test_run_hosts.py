@@ -28,7 +28,7 @@ def test_hosts_of_one_service_share_the_folder_and_others_do_not(folder: RunFold
     b = RunHosts(folder, host="b", service="s:1")
     with pytest.raises(RunError, match="another program is host b"):
         RunHosts(folder, host="b", service="s:1")
-    with pytest.raises(RunError, match="and this host is of one with service s:2"):
+    with pytest.raises(RunError, match="this host belongs to one with service s:2"):
         RunHosts(folder, host="c", service="s:2")
     with pytest.raises(RunError, match="trains this run"):
         folder.lock()
