@@ -81,7 +81,7 @@ def test_what_cannot_be_done_is_refused_at_once(run: Path, tmp_path: Path, capsy
     args = ["--to", "tp3", "--out", str(tmp_path / "full"), "--dtype", "float8", "--readers", "0"]
     assert main(["sync", str(run), *args]) == 2
     err = capsys.readouterr().err
-    for text in ("must divide num_heads", "is there already", "is not a known data type", "--readers = 0"):
+    for text in ("must divide num_heads", "exists already", "is not a known data type", "--readers = 0"):
         assert text in err
     for memory, text in (("1KB", "the least is"), ("a lot", "is not a number of bytes")):
         assert main(["sync", str(run), "--to", "tp2", "--out", str(tmp_path / "new"), "--memory", memory]) == 2
