@@ -1,4 +1,4 @@
-"""One host of a storm as a program of its own: `python -m phalanx_lab.bench.storm.host REQUEST`, started by `bed.py` and by nobody else.
+"""One host of a storm as a program of its own: `python -m phalanx_lab.bench.storm.host REQUEST`, started by `on_testbed.py` alone.
 
 It does what `phalanx train` does on a host, and says on the storm's board in which phase its ranks are.
 """
