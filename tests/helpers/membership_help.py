@@ -76,7 +76,7 @@ class MemoryKeys:
     def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Callable[[], bool] | None = None) -> bool:
         return key in self._values()
 
-    def hear(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+    def watch(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
         return self.wait(key, timeout_s, sharing=sharing)
 
     def listed(self, prefix: str) -> list[str]:

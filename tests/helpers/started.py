@@ -253,7 +253,7 @@ def _one_generation(cache: GroupCache, agent: _Agent, body: elastic.ElasticMembe
 
     run_steps(body, step)
     body.close(stopped=False)
-    body.leave_team()
+    body.leave_epoch()
     return "finished"
 
 

@@ -95,7 +95,7 @@ def test_being_woken_late_does_not_add_up() -> None:
     for _ in range(9):
         clock.now_s += 0.002  # work that nobody tells of is part of the operation behind it
         pace.hold("a", clock.now_s)
-    assert pace.free_s == pytest.approx(100.1) and (pace.told, pace.late) == (10, 0)
+    assert pace.free_s == pytest.approx(100.1) and (pace.recorded, pace.late) == (10, 0)
     clock.now_s = 100.15
     pace.hold("a", clock.now_s)
     assert pace.late == 1 and pace.late_s == pytest.approx(0.04) and pace.free_s == pytest.approx(100.15)
@@ -112,7 +112,7 @@ def test_an_operation_begins_behind_the_last_wait_and_its_parts_add_up() -> None
     assert pace.free_s == pytest.approx(100.005)
     pace.waited(100.012, since_s=100.006)  # the rest of it waited for a message
     pace.hold("a", 100.0)
-    assert pace.free_s == pytest.approx(100.017) and (pace.told, pace.late) == (1, 0)
+    assert pace.free_s == pytest.approx(100.017) and (pace.recorded, pace.late) == (1, 0)
     pace.waited(100.0171, since_s=100.01705, held=True)
     assert pace.free_s == pytest.approx(100.0171)
 

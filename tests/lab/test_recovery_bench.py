@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.core.errors import ConfigError
 from phalanx.simulate.failures.goodput import read_nodes
-from phalanx.train.recovery.drained_slots import AWAY_FILE, AwayFile, write_away
+from phalanx.train.recovery.drained_slots import DRAINED_SLOTS_FILE, DrainedSlotsFile, write_drained_slots
 from phalanx_lab.bench.cluster import Logs
 from phalanx_lab.bench.recovery.command import OURS, PAPER, RecoveryArgs, make_case, problems, report, result
 from phalanx_lab.bench.recovery.model import (
@@ -219,13 +219,13 @@ def test_both_systems_get_the_same_run(tmp_path: Path) -> None:
 
 
 def test_slots_are_away_until_they_are_back(tmp_path: Path) -> None:
-    read = AwayFile(tmp_path / AWAY_FILE)
+    read = DrainedSlotsFile(tmp_path / DRAINED_SLOTS_FILE)
     assert read() == frozenset()
-    write_away(tmp_path, frozenset({1, 3}))
+    write_drained_slots(tmp_path, frozenset({1, 3}))
     assert read() == read() == {1, 3}
-    (tmp_path / AWAY_FILE).write_text("2, x 0\n")
+    (tmp_path / DRAINED_SLOTS_FILE).write_text("2, x 0\n")
     assert read() == {0}
-    (tmp_path / AWAY_FILE).unlink()
+    (tmp_path / DRAINED_SLOTS_FILE).unlink()
     assert read() == frozenset()
 
 

@@ -32,7 +32,7 @@ from phalanx.runtime.comm.peers import Peers
 from phalanx.runtime.membership import watcher as lookout, worker_agent as agent
 from phalanx.runtime.membership.member import _Loop, run_member
 from phalanx.runtime.membership.membership import Generation, Member
-from phalanx.runtime.membership.rendezvous import Sockets, TeamGroups, as_listed
+from phalanx.runtime.membership.rendezvous import EpochGroups, Sockets, as_listed
 from phalanx.runtime.membership.votes import Decision, MemberReport
 from phalanx.runtime.membership.watcher import AgentSettings, Left
 from phalanx.runtime.membership.worker_agent import WorkerAgent
@@ -136,14 +136,14 @@ def test_groups_without_nccl_are_left_alone() -> None:
 
 @pytest.mark.unit
 def test_an_aborted_team_makes_no_group_and_posts_nothing_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = TeamGroups(Sockets(), timeout_s=5.0)
+    cache = EpochGroups(Sockets(), timeout_s=5.0)
     cache.aborted = lambda: True
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(PeerError, match="never be closed again"):
         cache._create((0, 1), True, 0)
     comms = Collectives(escape=AbortableCall(lambda: True))
     comms._posted(Call("x", 0, True))  # on the host it fails by itself
-    with pytest.raises(PeerError, match="nothing is posted"):
+    with pytest.raises(PeerError, match="collective refused: connections are closed"):
         comms._posted(Call("x", 0, False))
 
 
@@ -154,7 +154,7 @@ def test_results_of_an_aborted_team_are_not_used_on_a_device_and_calls_of_a_cpu_
     comms.complete(ELSEWHERE)
     aborted[0] = True
     comms.complete(torch.device("cpu"))
-    with pytest.raises(PeerError, match="connections were closed while the device computed"):
+    with pytest.raises(PeerError, match="process group was aborted while the device computed"):
         comms.complete(ELSEWHERE)
     Collectives().complete(ELSEWHERE)  # a run that is not elastic
 
@@ -237,7 +237,7 @@ def test_a_member_whose_results_are_not_used_does_not_vote() -> None:
     team.generation = Generation(number=1, epoch="t", members=(Member("h.0", "h"),))
 
     class At(SimpleNamespace):
-        def next_team(self, report: object, *, order: object) -> object:
+        def next_epoch(self, report: object, *, order: object) -> object:
             if self.begun:
                 raise Left("over")
             self.begun = True
@@ -254,7 +254,7 @@ def test_a_member_whose_results_are_not_used_does_not_vote() -> None:
 
     body: Any = SimpleNamespace(
         step=0, holds=False, describe=lambda: ("", {}), enter=lambda team, found: None, compute=compute,
-        abort=lambda: None, leave_team=lambda: None, finished=lambda: False,
+        abort=lambda: None, leave_epoch=lambda: None, finished=lambda: False,
     )  # fmt: skip
     assert run_member(place, body) == "left" and not voted
 
@@ -319,7 +319,7 @@ def test_a_call_that_nothing_ends_is_ended_with_its_process(
     clock.now_s += 2
     place._end_if_stuck()
     assert codes == ([1] if ends else [])
-    assert ("has not come back from generation 7" in capfd.readouterr().err) == ends
+    assert ("is stuck in generation 7" in capfd.readouterr().err) == ends
 
 
 @pytest.mark.unit
@@ -349,7 +349,7 @@ def test_who_waits_for_a_generation_after_one_that_did_not_form_may_wait(
         made.append(Late(clock))
         watch(made[0])
         made[0].drop()
-        raise PeerError("generation 7 does not form")
+        raise PeerError("generation 7 failed to form")
 
     monkeypatch.setattr(agent, "form", form)
     monkeypatch.setattr(place, "_keys_of", lambda generation: SimpleNamespace(put=lambda key, value: None))
@@ -367,7 +367,7 @@ def test_who_waits_for_a_generation_after_one_that_did_not_form_may_wait(
     ("nowhere", "error"), [(True, ValueError("3 rows")), (True, FinalError("nan")), (False, ValueError("3 rows"))]
 )
 def test_an_error_of_numbers_that_nobody_sent_is_a_lost_peer(nowhere: bool, error: Exception) -> None:
-    place: Any = SimpleNamespace(came_from_nowhere=lambda: nowhere, broken=lambda: True, uid="h.0")
+    place: Any = SimpleNamespace(may_be_invalid=lambda: nowhere, broken=lambda: True, uid="h.0")
     body: Any = SimpleNamespace(step=3)
     loop = _Loop(place, body, lambda event: None, as_listed)
 
@@ -392,7 +392,7 @@ def test_numbers_may_come_from_nowhere_on_a_device_of_an_aborted_team(
     place._connect_watched(team)  # type: ignore[arg-type]
     if aborted:
         team.abort()
-    assert place.came_from_nowhere() == nowhere
+    assert place.may_be_invalid() == nowhere
 
 
 @pytest.mark.unit

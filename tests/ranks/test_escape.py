@@ -61,7 +61,7 @@ def test_a_thread_that_leaves_takes_the_one_beside_it_along() -> None:
 def test_a_thread_that_hears_late_that_the_team_is_over_waits_for_nothing() -> None:
     escape, done = AbortableCall(lambda: False), threading.Event()
     escape.close()
-    with pytest.raises(PeerError, match="the team is over"):
+    with pytest.raises(PeerError, match="the process group was aborted"):
         escape.run(lambda: 1)
     escape.begun("posted late", done.set)
     assert done.wait(10)

@@ -53,7 +53,7 @@ def together(
         while sum(w.reap() for w in workers) < ranks and time.monotonic() < end_s:
             time.sleep(0.01)
         for worker in workers:
-            worker.hear()
+            worker.read()
             error = worker.error()
             if error is not None:
                 raise error
@@ -183,7 +183,7 @@ def test_a_kept_reference_makes_nobody_wait(tmp_path: Path) -> None:
 def test_a_member_that_does_not_come_is_named_and_a_newer_generation_ends_the_wait(tmp_path: Path) -> None:
     def work(rank: int, keys: Keys, folder: Path) -> None:
         who = generation(keys, [0, 1, 2], 1)
-        with pytest.raises(PeerError, match=r"generation 1 does not form: h\.1, h\.2 did not come"):
+        with pytest.raises(PeerError, match=r"generation 1 failed to form: no report from h\.1, h\.2"):
             connect(keys, who, 0, limit_s=0.2)
         with pytest.raises(NewerGeneration):
             connect(keys, replace(who, number=2), 0, newer=lambda: True)
@@ -199,7 +199,7 @@ def test_a_member_that_dies_while_groups_are_made_costs_no_timeout(tmp_path: Pat
         who = generation(keys, [0, 1], 1)
         keys.put(ready_keys(who)[1], report("h.1"))
         begin_s = time.monotonic()
-        with pytest.raises(PeerError, match="generation 1 does not form"):
+        with pytest.raises(PeerError, match="generation 1 failed to form"):
             connect(keys, who, 0, watch=lambda team: threading.Timer(0.3, team.abort).start())
         assert time.monotonic() - begin_s < 2.5, "the constructor alone would wait for 3 s"
         team = connect(keys, generation(keys, [0], 2), 0)

@@ -119,22 +119,22 @@ RULE = FirstRule(wanted=3, minimum=2, gather_s=5.0)
 
 @pytest.mark.unit
 def test_a_fresh_run_waits_for_all_that_are_wanted() -> None:
-    heard = [announcement("a.1"), announcement("a.10"), announcement("a.2")]
-    assert RULE.members(heard[:2], above=None, dead=(), waited_s=1.0) is None
-    assert RULE.members(heard, above=None, dead=["a.1"], waited_s=1.0) is None
-    assert RULE.members(heard, above=None, dead=(), waited_s=0.0) == (members("a.1", "a.2", "a.10"), 0)
-    assert RULE.members(heard[:2], above=None, dead=(), waited_s=6.0) == (members("a.1", "a.10"), 0)
-    assert RULE.members(heard[:1], above=None, dead=(), waited_s=6.0) is None
+    announced = [announcement("a.1"), announcement("a.10"), announcement("a.2")]
+    assert RULE.members(announced[:2], above=None, dead=(), waited_s=1.0) is None
+    assert RULE.members(announced, above=None, dead=["a.1"], waited_s=1.0) is None
+    assert RULE.members(announced, above=None, dead=(), waited_s=0.0) == (members("a.1", "a.2", "a.10"), 0)
+    assert RULE.members(announced[:2], above=None, dead=(), waited_s=6.0) == (members("a.1", "a.10"), 0)
+    assert RULE.members(announced[:1], above=None, dead=(), waited_s=6.0) is None
 
 
 @pytest.mark.unit
 def test_a_run_that_lost_its_service_goes_on_with_its_own_members() -> None:
     last = Generation(number=7, epoch="old", members=tuple(members("b.0", "a.0", "a.1")))
     older = replace(last, number=6)
-    heard = [announcement("a.0", last), announcement("c.0"), announcement("b.0", older)]
-    assert RULE.members(heard, above=None, dead=(), waited_s=1.0) is None, "a.1 may still come"
-    assert RULE.members(heard, above=None, dead=["a.1"], waited_s=1.0) == (members("b.0", "a.0", "c.0"), 7)
-    assert RULE.members(heard, above=replace(last, number=9), dead=(), waited_s=6.0) == (
+    announced = [announcement("a.0", last), announcement("c.0"), announcement("b.0", older)]
+    assert RULE.members(announced, above=None, dead=(), waited_s=1.0) is None, "a.1 may still come"
+    assert RULE.members(announced, above=None, dead=["a.1"], waited_s=1.0) == (members("b.0", "a.0", "c.0"), 7)
+    assert RULE.members(announced, above=replace(last, number=9), dead=(), waited_s=6.0) == (
         members("b.0", "a.0", "c.0"),
         9,
     )
@@ -146,8 +146,8 @@ def test_a_run_that_lost_its_service_goes_on_with_its_own_members() -> None:
 def test_a_member_that_was_put_out_is_not_in_the_first_generation_of_a_new_life() -> None:
     last = Generation(number=7, epoch="old", members=tuple(members("b.0", "a.0")))
     zombie = announcement("z.0", replace(last, number=5, members=tuple(members("b.0", "a.0", "z.0"))))
-    heard = [announcement("a.0", last), announcement("b.0", last), zombie]
-    found = RULE.members(heard, above=None, dead=(), waited_s=0.0)
+    announced = [announcement("a.0", last), announcement("b.0", last), zombie]
+    found = RULE.members(announced, above=None, dead=(), waited_s=0.0)
     assert found == (members("b.0", "a.0"), 7)
 
 

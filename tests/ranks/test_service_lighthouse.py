@@ -24,9 +24,9 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.service_address import ServiceAddress, parse_service
 from phalanx.runtime.membership import worker_agent as agent_module
 from phalanx.runtime.membership.keys import ServiceLost, TcpKeys, TcpService
-from phalanx.runtime.membership.lighthouse import Claim, Tenure, _Keeps, keeper_of, longest_lease
+from phalanx.runtime.membership.lighthouse import Claim, Tenure, _LeasedStore, keeper_of, longest_lease
 from phalanx.runtime.membership.membership import Member
-from phalanx.runtime.membership.reachability import door_key
+from phalanx.runtime.membership.reachability import probe_key
 from phalanx.runtime.membership.service import AnyService, service_at, start_store
 from phalanx.runtime.membership.watcher import AgentSettings
 
@@ -59,7 +59,7 @@ class Drawn:
             _, number, self.keeper, self.term, longest = self.answer
             assert self.asked is not None
             self.longest = max(self.longest, longest)
-            self.tenure.hear(self.keeper, quorum=number, asked_s=self.asked, now_s=now, longest_s=self.longest)
+            self.tenure.observe(self.keeper, quorum=number, asked_s=self.asked, now_s=now, longest_s=self.longest)
             self.asked = self.answer = None
             self.sleeps = now + (draw.randrange(30) if draw.random() < 0.03 else 1)
         if self.asked is None and now >= self.sleeps:
@@ -112,32 +112,32 @@ def test_services_with_different_leases_wait_for_the_longest_that_they_heard_of(
     drawn = [quorums(seed, leases=leases, told=max(leases)) for seed in range(60)]
     assert max(most for most, _ in drawn) == 1 and any(held for _, held in drawn)
     tenure = Tenure("a", 10.0)
-    tenure.hear("b", quorum=1, asked_s=0.0, now_s=0.0, longest_s=30.0)
+    tenure.observe("b", quorum=1, asked_s=0.0, now_s=0.0, longest_s=30.0)
     for now in range(1, 39):  # b, with the longer lease, is gone, and nobody in the quorum has one
-        tenure.hear("a", quorum=2, asked_s=now, now_s=now, longest_s=10.0)
+        tenure.observe("a", quorum=2, asked_s=now, now_s=now, longest_s=10.0)
         assert not tenure.look(now)
     assert tenure.look(38.6)  # 1 + 1.25 x 30
-    monkeypatch.setattr(Tenure, "hear", planted)
+    monkeypatch.setattr(Tenure, "observe", planted)
     assert max(quorums(seed, leases=leases, told=max(leases))[0] for seed in range(60)) > 1
 
 
 def planted(self: Tenure, keeper: str, *, longest_s: float, **words: Any) -> None:
     """Each waits for its own lease."""
-    HEAR(self, keeper, **words)
+    OBSERVE(self, keeper, **words)
 
 
-HEAR = Tenure.hear
+OBSERVE = Tenure.observe
 
 
 @pytest.mark.unit
 def test_a_service_says_that_another_has_a_longer_lease() -> None:
     said = list[str]()
-    keeps = _Keeps(Tenure("a", 10.0), ServiceAddress("127.0.0.1", 1), said.append)
+    keeps = _LeasedStore(Tenure("a", 10.0), ServiceAddress("127.0.0.1", 1), said.append)
     for _ in range(2):
-        keeps.hear({"keeper": "b", "quorum": 1, "asked_s": 0.0, "longest_s": 30.0})
+        keeps.observe({"keeper": "b", "quorum": 1, "asked_s": 0.0, "longest_s": 30.0})
     assert said == [
-        "keeper is b",
-        "another service has --lease 30, this one 10: it waits for the longer one; give all the same",
+        "the quorum selects b",
+        "another service has --lease 30, this one 10: waiting for the longer one; give all the same --lease",
     ]
 
 
@@ -156,12 +156,12 @@ def test_a_lease_runs_out_while_the_machine_is_suspended(monkeypatch: pytest.Mon
 def test_a_missed_quorum_begins_the_wait_anew() -> None:
     tenure = Tenure("a", 10.0)
     for now in range(0, 12):
-        tenure.hear("a", quorum=6 if now < 8 else 8, asked_s=now, now_s=now)
+        tenure.observe("a", quorum=6 if now < 8 else 8, asked_s=now, now_s=now)
         assert not tenure.look(now)
     for now in range(12, 22):
-        tenure.hear("a", quorum=8, asked_s=now, now_s=now)
+        tenure.observe("a", quorum=8, asked_s=now, now_s=now)
     assert tenure.look(20.6) and not tenure.look(31.0)  # from 8 on 12.5; the last one was asked for at 21
-    tenure.hear("b", quorum=9, asked_s=32.0, now_s=32.0)
+    tenure.observe("b", quorum=9, asked_s=32.0, now_s=32.0)
     assert not tenure.look(32.0)
 
 
@@ -197,14 +197,14 @@ def test_a_door_opens_towards_the_service_that_answered(monkeypatch: pytest.Monk
             if host.startswith("gone") or len(asked) < 3:
                 raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(agent_module, "ReachabilityProbe", Opened)
+    monkeypatch.setattr(agent_module, "ProbeListener", Opened)
     several = AnyService([Told("gone0", 1), Told("node1", 2), Told("gone2", 3)])
     listed = several.services
     agent = agent_module.WorkerAgent(
-        Member("a.0.x", "a"), several, pipe=-1, settings=AgentSettings(doors=True, service_s=60.0)
+        Member("a.0.x", "a"), several, pipe=-1, settings=AgentSettings(probe_peers=True, service_s=60.0)
     )
     agent.announce(plan_hash="p", version="1")
-    assert asked == ["node1"] * 3 and agent.keys().get(door_key("a.0.x")) == Opened.address
+    assert asked == ["node1"] * 3 and agent.keys().get(probe_key("a.0.x")) == Opened.address
     assert (several.host, several.port) == ("node1", 2) and [s.host for s in listed] == ["gone0", "node1", "gone2"]
 
 

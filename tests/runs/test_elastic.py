@@ -86,7 +86,7 @@ def test_members_of_different_generations_are_sources_together() -> None:
 def test_what_nobody_holds_is_named() -> None:
     plan = plan_for(planner(), (4, 0), (4, 2), None)
     assert plan.missing and all(".experts." in name for name in plan.missing)
-    assert "nobody holds all of layers.0.moe.experts" in plan.explain()
+    assert "no member holds all of layers.0.moe.experts" in plan.explain()
     nothing = plan_for(planner(), None, None)
     assert set(nothing.missing) == {m.name for m in (*nothing.params, *nothing.buffers)}
 

@@ -240,7 +240,7 @@ def test_disk_full_and_then_the_last_copy_of_an_expert_lost(base: Path) -> None:
     said = notes(base, "full")
     assert "saving a checkpoint" in said and "training continues; the next checkpoint tries again" in said
     assert "nothing saved before was touched (there are checkpoints of steps 4)" in said
-    assert "nobody holds all of layers.0.moe.experts" in said and "goes back to the checkpoint of step 4" in said
+    assert "no member holds all of layers.0.moe.experts" in said and "goes back to the checkpoint of step 4" in said
     found = went_back(base, "full")
     assert (found["step"], found["from_step"], found["damaged"], found["abandoned"]) == (4, 9, [], [])
     check_equal(base, "full")

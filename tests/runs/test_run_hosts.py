@@ -11,7 +11,7 @@ from phalanx.core.config import LaunchConfig, Recipe, ResilienceConfig
 from phalanx.core.errors import RunError
 from phalanx.core.rules import recipe_problems
 from phalanx.core.service_address import ServiceAddress, parse_service
-from phalanx.plan.recovery.hosts import holders_needed, wanted_ranks
+from phalanx.plan.recovery.recipe import holders_needed, wanted_ranks
 from phalanx.train.recovery.run_hosts import RunHosts
 from phalanx.train.setup.run_folder import RunFolder
 

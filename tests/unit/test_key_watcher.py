@@ -52,13 +52,13 @@ def later(work: Callable[[], object]) -> threading.Thread:
 def test_a_key_is_heard_of_and_not_asked_for(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, other = store.address.connect(), store.address.connect()
     times = asked(keys, monkeypatch)
-    assert not keys.hear("gen/2", SLICE_S) and not keys.hear("gen/2", SLICE_S) and len(times) == 2
+    assert not keys.watch("gen/2", SLICE_S) and not keys.watch("gen/2", SLICE_S) and len(times) == 2
     for number, write in ((2, other.create), (3, other.put)):
         writing = later(lambda: write(f"gen/{number}", "x"))  # noqa: B023
         begin_s = time.monotonic()
-        assert keys.hear(f"gen/{number}", 20.0) and time.monotonic() - begin_s < 19.0 and len(times) == number + 1
+        assert keys.watch(f"gen/{number}", 20.0) and time.monotonic() - begin_s < 19.0 and len(times) == number + 1
         writing.join()
-    assert keys.hear("gen/3", 0.0)
+    assert keys.watch("gen/3", 0.0)
 
 
 def test_who_hears_nothing_asks(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,24 +66,24 @@ def test_who_hears_nothing_asks(store: StoreProcess, monkeypatch: pytest.MonkeyP
     keys = store.address.connect()
     times = asked(keys, monkeypatch)
     with OPENING:
-        assert not keys.hear("gen/2", SLICE_S) and len(times) > 5 and keys._ear is None
+        assert not keys.watch("gen/2", SLICE_S) and len(times) > 5 and keys._watcher is None
     times.clear()
-    assert not keys.hear("gen/2", 0.0) and keys._ear is not None and len(times) == 1
-    assert not keys.hear("gen/9", SLICE_S) and len(times) > 5
-    keys._ear.close()
+    assert not keys.watch("gen/2", 0.0) and keys._watcher is not None and len(times) == 1
+    assert not keys.watch("gen/9", SLICE_S) and len(times) > 5
+    keys._watcher.close()
     writing = later(lambda: store.address.connect().create("gen/2", "x"))
-    assert keys.hear("gen/2", 20.0) or keys.hear("gen/2", 20.0)
+    assert keys.watch("gen/2", 20.0) or keys.watch("gen/2", 20.0)
     writing.join()
-    assert not keys.hear("gen/9", 0.0) and keys._ear is None and keys._deaf
+    assert not keys.watch("gen/9", 0.0) and keys._watcher is None and keys._watch_failed
 
 
 def test_a_service_that_ends_is_missed_at_once(store: StoreProcess) -> None:
     keys = store.address.connect()
-    assert not keys.hear("gen/2", 0.0)
+    assert not keys.watch("gen/2", 0.0)
     stopping = later(store.stop)
     begin_s = time.monotonic()
     with pytest.raises(ServiceLost):
-        keys.hear("gen/2", 20.0)
+        keys.watch("gen/2", 20.0)
     assert time.monotonic() - begin_s < 19.0
     stopping.join()
 
@@ -96,32 +96,32 @@ def test_an_ear_hears_of_one_key_after_another() -> None:
         if shut.is_set():
             raise OSError("shut")
 
-    ear = KeyWatcher(listen, shut.set)
-    assert ear.hear("a", 0.0) is False and ear.hear("b", 0.0) is None
+    watcher = KeyWatcher(listen, shut.set)
+    assert watcher.wait_for("a", 0.0) is False and watcher.wait_for("b", 0.0) is None
     there["a"].set()
-    assert ear.hear("a", 20.0) is True and ear.hear("b", 0.0) is False
-    ear.close()
+    assert watcher.wait_for("a", 20.0) is True and watcher.wait_for("b", 0.0) is False
+    watcher.close()
     there["b"].set()
-    assert ear.hear("b", 20.0) is None and ear.failed and ear.hear("b", 0.0) is None
+    assert watcher.wait_for("b", 20.0) is None and watcher.failed and watcher.wait_for("b", 0.0) is None
 
 
 def test_who_goes_leaves_no_stack_trace(store: StoreProcess, capfd: pytest.CaptureFixture[str]) -> None:
     """Torch writes one to standard error where a connection ends in a wait: asked first, the service ends the wait."""
-    ears = []
-    for leave in (TcpKeys.close, TcpKeys._close_ear):
+    watchers = []
+    for leave in (TcpKeys.close, TcpKeys._close_watcher):
         keys = store.address.connect()
-        assert not keys.hear("gen/2", SLICE_S) and keys._ear is not None
-        ears.append(keys._ear)
+        assert not keys.watch("gen/2", SLICE_S) and keys._watcher is not None
+        watchers.append(keys._watcher)
         leave(keys)
-    assert all(ear.failed and not ear._thread.is_alive() for ear in ears)
+    assert all(watcher.failed and not watcher._thread.is_alive() for watcher in watchers)
     assert capfd.readouterr().err == ""
 
 
 def test_a_service_that_does_not_answer_holds_nobody_up(store: StoreProcess) -> None:
     keys = store.address.connect()
-    assert not keys.hear("gen/2", SLICE_S) and keys._ear is not None
-    ear = keys._ear
+    assert not keys.watch("gen/2", SLICE_S) and keys._watcher is not None
+    watcher = keys._watcher
     os.kill(store.pid, signal.SIGSTOP)
     keys.close()
-    assert not ear._thread.is_alive()
+    assert not watcher._thread.is_alive()
     os.kill(store.pid, signal.SIGCONT)

@@ -14,9 +14,9 @@ from phalanx.core.config import Recipe
 from phalanx.core.recipe import load_recipe
 from phalanx.core.settings import describe_settings
 from phalanx.plan.recipe import run_problems
-from phalanx.plan.recovery.hosts import wanted_ranks
+from phalanx.plan.recovery.recipe import wanted_ranks
 from phalanx.runtime.membership.membership import TooFewMembers
-from phalanx.runtime.membership.supervisor import PUT_OUT
+from phalanx.runtime.membership.supervisor import REMOVED_CODE
 
 LAUNCH = Path(phalanx.__file__).parent / "launch"
 SETTING = re.compile(r"--([a-z]+\.[a-z_]+)(?:[ =]+(\S+))?")
@@ -56,7 +56,7 @@ def test_slurm_script_parses() -> None:
 def test_a_host_that_was_put_out_is_started_again() -> None:
     ends = re.search(r"case \$code in ([0-9 |]+)\) exit", (LAUNCH / "slurm.sh").read_text())
     assert ends is not None and {int(code) for code in ends[1].split("|")} == {0, 2, TooFewMembers.exit_code}
-    assert PUT_OUT not in (0, 2, TooFewMembers.exit_code)
+    assert REMOVED_CODE not in (0, 2, TooFewMembers.exit_code)
     assert "restartPolicy: OnFailure" in (LAUNCH / "kubernetes.yaml").read_text()
 
 

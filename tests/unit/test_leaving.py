@@ -87,15 +87,15 @@ def test_a_notice_alone_puts_nobody_out() -> None:
         host_agent.leave([f"{host}.0.x"], "its host got SIGTERM")
         host_agent.tick()
     assert newest(service) == first
-    assert Membership(service.connect()).wishes() == dict.fromkeys(UIDS[:2], "its host got SIGTERM")
+    assert Membership(service.connect()).leave_requests() == dict.fromkeys(UIDS[:2], "its host got SIGTERM")
 
 
 def test_one_decision_says_who_leaves_and_those_that_come_too_late_stay() -> None:
     service = MemoryService()
     first = begun(service)
-    Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
+    Membership(service.connect()).request_leave({"a.0.x": "notice"})
     early = agent_of(service, "a.0.x", first)
-    Membership(service.connect()).wish_to_leave({"b.0.x": "notice"})
+    Membership(service.connect()).request_leave({"b.0.x": "notice"})
     late = agent_of(service, "b.0.x", first)
     assert [early._then(), late._then()] == ["leave", "leave"]
     assert early.leavers() == late.leavers() == {"a.0.x": "notice"}
@@ -113,7 +113,7 @@ def test_a_hand_over_to_somebody_who_is_dead_counts_for_nothing() -> None:
     service = MemoryService()
     first = begun(service)
     membership = Membership(service.connect())
-    membership.wish_to_leave({"a.0.x": "notice"})
+    membership.request_leave({"a.0.x": "notice"})
     agent = agent_of(service, "a.0.x", first)
     assert agent._then() == "leave"
     membership.propose_death(
@@ -128,7 +128,7 @@ def test_a_hand_over_to_somebody_who_is_dead_counts_for_nothing() -> None:
 def test_a_hand_over_that_breaks_leaves_everybody_a_member() -> None:
     service = MemoryService()
     first = begun(service)
-    Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
+    Membership(service.connect()).request_leave({"a.0.x": "notice"})
     agent = agent_of(service, "a.0.x", first)
     assert agent._then() == "leave"
     assert loop_of(agent, Body(PeerError("c is gone")))._part(agent.leavers)
@@ -138,7 +138,7 @@ def test_a_hand_over_that_breaks_leaves_everybody_a_member() -> None:
 def test_a_disk_that_refuses_the_hand_over_keeps_the_team_and_tries_later() -> None:
     service = MemoryService()
     first = begun(service)
-    Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
+    Membership(service.connect()).request_leave({"a.0.x": "notice"})
     agent = agent_of(service, "a.0.x", first)
     assert agent._then() == "leave"
     assert not loop_of(agent, Body(gives=False))._part(agent.leavers)
@@ -148,7 +148,7 @@ def test_a_disk_that_refuses_the_hand_over_keeps_the_team_and_tries_later() -> N
 def test_who_has_handed_over_is_out() -> None:
     service = MemoryService()
     first = begun(service)
-    Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
+    Membership(service.connect()).request_leave({"a.0.x": "notice"})
     agent = agent_of(service, "a.0.x", first)
     assert agent._then() == "leave" and loop_of(agent, Body())._part(agent.leavers)
     agent._glance(service.connect(), 0.0)
@@ -159,7 +159,7 @@ def test_who_has_handed_over_is_out() -> None:
 def test_where_all_are_told_to_leave_the_run_stops() -> None:
     service = MemoryService()
     first = begun(service)
-    Membership(service.connect()).wish_to_leave(dict.fromkeys(UIDS, "notice"))
+    Membership(service.connect()).request_leave(dict.fromkeys(UIDS, "notice"))
     assert agent_of(service, "a.0.x", first)._then() == "stop"
 
 
@@ -168,7 +168,7 @@ def test_a_run_that_waits_for_members_meets_to_take_over_from_one_that_leaves() 
     first = begun(service, minimum=5)
     agents = [agent_of(service, uid, first) for uid in UIDS]
     assert not any(agent._is_for_me(first) for agent in agents)
-    Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
+    Membership(service.connect()).request_leave({"a.0.x": "notice"})
     body = Body()
     for agent in agents:
         agent._glance(service.connect(), 0.0)

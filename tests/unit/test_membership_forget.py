@@ -10,7 +10,13 @@ from phalanx.core.events import Event
 from phalanx.runtime.membership import host_agent as host_agent_module
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.membership import KEPT, FirstRule, Generation, Member, Membership
-from phalanx.runtime.membership.supervisor import PUT_OUT, RespawnsUsedUp, Supervisor, SupervisorSettings, exit_code
+from phalanx.runtime.membership.supervisor import (
+    REMOVED_CODE,
+    RespawnsUsedUp,
+    Supervisor,
+    SupervisorSettings,
+    exit_code,
+)
 from phalanx.runtime.membership.votes import stepped_key
 from phalanx.runtime.membership.worker import STALE_CODE
 
@@ -24,7 +30,7 @@ def many(membership: Membership, count: int) -> list[Generation]:
         membership.announce(announcement(uid))
     for i in range(count):
         membership.announce(announcement(f"b.1.{i + 1}"))
-        membership.wish_to_leave({f"b.1.{i}": "told"})
+        membership.request_leave({f"b.1.{i}": "told"})
         for made in (
             membership.propose_death([f"b.1.{i}"], "killed", out[-1]),
             membership.propose_join(members(f"b.1.{i + 1}"), None),
@@ -42,7 +48,7 @@ def test_an_emptied_generation_keeps_its_number() -> None:
     assert membership.forget(2, newest) == [] and membership.forget(3, newest) == ["b.1.1"]
     assert membership.forget(3, newest) == [] and membership.forget(newest.number, newest) == []
     assert membership.keys.listed("member/") == ["member/a.0", "member/b.1.0", "member/b.1.2", "member/b.1.3"]
-    assert membership.keys.listed("wish/") == ["wish/b.1.0", "wish/b.1.2"]
+    assert membership.keys.listed("leave-request/") == ["leave-request/b.1.0", "leave-request/b.1.2"]
     # who stood still since the first generation finds the newest, and makes no number a second time
     assert other.current(made[0]) == newest == other.wait(made[0], 0.0)
     assert other.propose_death(["b.1.0"], "late", made[0]) == newest
@@ -129,12 +135,12 @@ def test_the_exit_code_says_what_happened() -> None:
 def test_a_host_that_was_put_out_is_to_be_started_again() -> None:
     """0 would be the end of its part: a pod that never comes back."""
     goes_on = {"finished": False, "over": False}
-    assert exit_code([STALE_CODE] * 4, **goes_on) == PUT_OUT == exit_code([0, STALE_CODE], **goes_on)
+    assert exit_code([STALE_CODE] * 4, **goes_on) == REMOVED_CODE == exit_code([0, STALE_CODE], **goes_on)
     assert exit_code([STALE_CODE, -9], **goes_on) == 137 and exit_code([STALE_CODE, 1], **goes_on) == 1
     assert exit_code([STALE_CODE], finished=True, over=True) == 0 == exit_code([STALE_CODE], finished=False, over=True)
 
 
-@pytest.mark.parametrize(("over", "code"), [(False, PUT_OUT), (True, 0)])
+@pytest.mark.parametrize(("over", "code"), [(False, REMOVED_CODE), (True, 0)])
 def test_whether_the_run_goes_on_is_asked_when_all_were_put_out(over: bool, code: int) -> None:
     service = MemoryService()
     settings = SupervisorSettings(host="h", slots=2, wanted=2, respawns=0)
@@ -169,7 +175,7 @@ def test_respawns_that_are_used_up_are_told(capsys: pytest.CaptureFixture[str]) 
     supervisor.started = 7
     assert supervisor._is_used_up(_Ended())  # type: ignore[arg-type]
     assert told == [RespawnsUsedUp(host="h", started=4, uid="h.2.ab", why="killed by SIGKILL")]
-    assert "slot 2 stays empty (killed by SIGKILL): 4 new workers were started" in capsys.readouterr().err
+    assert "slot 2 will not be restarted (killed by SIGKILL): the limit of 4 restarts" in capsys.readouterr().err
 
 
 def test_who_left_long_ago_is_not_listed_any_more() -> None:

@@ -151,13 +151,13 @@ def test_a_run_of_one_machine_that_is_stopped_before_it_begins_ends(monkeypatch:
 
 @pytest.mark.parametrize(
     "key, said",
-    [("stopped", r"that was stopped \(without a reason\)"), ("stop", r"is being stopped \(its host got SIGTERM\)")],
+    [("stopped", r"was stopped \(no reason given\)"), ("stop", r"is being stopped \(its host got SIGTERM\)")],
 )
 def test_the_service_of_a_stopped_run_is_refused_with_what_to_do(key: str, said: str) -> None:
     service = MemoryService()
     service.connect().put(key, "1" if key == "stopped" else "its host got SIGTERM")
     with pytest.raises(
         RunError,
-        match=f"node0:29400 serves a run {said if key == 'stopped' else 'that ' + said}.*Start another service",
+        match=f"the run of the membership service at node0:29400 {said}.*Start another service",
     ):
         expect_service(service, "node0:29400", wait_s=1.0, tell=print)

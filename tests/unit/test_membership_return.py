@@ -96,7 +96,7 @@ def test_how_far_those_were_that_begin_again_is_said(monkeypatch: pytest.MonkeyP
     host_agent.tick()
     found = membership.current()
     assert found is not None
-    assert "2 of 6 members of generation 7 go on from 40 steps; THE OTHERS MAY HAVE GONE FURTHER" in found.why
+    assert "2 of 6 members of generation 7 continue from step 40; THE OTHERS MAY HAVE COMMITTED MORE STEPS" in found.why
 
 
 def test_a_host_whose_supervisor_is_a_new_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from phalanx.plan.mapping.placement import LayerPlacements, Placement
 from phalanx.plan.model.model import flops_per_token, resolve_model
 from phalanx.plan.recovery.generation import RecoveryPlanner
 from phalanx.plan.recovery.stragglers import (
-    TOLD,
+    REPORT_FACTOR,
     RankPace,
     StragglerRule,
     Streaks,
@@ -132,9 +132,9 @@ def test_two_ranks_cannot_tell_who_is_slow_and_one_has_nobody_to_compare_with() 
 
 def test_it_is_told_where_nobody_is_to_be_put_out() -> None:
     off = replace(RULE, factor=0.0)
-    assert off.told_factor == TOLD
-    assert play([paces(1, 1, TOLD * 0.99, 1)] * 9, off) == [None] * 9
-    assert play([paces(1, 1, TOLD * 1.01, 1)] * 5, off)[-1] is not None
+    assert off.report_factor == REPORT_FACTOR
+    assert play([paces(1, 1, REPORT_FACTOR * 0.99, 1)] * 9, off) == [None] * 9
+    assert play([paces(1, 1, REPORT_FACTOR * 1.01, 1)] * 5, off)[-1] is not None
 
 
 def test_noise_puts_nobody_out_and_order_does_not_matter() -> None:

@@ -15,7 +15,14 @@ import pytest
 from phalanx.runtime.membership.host_agent import FORMS_S, TOGETHER_S, HostAgent
 from phalanx.runtime.membership.keys import Keys, TcpService
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
-from phalanx.runtime.membership.reachability import Answers, ReachabilityProbe, agree_who_goes, door_key, knock, put_out
+from phalanx.runtime.membership.reachability import (
+    Answers,
+    ProbeListener,
+    choose_removed,
+    probe_all,
+    probe_key,
+    remove_unreachable,
+)
 from phalanx.runtime.membership.service import start_store
 from phalanx.runtime.membership.votes import stepped_key
 from phalanx.runtime.membership.watcher import AgentSettings
@@ -29,19 +36,19 @@ def cross(left: set[str], right: set[str]) -> dict[str, list[str]]:
 
 
 def test_the_smaller_side_goes() -> None:
-    assert set(put_out(UIDS, cross({"a.0", "a.1", "b.0"}, {"b.1", "c.0"}))) == {"b.1", "c.0"}
-    assert set(put_out(UIDS, cross({"a.0"}, {"a.1", "b.0", "b.1", "c.0"}))) == {"a.0"}
+    assert set(choose_removed(UIDS, cross({"a.0", "a.1", "b.0"}, {"b.1", "c.0"}))) == {"b.1", "c.0"}
+    assert set(choose_removed(UIDS, cross({"a.0"}, {"a.1", "b.0", "b.1", "c.0"}))) == {"a.0"}
 
 
 def test_of_two_hosts_that_do_not_reach_each_other_one_goes() -> None:
     """c.0 reaches both; of equals the last rank goes."""
-    assert set(put_out(UIDS, cross({"a.0", "a.1"}, {"b.0", "b.1"}))) == {"b.0", "b.1"}
+    assert set(choose_removed(UIDS, cross({"a.0", "a.1"}, {"b.0", "b.1"}))) == {"b.0", "b.1"}
 
 
 def test_one_report_is_enough() -> None:
-    assert put_out(UIDS, {"a.0": ["c.0"]}) == ("c.0",)
-    assert put_out(UIDS, {"a.0": []}) == ()
-    assert put_out(UIDS, {"a.0": ["gone before"], "gone before": ["a.0"]}) == ()
+    assert choose_removed(UIDS, {"a.0": ["c.0"]}) == ("c.0",)
+    assert choose_removed(UIDS, {"a.0": []}) == ()
+    assert choose_removed(UIDS, {"a.0": ["gone before"], "gone before": ["a.0"]}) == ()
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -52,7 +59,7 @@ def test_who_stays_reaches_each_other_and_somebody_stays(seed: int) -> None:
     for a, b in broken:
         for one, other in ((a, b), (b, a)):
             told.setdefault(one, []).append(other)
-    out = put_out(UIDS, told)
+    out = choose_removed(UIDS, told)
     stay = [uid for uid in UIDS if uid not in out]
     assert stay and not any(a in stay and b in stay for a, b in broken)
     assert len(set(out)) == len(out)
@@ -72,17 +79,21 @@ def nowhere() -> Iterator[str]:
 
 
 def test_a_door_answers_for_a_process_that_does_nothing(nowhere: str) -> None:
-    door = ReachabilityProbe("127.0.0.1", 9)
+    door = ProbeListener("127.0.0.1", 9)
     try:
         for _ in range(3):
-            assert knock({"there": door.address}) == Answers(frozenset(), frozenset())
+            assert probe_all({"there": door.address}) == Answers(frozenset(), frozenset())
             door.clear()
         closed = socket.create_server(("127.0.0.1", 0))
         refused = f"127.0.0.1:{closed.getsockname()[1]}"
         closed.close()
-        assert knock({"there": door.address, "far": nowhere}, limit_s=0.2) == Answers(frozenset({"far"}), frozenset())
-        assert knock({"far": nowhere, "gone": refused}).refused == {"gone"}  # at once, before anybody is called silent
-        assert knock({"far": nowhere}, over=lambda: True) == Answers(frozenset(), frozenset())
+        assert probe_all({"there": door.address, "far": nowhere}, limit_s=0.2) == Answers(
+            frozenset({"far"}), frozenset()
+        )
+        assert probe_all({"far": nowhere, "gone": refused}).refused == {
+            "gone"
+        }  # at once, before anybody is called silent
+        assert probe_all({"far": nowhere}, over=lambda: True) == Answers(frozenset(), frozenset())
     finally:
         door.close()
 
@@ -95,31 +106,31 @@ def service() -> Iterator[TcpService]:
 
 
 def test_who_is_gone_is_put_out_at_once(service: TcpService) -> None:
-    doors = {uid: ReachabilityProbe("127.0.0.1", 9) for uid in ("a.0", "b.0")}
+    doors = {uid: ProbeListener("127.0.0.1", 9) for uid in ("a.0", "b.0")}
     keys = service.connect()
     for uid, door in doors.items():
-        keys.put(door_key(uid), door.address)
+        keys.put(probe_key(uid), door.address)
     first = Membership(keys).start([Member(uid, uid[0]) for uid in doors], above=0, minimum=1, why="")
-    assert not agree_who_goes(keys, first, own="a.0")
+    assert not remove_unreachable(keys, first, own="a.0")
     doors["b.0"].close()
-    assert agree_who_goes(keys, first, own="a.0")
+    assert remove_unreachable(keys, first, own="a.0")
     now = Membership(keys).current()
     assert now is not None and (now.uids, now.why) == (("a.0",), "b.0: its process is gone")
     doors["a.0"].close()
 
 
 def test_two_that_do_not_reach_each_other_put_one_out_once(service: TcpService, nowhere: str) -> None:
-    """a and b reach the service and c, and not each other; both knock, tell and propose at the same time."""
-    doors = {uid: ReachabilityProbe("127.0.0.1", 9) for uid in ("a.0", "b.0", "c.0")}
+    """a and b reach the service and c, and not each other; both probe_all, tell and propose at the same time."""
+    doors = {uid: ProbeListener("127.0.0.1", 9) for uid in ("a.0", "b.0", "c.0")}
     keys = service.connect()
     for uid, door in doors.items():
-        keys.put(door_key(uid), door.address)
+        keys.put(probe_key(uid), door.address)
     first = Membership(keys).start([Member(uid, uid[0]) for uid in doors], above=0, minimum=1, why="")
     seen: dict[str, bool] = {}
 
     def member(uid: str, unreachable: str) -> None:
         mine: Keys = Blind(service.connect(), unreachable, nowhere)  # type: ignore[assignment]
-        seen[uid] = agree_who_goes(mine, first, own=uid)
+        seen[uid] = remove_unreachable(mine, first, own=uid)
 
     threads = [
         threading.Thread(target=member, args=pair) for pair in (("a.0", "b.0"), ("b.0", "a.0"), ("c.0", "nobody"))
@@ -146,7 +157,7 @@ class Blind:
         return getattr(self._keys, name)
 
     def get(self, key: str) -> str | None:
-        return self._nowhere if key == door_key(self._uid) else self._keys.get(key)
+        return self._nowhere if key == probe_key(self._uid) else self._keys.get(key)
 
     def values(self, keys: Sequence[str]) -> list[str | None]:
         return [self.get(key) for key in keys]

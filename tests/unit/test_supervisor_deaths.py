@@ -91,7 +91,7 @@ def test_a_step_forgives_what_was_before() -> None:
     found = host(2)
     for _ in range(30):
         found.all_end(int(signal.SIGKILL))
-        found.deaths.clear()  # what `_hear_one` does with the word of a step
+        found.deaths.clear()  # what `_handle` does with the word of a step
     assert found.stops == 0
 
 
@@ -113,7 +113,7 @@ def test_a_slot_that_was_too_slow_is_filled_again_after_its_rest(monkeypatch: py
 def test_a_worker_is_one_process() -> None:
     """kill(-1) is everybody."""
     for pid in (-1, 0):
-        with pytest.raises(ValueError, match="is no process"):
+        with pytest.raises(ValueError, match="is not the id of a process"):
             Worker(Member("h.0.x", "h"), slot=0, pid=pid, pipe=-1)
 
 

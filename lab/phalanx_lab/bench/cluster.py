@@ -23,7 +23,7 @@ from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
 from phalanx.observe.event_log import log_path
 from phalanx.runtime.processes.launch import die_with_parent
-from phalanx.train.recovery.drained_slots import write_away
+from phalanx.train.recovery.drained_slots import write_drained_slots
 
 WAIT_S = 120.0
 """Longest wait for what a run should come to."""
@@ -243,7 +243,7 @@ class TrainingCluster:
             return found.keys() >= set(slots)
 
         self.wait_for(all_found, f"processes of slots {sorted(slots)}", limit_s=KILL_S)
-        write_away(self.run, frozenset(range(self.ranks)) - there)
+        write_drained_slots(self.run, frozenset(range(self.ranks)) - there)
         at_s = now_s()
         for slot in sorted(slots):
             send(found[slot], signal.SIGKILL)

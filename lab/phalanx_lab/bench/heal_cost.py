@@ -225,7 +225,7 @@ def _work(case: HealCostCase, runs: dict[Mode, ElasticRun], path: Path, agent: W
         agent.announce(plan_hash="heal-cost", version="1")
         _, about = bodies["fast"].describe()
         report = MemberReport(uid=agent.uid, step=0, holds=False, about=about)
-        team = agent.next_team(report, order=bodies["fast"].order)
+        team = agent.next_epoch(report, order=bodies["fast"].order)
         for body in bodies.values():
             body.order(team.generation, team.reports)
             body.enter(team, resolve_now(team, 0))
@@ -238,7 +238,7 @@ def _work(case: HealCostCase, runs: dict[Mode, ElasticRun], path: Path, agent: W
     if team.rank == 0:
         path.write_text(json.dumps(times))
     for body in bodies.values():
-        body.leave_team()
+        body.leave_epoch()
     return 0
 
 

@@ -73,7 +73,7 @@ class Elastic:
     """Called with what the rank does next."""
 
 
-def _nobody_asks(name: At) -> None:
+def _ignore_phase(name: At) -> None:
     """What a fixed world does next."""
 
 
@@ -120,7 +120,7 @@ class Trainer:
         recipe, progress = self.rank.recipe, self.progress
         t = recipe.train
         self.total_steps = t.steps
-        self._at: Callable[[At], None] = _nobody_asks if self.elastic is None else self.elastic.at
+        self._at: Callable[[At], None] = _ignore_phase if self.elastic is None else self.elastic.at
         self.due = False
         """Whether what belongs between steps is still to do; the same on all ranks."""
         self.validation = ValidationLoader(

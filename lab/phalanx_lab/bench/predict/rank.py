@@ -129,7 +129,7 @@ def _measured(plan: StepPlan, info: WorldInfo, cache: GroupCache, steps: int, *,
         probes.append(probe.seconds())
     if strange:
         raise RunError(f"{plan.name}: rank {info.rank} did not do what its program says, such as {min(strange)}")
-    told = comms.gather_objects((spans[1:], pace.late, pace.told, steps_told, probes), world)
+    told = comms.gather_objects((spans[1:], pace.late, pace.recorded, steps_told, probes), world)
     ranks = [each[0] for each in told]
     taken = [
         max(rank[i][1] for rank in ranks) - max(rank[i][0] for rank in ranks) for i in range(steps)

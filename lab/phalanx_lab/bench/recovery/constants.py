@@ -129,7 +129,7 @@ def _work(path: Path, agent: WorkerAgent) -> int:
     keep_freed_memory(threads=1)
     agent.announce(plan_hash="calibration", version="1")
     report = MemberReport(uid=agent.uid, step=0, holds=False)
-    team = agent.next_team(report)
+    team = agent.next_epoch(report)
     meeting = _Meeting(agent, team, report)
     told = meeting.constants()
     own = meeting.alone(_of_models)

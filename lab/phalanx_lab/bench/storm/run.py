@@ -271,7 +271,7 @@ def _measure(
     result.join_stopped_max_s = _most(j.stopped_s for j in came if not j.struck)
     result.joins_struck = sum(j.struck for j in came)
     result.moved_bytes = sum(e["moved_bytes"] for e in events if e["kind"] == "TeamFormed")
-    result.zombies_refused = sum("was removed from the run" in text for text in cluster.said())
+    result.zombies_refused = sum("was excluded from the run" in text for text in cluster.said())
 
 
 def _of_joins(result: StormResult) -> str:

@@ -146,7 +146,7 @@ class ToyBody:
     def close(self, *, stopped: bool) -> None:
         """Nothing is written down."""
 
-    def leave_team(self) -> None:
+    def leave_epoch(self) -> None:
         self._team = self._pair = None
 
     def finished(self) -> bool:

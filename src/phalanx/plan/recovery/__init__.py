@@ -1,4 +1,4 @@
-"""What follows when members come and go: the mapping that those who are left can run, who takes which rank, what state moves, and who is too slow to stay.
+"""Elastic recovery: when members come and go, the mapping that the others can run, which member takes which rank, what state moves, and which member is too slow to stay.
 
 `RecoveryPlanner.plan` decides a generation from what its members report (`Fact`) as a `GenerationPlan`. Beside it the room has the orders in which moves carry ids, and the rule of stragglers
 (`judge` over `RankPace` and `Streaks`), which a run and the simulator of failures both follow step by step.
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         RecoveryPlanner as RecoveryPlanner,
         recovery_problems as recovery_problems,
     )
-    from phalanx.plan.recovery.hosts import holders_needed as holders_needed, wanted_ranks as wanted_ranks
     from phalanx.plan.recovery.memory import FIXED_POINT_ITEM as FIXED_POINT_ITEM, ITEM as ITEM
     from phalanx.plan.recovery.move_order import (
         GRADIENT_ID as GRADIENT_ID,
@@ -29,9 +28,11 @@ if TYPE_CHECKING:
         state_move_order as state_move_order,
     )
     from phalanx.plan.recovery.recipe import (
+        holders_needed as holders_needed,
         recovery_planner as recovery_planner,
         room_problems as room_problems,
         straggler_rule as straggler_rule,
+        wanted_ranks as wanted_ranks,
     )
     from phalanx.plan.recovery.state_descriptor import (
         Fact as Fact,

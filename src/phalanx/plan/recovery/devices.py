@@ -9,7 +9,7 @@ the same axes is taken. With replicas, ep is what is left: one expert-parallel g
 Devices keep their coordinates where they can: a *block* (the tp x cp ranks of one data-parallel coordinate, or as many as share an
 expert) that lost nobody
 stays whole in its stage; surplus blocks fill other stages, loose devices of broken ones make new ones. Must never change: what is
-idle is named with its reason, and nobody is idle without.
+idle is named with its reason, and no device is idle without one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Limits:
 
 
 def choose_folding(old: Folding, num_devices: int, limits: Limits) -> FoldingChoice | None:
-    """The mapping to go on with; None where not even one device makes a legal one."""
+    """The mapping to continue with; None where not even one device makes a legal one."""
     best = max(_same_degrees(old, num_devices, limits), key=lambda f: (f.world, -_distance(f, old)), default=None)
     if best is not None:
         return FoldingChoice(

@@ -53,9 +53,9 @@ def place_experts(
     *,
     rack_of: Mapping[int, int] | None = None,
 ) -> tuple[LayerPlacements, tuple[str, ...]]:
-    """The placement of `layers` over the ep ranks of a stage, which are on `host_of_ep`, and what was decided that nobody asked for.
+    """The placement of `layers` over the ep ranks of a stage, which are on `host_of_ep`, and other decisions, for the log.
 
-    `held`: what each host of the generation has, by its number; empty where nobody has anything. `rack_of` each host; empty: not known.
+    `held`: what each host of the generation has, by its number; empty where none has any. `rack_of` each host; empty: not known.
     """
     if not layers:
         return LayerPlacements(), ()
@@ -117,7 +117,7 @@ def _filled(present: HostPlacement, pool: HostPool, loads: Floats, *, floor: int
 
 
 def _present(asked: ReplicaTerms, layers: Sequence[int], held: Mapping[int, Held]) -> HostPlacement | None:
-    """What hosts have of `layers` now; None where nobody has any of them. (Not checked: experts may be missing.)"""
+    """What hosts have of `layers` now; None where no host has any of them. (Not checked: experts may be missing.)"""
     rows = [
         tuple(tuple(e for experts in held[host].get(layer, ()) for e in experts) for host in held) for layer in layers
     ]

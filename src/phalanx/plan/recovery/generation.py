@@ -1,15 +1,15 @@
 """What members of a new generation run, and what moves between them so that each holds what its new rank needs.
 
-Decides, from who is there and where the state of each stands (`plan/recovery/state_descriptor.py`):
+Decides, from the members and the state that each holds (`plan/recovery/state_descriptor.py`):
 
     mapping    `RecoveryPlanner.choose`: that of the recipe as far as it fits the number of members, else the nearest of the same axes (`plan/recovery/devices.py`)
     ranks      `plan/recovery/ranks.py`: as few bytes travel as can be; who makes no whole group is idle
     experts    with replicas: `plan/recovery/experts.py`
     moves      of parameters, optimizer state and buffers, the source put together member by member, so that it does not matter whether all come from one
                generation; idle members are sources like others
-    missing    what nobody holds any more
+    missing    state without a holder
 
-Must never change: all members make the same plan from the same facts, in whatever order they hear them; state without a holder is named and never made up.
+Must never change: all members make the same plan from the same facts, in whatever order these arrive; state without a holder is named and never made up.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class GenerationPlan:
 
     folding: Folding
     members: tuple[Fact, ...]
-    """Members in the order of their ranks in the team: those of the mapping, then those that are idle."""
+    """Members in the order of their ranks: those of the mapping, then those that are idle."""
     placement: tuple[LayerPlacements, ...]
     """Placement of each pipeline stage, where experts have replicas; else empty."""
     hosts: tuple[int, ...]
@@ -69,17 +69,17 @@ class GenerationPlan:
     """One for each parameter, the same for master weights and both moments."""
     buffers: tuple[Move, ...]
     missing: tuple[str, ...]
-    """Parameters and buffers of which some part has no holder. Empty: training can go on."""
+    """Parameters and buffers of which some part has no holder. Empty: training can continue."""
     exact: bool
     """tp, cp, etp and pp are those of the recipe: in exact mode not a bit changes."""
     reason: str = ""
     """Why members are idle, or degrees changed."""
     notes: tuple[str, ...] = ()
-    """What else was decided that nobody asked for."""
+    """Other decisions, for the log."""
 
     @property
     def uids(self) -> tuple[str, ...]:
-        """Members' uids in the order of the ranks in the team."""
+        """Members' uids in the order of their ranks."""
         return tuple(fact.uid for fact in self.members)
 
     @property
@@ -154,7 +154,7 @@ class GenerationPlan:
         """Says it in a line."""
         if self.missing:
             more = f" and {len(self.missing) - 4} more" if len(self.missing) > 4 else ""
-            return f"{self.folding.label()}: nobody holds all of {', '.join(self.missing[:4])}{more}"
+            return f"{self.folding.label()}: no member holds all of {', '.join(self.missing[:4])}{more}"
         return f"{self.folding.label()}: every part has a holder"
 
     @property
@@ -164,7 +164,7 @@ class GenerationPlan:
         return tuple(text for text in (head + self.reason, *self.notes) if text)
 
     def without(self, wrong: Iterable[tuple[int, str, Box]]) -> GenerationPlan:
-        """The same where boxes (member by its rank in the team, name, box) are no sources, because they are not what they should be."""
+        """The same where boxes (member by its rank, name, box) are no sources, because they are damaged."""
         holes: dict[str, list[tuple[int, Box]]] = {}
         for rank, name, box in wrong:
             holes.setdefault(name, []).append((rank, box))
@@ -241,7 +241,7 @@ class RecoveryPlanner:
         return self.choose(size).folding
 
     def least(self) -> int:
-        """The fewest members that can go on: with so many, and with any more, there is a mapping."""
+        """The fewest members that can continue: with so many, and with any more, there is a mapping."""
         few, enough = 1, self.base.world
         while few < enough:  # a mapping of so many is one of any more, with the others idle
             size = (few + enough) // 2
@@ -348,7 +348,7 @@ class RecoveryPlanner:
         return replace(made, params=params, buffers=buffers, missing=_missing((*params, *buffers)))
 
     def _lacks(self, new: Folding) -> _Lacking:
-        """Dense tensors that nobody holds, where experts have replicas: for those follow the members."""
+        """Dense tensors without a holder, where experts have replicas: those follow the members."""
         experts = {name for name, param in self._layout(new).params.items() if param.ep_dim is not None}
         return _Lacking(self, new, left_out=frozenset(experts if self.slots_per_rank is not None else ()))
 

@@ -32,11 +32,11 @@ def rank_members(facts: Sequence[Fact], new: Folding, lacks: Lacks) -> tuple[tup
 
 
 def _before(listed: Sequence[Fact], devices: Sequence[Device], new: Folding) -> tuple[Folding, list[Device]]:
-    """The mapping that most members come from, and who had its ranks: numbers below 0 for those that are gone."""
-    told = Counter(fact.descriptor.folding for fact in listed if fact.descriptor is not None)
-    if not told:
+    """The mapping that most members come from, and which members had its ranks: numbers below 0 for those that are gone."""
+    counts = Counter(fact.descriptor.folding for fact in listed if fact.descriptor is not None)
+    if not counts:
         return new, [Device(-1 - rank, 0) for rank in range(new.world)]
-    old = max(told, key=lambda folding: (told[folding], folding.to_json()))
+    old = max(counts, key=lambda folding: (counts[folding], folding.to_json()))
     ranks = [Device(-1 - rank, 0) for rank in range(old.world)]
     for fact, device in zip(listed, devices, strict=True):
         if fact.descriptor is not None and fact.descriptor.folding == old and ranks[fact.descriptor.rank].id < 0:

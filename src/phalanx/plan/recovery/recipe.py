@@ -1,4 +1,4 @@
-"""What stays the same over all generations of an elastic run, from its recipe: for the run, and for whoever predicts what it does."""
+"""What stays the same over all generations of an elastic run, from its recipe: for the run and for predictions of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from phalanx.plan.pipeline import pipeline_problems
 from phalanx.plan.placement import ReplicaSettings, asked_of, replicas_of
 from phalanx.plan.recovery.devices import is_exact
 from phalanx.plan.recovery.generation import RecoveryPlanner
-from phalanx.plan.recovery.hosts import holders_needed
 from phalanx.plan.recovery.memory import FIXED_POINT_ITEM, ITEM, StateRoom
 from phalanx.plan.recovery.stragglers import StragglerRule
 
@@ -25,11 +24,11 @@ def recovery_planner(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Recov
 
 
 def room_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> list[Problem]:
-    """Whether the run's own mapping has room for its state, where the recipe says how much there is."""
+    """Whether the run's own mapping has room for its state, where the recipe limits it."""
     if recipe.resilience.state_gb is None or not isinstance(folding, Folding):
         return []
     if pipeline_problems(recipe.pipeline, spec, pp=folding.pp):
-        return []  # which are told
+        return []  # which are reported elsewhere
     local_ranks = _ranks_of_host(recipe, folding)
     asked = asked_of(recipe.resilience, loads=None, world=folding.world, local_ranks=local_ranks)
     return _recovery_planner(recipe, spec, folding, asked).room_problems()
@@ -79,3 +78,15 @@ def straggler_rule(recipe: Recipe, planner: RecoveryPlanner) -> StragglerRule:
 
     least = max(r.minimum, planner.least(), planner.floor)
     return StragglerRule(factor=r.straggler, steps=r.straggler_steps, least_ranks=least, least_hosts=r.f, fits=fits)
+
+
+def wanted_ranks(recipe: Recipe) -> int:
+    """Ranks of all hosts together when the run begins."""
+    wanted = recipe.resilience.wanted
+    return recipe.launch.ranks if wanted is None else wanted
+
+
+def holders_needed(recipe: Recipe) -> int:
+    """Ranks that must hold an expert so that `resilience.f` hosts do: on one machine every rank counts as a host, on several a host has `launch.ranks`."""
+    per_host = 1 if recipe.resilience.service is None else recipe.launch.ranks
+    return (recipe.resilience.f - 1) * per_host + 1

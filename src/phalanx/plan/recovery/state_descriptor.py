@@ -1,4 +1,4 @@
-"""Where a member's part of a run's state stands: said by itself, so that members of different generations can be put together.
+"""Descriptor of the part of a run's state that a member holds, reported by the member, so that members of different generations can be put together.
 
 Decides nothing. A descriptor names the mapping, the rank in it and, where experts have replicas, the experts in the slots of that rank; what the rank holds
 follows from it (`plan/recovery/generation.py`). Must never change: a descriptor says all that is needed, whatever generation it is of, and nothing of other ranks.
@@ -158,7 +158,7 @@ def domains_of(facts: Sequence[Fact]) -> dict[str, int]:
 
 
 def racks_of(facts: Sequence[Fact]) -> dict[int, int]:
-    """Failure domain (`domains_of`) -> number of its rack; a machine that names none stands in one of its own. Empty where nobody names any, or all are on one machine."""
+    """Failure domain (`domains_of`) -> number of its rack; a machine that names none stands in one of its own. Empty where none names any, or all are on one machine."""
     machines = machines_of(facts)
     if len(machines) < 2 or not any(fact.rack for fact in facts):
         return {}

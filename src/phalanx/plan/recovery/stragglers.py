@@ -7,10 +7,10 @@ of two expectations:
     median seconds of the others                                  so a rank with little to do, whose time is mostly overhead, is not slow
     median seconds per FLOP of the others, times its own FLOPs    so a rank that has the busy experts, or more micro-batches, is not slow
 
-"The others" are the ranks of all other hosts (on one machine: all other ranks), so where everybody is slow nobody is. A host is as slow as its slowest rank, for which all wait.
+"The others" are the ranks of all other hosts (on one machine: all other ranks), so where all are slow none is. A host is as slow as its slowest rank, for which all wait.
 It counts as a straggler after `steps` steps in a row. It is removed if that is asked for and pays: all by the same figures, so all members decide alike.
 
-Must never change: a function of its arguments alone. Nobody is removed below what the run needs, and never half of the hosts or more: then it is not they who are out of order.
+Must never change: a function of its arguments alone. No host is removed if the run would have too few ranks, and never half of the hosts or more: then the cause is not in these hosts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from phalanx.plan.mapping import Folding, LayerPlacements, StagePlan
 from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.plan.placement.search import Floats
 
-TOLD = 2.0
-"""A host that is so many times as slow as the others is told of, where `resilience.straggler` names no other factor."""
+REPORT_FACTOR = 2.0
+"""A host that is so many times as slow as the others is reported, where `resilience.straggler` names no other factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class StragglerRule:
     """What the recipe asks for, and what the run needs."""
 
     factor: float
-    """`resilience.straggler`; 0: nobody is removed."""
+    """`resilience.straggler`; 0: no host is removed."""
     steps: int
     """Number of steps in a row."""
     least_ranks: int = 1
@@ -53,8 +53,8 @@ class StragglerRule:
     """Whether so many ranks make a mapping of the same degrees."""
 
     @property
-    def told_factor(self) -> float:
-        return self.factor or TOLD
+    def report_factor(self) -> float:
+        return self.factor or REPORT_FACTOR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Streaks:
 
 
 def slowness(paces: Sequence[RankPace]) -> dict[str, float]:
-    """How many times as long as expected the slowest rank of each host takes; 1 for all where there is nobody to compare with."""
+    """How many times as long as expected the slowest rank of each host takes; 1 for all where there is none to compare with."""
     timed = [p for p in paces if p.seconds > 0]
     seconds = _Others((p.host, p.seconds) for p in timed)
     rates = _Others((p.host, p.seconds / p.work) for p in timed if p.work > 0)
@@ -105,7 +105,7 @@ class _Others:
         self._known: dict[str, float] = {}
 
     def median(self, host: str) -> float:
-        """Median of the others; 0 where there is nobody else."""
+        """Median of the others; 0 where there are none."""
         if host not in self._known:
             own = self._places.get(host, [])
             left = len(self._values) - len(own)
@@ -124,9 +124,9 @@ def _place_without(gone: Sequence[int], at: int) -> int:
 
 
 def judge(paces: Sequence[RankPace], streaks: Streaks, rule: StragglerRule) -> tuple[Streaks, Verdict | None]:
-    """The streaks after one more step, and what is to be told or done: about the slowest of those that were slow for long enough."""
+    """The streaks after one more step, and what is to be reported or done: about the slowest of those that were slow for long enough."""
     slow = slowness(paces)
-    streaks = streaks.after(slow, rule.told_factor)
+    streaks = streaks.after(slow, rule.report_factor)
     due = {host: slow[host] for host, steps in streaks.steps.items() if steps >= rule.steps}
     if not due:
         return streaks, None
@@ -151,7 +151,7 @@ def _why_kept(paces: Sequence[RankPace], due: Mapping[str, float], host: str, ru
     if not rule.factor:
         return "resilience.straggler = 0 excludes no rank"
     if 2 * len(due) >= len(hosts):
-        return f"{len(due)} of {len(hosts)} are slow, so it is not they who are out of order"
+        return f"{len(due)} of {len(hosts)} are slow, so the cause is not in these hosts"
     if ranks < rule.least_ranks:
         return f"{ranks} ranks would be left and the run needs {rule.least_ranks}"
     if len(hosts) - 1 < rule.least_hosts:

@@ -39,7 +39,7 @@ from phalanx.runtime.checkpoint.folder import (
     differences,
     with_files,
 )
-from phalanx.runtime.comm import AbortableCall, Peers, run_escapable
+from phalanx.runtime.comm import AbortableCall, Peers, run_abortable
 from phalanx.runtime.state import BoxTensor
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ class CheckpointManager:
             write_boxes, job.boxes, path, rank=self._peers.rank, bytes_per_s=job.bytes_per_s,
             over=job.over, hurry=job.hurry,
         )  # fmt: skip
-        return work() if self._asynchronous else run_escapable(self._peers.escape, work)
+        return work() if self._asynchronous else run_abortable(self._peers.escape, work)
 
     def _complete(self, job: _Job, mine: SavedShare | Exception) -> Saved:
         """A checkpoint of what all ranks wrote. Collective."""

@@ -1,10 +1,10 @@
-"""A way out of calls that gloo never ends: the call is made by a thread beside, which is left behind once the team is aborted.
+"""A way out of calls that gloo never ends: a helper thread makes the call, and is abandoned once the process group is aborted.
 
-gloo (torch 2.13) tells an error to those who wait for a message that has not begun, and to nobody who waits for one that is partly there: a peer that dies, or a socket that is
+gloo (torch 2.13) reports an error to whoever waits for a message that has not begun, and not to a receiver whose message has partly arrived: a peer that dies, or a socket that is
 shut, in the middle of a message makes its receiver wait for the whole timeout of the collective (`tests/ranks/test_escape.py` shows it). Nothing in the process can end that wait, so the
 rank's own thread must not be the one in it.
 
-Must never change: a thread that was left behind is never used again, and nothing it may still write is read.
+Must never change: an abandoned thread is never used again, and nothing it may still write is read.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ from phalanx.core.errors import PeerError
 
 T = TypeVar("T")
 LOOK_S = 0.02
-"""How often the rank's own thread looks whether the team was aborted."""
+"""How often the rank's own thread checks whether the process group was aborted."""
 GRACE_S = 0.1
-"""What a call has after the abort to end by itself, with an error that says more."""
+"""How long after the abort a call may still end by itself, with an error that says more."""
 
 _Call = Callable[[], Any]
 
 
 class AbortableCall:
-    """Runs calls of any thread until `aborted` says that nobody must wait any more. One for each team; `close` when it is over.
+    """Runs calls of any thread until `aborted` is true. One for each group epoch; `close` it with the epoch.
 
-    A thread that is left behind holds what `keep` gives until its call ends: the destructor of a process group waits for the threads in it.
+    An abandoned thread holds what `keep` returns until its call ends: the destructor of a process group waits for the threads in it.
     """
 
     def __init__(self, aborted: Callable[[], bool], *, keep: Callable[[], object] = lambda: None) -> None:
         self.aborted, self.keep = aborted, keep
         self.waited_s = 0.0
-        """How long the thread that made this stood waiting for calls, in all."""
+        """Total time for which the thread that made this waited for calls."""
         self._thread = threading.get_ident()
         self._own = threading.local()
-        self._open: list[_Beside] = []
+        self._open: list[_CallThread] = []
         self._begun: dict[int, _Call] = {}
         self._is_closed = False
         self._lock = threading.Lock()
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. Raises `PeerError` where it does not end although the team was aborted, or nobody is to wait for anything any more."""
+        """What `work` returns or raises. Raises `PeerError` where it does not end after an abort, and after `close`."""
         with self._lock:  # a call behind the end of its thread would never be made
-            if self._is_closed:  # a thread of the rank may hear of it late
-                raise PeerError("the team is over")
-            beside = getattr(self._own, "beside", None)
-            if beside is None:
-                beside = self._own.beside = _Beside()
-                self._open.append(beside)
-            beside.calls.put(work)
+            if self._is_closed:  # another thread of the rank may not know yet
+                raise PeerError("the process group was aborted")
+            thread = getattr(self._own, "thread", None)
+            if thread is None:
+                thread = self._own.thread = _CallThread()
+                self._open.append(thread)
+            thread.calls.put(work)
         begin_s = time.monotonic()
         looks = round(GRACE_S / LOOK_S)
         while True:
             try:
-                value, error = beside.answers.get(timeout=LOOK_S)
+                value, error = thread.answers.get(timeout=LOOK_S)
             except queue.Empty:
                 looks -= self.aborted()
                 if looks < 0:
-                    self._own.beside, beside.kept = None, self.keep()
-                    raise PeerError("a message did not end after its connection was closed") from None
+                    self._own.thread, thread.kept = None, self.keep()
+                    raise PeerError("a message did not end after the process group was aborted") from None
                 continue
             if threading.get_ident() == self._thread:
                 self.waited_s += time.monotonic() - begin_s
@@ -72,27 +72,27 @@ class AbortableCall:
             return value
 
     def begun(self, work: object, wait: _Call) -> None:
-        """`work` is under way, and `wait` returns when it has ended. Whoever has waited says so (`ended`)."""
+        """`work` is under way, and `wait` returns when it has ended. Call `ended` after waiting for it."""
         self._begun[id(work)] = wait
         if self._is_closed:
             self._wait_for_all()
 
     def ended(self, work: object) -> None:
-        """Somebody has waited for it."""
+        """The wait for `work` is over."""
         self._begun.pop(id(work), None)
 
     def leave(self) -> None:
-        """The thread that calls this makes no more calls: the one beside it ends. For threads that do not last as long as the team."""
-        beside, self._own.beside = getattr(self._own, "beside", None), None
-        if beside is not None:
-            beside.calls.put(None)
+        """The thread that calls this makes no more calls: its helper thread ends. For threads that end before the group epoch does."""
+        thread, self._own.thread = getattr(self._own, "thread", None), None
+        if thread is not None:
+            thread.calls.put(None)
             with self._lock, contextlib.suppress(ValueError):  # closed meanwhile
-                self._open.remove(beside)
+                self._open.remove(thread)
 
     def close(self) -> None:
         """End the threads that are not in a call; one that is ends with its call, or with the process.
 
-        What is under way and nobody has waited for gets a thread that waits, and keeps the groups as long: else the rank's own thread would, in their destructor.
+        Each operation under way that has not been waited for gets a thread that waits and keeps the groups until then: else the rank's own thread would wait, in their destructor.
         """
         with self._lock:
             self._is_closed = True
@@ -103,21 +103,21 @@ class AbortableCall:
             for number in list(self._begun):  # other threads may still begin or end something
                 wait = self._begun.pop(number, None)
                 if wait is not None:
-                    beside = _Beside()
-                    beside.kept = self.keep()
-                    beside.calls.put(wait)
-                    self._open.append(beside)
-            for beside in self._open:
-                beside.calls.put(None)
+                    thread = _CallThread()
+                    thread.kept = self.keep()
+                    thread.calls.put(wait)
+                    self._open.append(thread)
+            for thread in self._open:
+                thread.calls.put(None)
             self._open.clear()
 
 
-def run_escapable(escape: AbortableCall | None, work: Callable[[], T]) -> T:
-    """Runs it by `escape` where there is one, else here."""
+def run_abortable(escape: AbortableCall | None, work: Callable[[], T]) -> T:
+    """Runs `work` through `escape` where there is one, else directly."""
     return work() if escape is None else escape.run(work)
 
 
-class _Beside:
+class _CallThread:
     """A thread that makes one call at a time."""
 
     def __init__(self) -> None:

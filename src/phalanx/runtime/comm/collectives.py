@@ -33,7 +33,7 @@ import torch.distributed as dist
 from phalanx.core.clock import ANCHOR_S
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
-from phalanx.runtime.comm.abortable import AbortableCall, run_escapable
+from phalanx.runtime.comm.abortable import AbortableCall, run_abortable
 from phalanx.runtime.comm.devices import complete
 from phalanx.runtime.comm.exchange import (
     Call,
@@ -66,8 +66,8 @@ ReduceOp = Literal["sum", "max", "min"]
 # torch 2.13 renamed these two and deprecates the old names
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_NOBODYS_TAG = 2**31 - 1
-"""Tag of no message that is ever sent."""
+_UNUSED_TAG = 2**31 - 1
+"""Tag of a message that is never sent."""
 _APART_TAG = 2**31 - 3
 """Tag of the messages of an all-to-all that may be under way beside another."""
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -80,7 +80,7 @@ class TwoPasses(Protocol):
         """The axis with the groups of the pass that asks."""
 
     def away(self, axis: Axis) -> AbstractContextManager[None]:
-        """Let the other pass go on while this one waits for a message over `axis` inside."""
+        """Let the other pass continue while this one waits for a message over `axis` inside."""
 
     def offer(self) -> None:
         """Let the other pass have a turn, if it waits for one."""
@@ -111,14 +111,14 @@ class Collectives:
         self.check_splits = check_splits
         self.synchronous = synchronous
         self.escape = escape
-        """Where ranks may die and others go on: what keeps this one from waiting for a message that will never end."""
+        """In runs that survive the loss of ranks: ends waits for messages that would never end."""
         self.counters: dict[tuple[str, str], Counter] = {}
         self.layers = LayerTimes()
         self.watch: Callable[[str, bool], None] | None = None
-        """Told the id of each collective when it is posted (True) and when the wait for it has ended."""
-        self._aside = False
+        """Called with the id of each collective when it is posted (True) and when the wait for it has ended."""
+        self._is_helper_thread = False
         self.pace: Pace | None = None
-        """Paced mode (`phalanx bench predict`): how long operations of the rank's own that are told last."""
+        """Paced mode (`phalanx bench predict`): the duration of this rank's recorded operations."""
         self.beside: TwoPasses | None = None
         """While a pass of this rank runs beside another."""
         self.message_streams: Any = None
@@ -152,7 +152,7 @@ class Collectives:
     def start_reduce_scatter(
         self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = ""
     ) -> tuple[torch.Tensor, Exchange]:
-        """`reduce_scatter` that travels while the rank goes on: neither buffer nor shard are to be touched before the exchange has been waited for."""
+        """`reduce_scatter` that travels while the rank continues: neither buffer nor shard are to be touched before the exchange has been waited for."""
         if axis.group is None:
             return x_flat, Exchange(lambda: None)
         check_summed(x_flat, axis, "reduce_scatter")
@@ -176,7 +176,7 @@ class Collectives:
         return x.is_cuda
 
     def start_all_reduce(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> Exchange:
-        """The sum over the axis, in place, while the rank goes on: `x` is not to be touched before the exchange has been waited for."""
+        """The sum over the axis, in place, while the rank continues: `x` is not to be touched before the exchange has been waited for."""
         if axis.group is None:
             return Exchange(lambda: None)
         check_summed(x, axis, "all_reduce")
@@ -230,7 +230,7 @@ class Collectives:
         axis, values = self._own(axis), list[Any]([None] * axis.size)
         with named_errors("gather_objects", axis, self.timeout_s), self._away(axis):
             gather = partial(dist.all_gather_object, values, value, group=axis.group)
-            run_escapable(self.escape, gather)
+            run_abortable(self.escape, gather)
         return values
 
     # ---- messages between ranks, under way while this rank computes -----------------------------------------------------
@@ -279,13 +279,13 @@ class Collectives:
     def break_off(self, axis: Axis) -> None:
         """Let whatever is under way over the axis's own group fail, on this rank and on those that wait for it. gloo only; the group is lost.
 
-        A thread that waits for a message can be told no other way: gloo's waits end with their message, or with their group.
+        There is no other way to end such a wait: gloo's waits end with their message, or with their group.
         """
         if axis.group is None:
             return
         peer = (axis.index + 1) % axis.size
-        with suppress(RuntimeError):  # the error that tells all waits
-            work = dist.irecv(torch.empty(1), axis.ranks[peer], axis.group, _NOBODYS_TAG)
+        with suppress(RuntimeError):  # the error that ends all waits
+            work = dist.irecv(torch.empty(1), axis.ranks[peer], axis.group, _UNUSED_TAG)
             assert work is not None  # this rank is in the group
             work.wait(timedelta(milliseconds=1))
 
@@ -299,11 +299,11 @@ class Collectives:
             check_splits=self.check_splits,
             escape=self.escape,
         )
-        other._kept, other._aside = kept, True
+        other._kept, other._is_helper_thread = kept, True
         return other
 
     def absorb(self, other: Collectives) -> None:
-        """Count and tell what `other` (of `apart`) has done, once its thread has ended."""
+        """Count and emit what `other` (of `apart`) has done, once its thread has ended."""
         for key, found in other.counters.items():
             counter = self.counters.setdefault(key, Counter())
             counter.calls += found.calls
@@ -315,7 +315,7 @@ class Collectives:
             self._emit(event)
         other._kept.clear()
 
-    # ---- what the rank does, for those who watch -------------------------------------------------------------------------
+    # ---- events of what the rank does -----------------------------------------------------------------------------------
 
     @contextmanager
     def recording(self) -> Iterator[list[Event]]:
@@ -329,7 +329,7 @@ class Collectives:
 
     @contextmanager
     def doing(self, op_id: str, lane: Lane = "compute") -> Iterator[None]:
-        """Tells, with `trace`, that the rank did this from here to the end, however it ends: a run again stops by an error when it
+        """Records, with `trace`, that the rank did this from here to the end, however it ends: a run again stops by an error when it
         has enough."""
         if not self.trace:
             yield
@@ -341,7 +341,7 @@ class Collectives:
             self.did(op_id, lane, begin_s)
 
     def did(self, op_id: str, lane: Lane, begin_s: float) -> None:
-        """Tell of an operation that ends now and began at `begin_s` of `time.monotonic`."""
+        """Record an operation that ends now and began at `begin_s` of `time.monotonic`."""
         if self.pace is not None and lane == "compute":
             self.pace.hold(op_id, begin_s)
         elif self.pace is not None and lane == "wait":
@@ -403,7 +403,7 @@ class Collectives:
         axis: Axis,
         op_id: str = "",
     ) -> RowsUnderWay:
-        """`all_to_all_rows` that travels while the rank goes on; `RowsUnderWay.wait` has its rows. `x` is not to be written before that.
+        """`all_to_all_rows` that travels while the rank continues; `RowsUnderWay.wait` has its rows. `x` is not to be written before that.
 
         Differentiable: the backward pass posts the reverse exchange where it meets `wait`, and waits for it where it meets this call, so what
         autograd does in between (what was computed between the two, and whatever has been recorded later than this call) hides it.
@@ -541,9 +541,9 @@ class Collectives:
         return out, self._start("all_to_all_rows", axis, Call(op_id, sent), launch)
 
     def _compare_splits(self, op: str, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int]) -> None:
-        told = self.gather_objects((tuple(in_splits), tuple(out_splits)), axis)
-        for i, (sends, _) in enumerate(told):
-            for j, (_, receives) in enumerate(told):
+        splits = self.gather_objects((tuple(in_splits), tuple(out_splits)), axis)
+        for i, (sends, _) in enumerate(splits):
+            for j, (_, receives) in enumerate(splits):
                 if sends[j] != receives[i]:
                     raise RunError(
                         f"{op} over {axis.name} {axis.ranks}: rank {axis.ranks[i]} sends {sends[j]} rows to rank "
@@ -561,9 +561,9 @@ class Collectives:
         begin_s = self._posted(call)
         with named_errors(call.words or op, axis, self.timeout_s, call.op_id):
             work = launch()
-        if self.escape is not None and call.on_host:  # others make nobody wait
+        if self.escape is not None and call.on_host:  # a device's do not block the host
             self.escape.begun(work, partial(work.wait, timedelta(seconds=self.timeout_s)))
-        launch_s = time.monotonic() - begin_s  # the rank stands still for it, as in a wait
+        launch_s = time.monotonic() - begin_s  # it blocks the rank, as a wait does
 
         def finish() -> None:
             wait_s = time.monotonic() - launch_s
@@ -582,7 +582,7 @@ class Collectives:
         self._note(op, axis, call, begin_s, begin_s, there_s)
 
     def complete(self, device: torch.device) -> None:
-        """Completes what `device` has computed from messages, before anybody relies on it (`runtime/comm/devices.py`). Raises
+        """Completes what `device` has computed from messages, before it is used (`runtime/comm/devices.py`). Raises
         `PeerError`."""
         complete(device, None if self.escape is None else self.escape.aborted)
 
@@ -591,11 +591,11 @@ class Collectives:
         return axis if self.beside is None else self.beside.axis(axis)
 
     def _away(self, axis: Axis) -> AbstractContextManager[None]:
-        """The other pass, where two run, goes on while this one is inside."""
+        """The other pass, where two run, continues while this one is inside."""
         return nullcontext() if self.beside is None else self.beside.away(axis)
 
     def offer_turn(self) -> None:
-        """Let a pass that runs beside this one go on, if what it waited for is there."""
+        """Let a co-scheduled pass continue, if what it waited for is there."""
         if self.beside is not None:
             self.beside.offer()
 
@@ -607,15 +607,15 @@ class Collectives:
             work.wait()
             return time.monotonic()
         with self._away(axis):
-            run_escapable(self.escape, partial(work.wait, timedelta(seconds=self.timeout_s)))
+            run_abortable(self.escape, partial(work.wait, timedelta(seconds=self.timeout_s)))
             return time.monotonic()
 
     def _posted(self, call: Call) -> float:
         """Now, on `time.monotonic`: the beginning of a collective."""
         if not call.on_host and self.escape is not None and self.escape.aborted():
             raise PeerError(
-                "nothing is posted after the connections were closed"
-            )  # it would make a communicator anew, and wait in it
+                "collective refused: connections are closed"
+            )  # it would create a communicator, and hang in it
         begin_s = time.monotonic()
         if self.watch is not None:
             self.watch(call.op_id, True)
@@ -624,11 +624,11 @@ class Collectives:
         return begin_s
 
     def _note(self, op: str, axis: Axis, call: Call, begin_s: float, wait_s: float, end_s: float) -> None:
-        """Count a collective that is done, and tell about it. The wait for it, from `wait_s` to `end_s`, blocked the rank unless it is a thread's."""
+        """Count a collective that is done, and emit its event. The wait for it, from `wait_s` to `end_s`, blocked the rank unless it is a thread's."""
         if self.watch is not None:
             self.watch(call.op_id, False)
-        waited_s = 0.0 if self._aside else end_s - wait_s
-        if self.pace is not None and not self._aside:
+        waited_s = 0.0 if self._is_helper_thread else end_s - wait_s
+        if self.pace is not None and not self._is_helper_thread:
             self.pace.waited(end_s, since_s=wait_s, held=wait_s == begin_s)
         key = (op, axis.name)
         counter = self.counters.get(key)
@@ -649,7 +649,7 @@ class Collectives:
                 begin_s=ANCHOR_S + begin_s,
                 end_s=ANCHOR_S + end_s,
                 waited_s=waited_s,
-                aside=self._aside,
+                aside=self._is_helper_thread,
                 ranks=tuple(axis.ranks),
                 sends_to=tuple(axis.ranks[i] for i in call.to),
                 receives_from=tuple(axis.ranks[i] for i in call.source),

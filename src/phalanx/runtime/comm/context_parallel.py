@@ -70,7 +70,7 @@ class ContextParallel:
 
     @property
     def in_steps(self) -> bool:
-        """Whether it tells of each step by itself in a step that is recorded."""
+        """Whether a recorded step has an event for each of its steps."""
         return self.method == "ring" and self.axis.size > 1
 
     def attention(
@@ -105,8 +105,8 @@ class _Work:
         """Blocks of each step of the ring."""
         return _ring_blocks(self.layout, self.segments, self.how.axis.index)
 
-    def told(self, what: str, *, backward: bool = False) -> AbstractContextManager[None]:
-        """What is computed inside, as a recorded step tells it."""
+    def recorded(self, what: str, *, backward: bool = False) -> AbstractContextManager[None]:
+        """Records what is computed inside, in a step that is traced."""
         id = self.name(what)
         return self.how.comms.doing(backward_id(id) if backward else id)
 
@@ -154,7 +154,7 @@ class _Ring(torch.autograd.Function):
         for step, blocks in enumerate(work.ring):
             hop = _Hop(work, work.name(f"ring.{step + 1}"))
             coming = hop.take(kv, tag=KEYS) if step + 1 < steps else kv
-            with hop, work.told(f"core.{step + 1}"):
+            with hop, work.recorded(f"core.{step + 1}"):
                 work.add_keys(q_BLAD, kv, blocks, partial)
             kv = coming
         out_BLAD = partial.out_BLAD.to(q_BLAD.dtype)
@@ -176,7 +176,7 @@ class _Ring(torch.autograd.Function):
             coming = hop.take(kv, tag=KEYS) if step + 1 < steps else kv
             arrived = hop.take(d_before, tag=GRADIENTS) if d_before is not None else None
             d_here = d_own if step == 0 else _zeros(kv)
-            with hop, work.told(f"core.{step + 1}", backward=True):
+            with hop, work.recorded(f"core.{step + 1}", backward=True):
                 work.add_gradients(q_BLAD, kv, blocks, known, dq, d_here)
             if step:
                 d_before = d_here if arrived is None else d_here.add_(arrived)
@@ -184,7 +184,7 @@ class _Ring(torch.autograd.Function):
         hop = _Hop(work, backward_id(work.name("ring.home")))
         assert d_before is not None  # an axis of one rank does not come here
         home = hop.take(d_before, tag=GRADIENTS)
-        with hop, work.told("core.home", backward=True):
+        with hop, work.recorded("core.home", backward=True):
             work.add_gradients(q_BLAD, own, last, known, dq, d_own)
         d_own.add_(home)
         return dq.to(q_BLAD.dtype), d_own[0].to(k_BLGD.dtype), d_own[1].to(v_BLGD.dtype), None

@@ -1,12 +1,12 @@
 """What is different where a rank's tensors live on a GPU and its messages are NCCL's. Not run on one yet: tested with stand-ins (docs/explanation/elastic-recovery.md).
 
-A call of gloo fails where a peer is lost. NCCL's calls return before anything has travelled, its kernels wait for a peer for ever, and an abort from another thread ends them
-without a word, with anything in their results. So in an elastic run:
+A call of gloo fails where a peer is lost. NCCL's calls return before anything has been sent, its kernels wait for a peer for ever, and an abort from another thread ends them
+without an error, with arbitrary results. So in an elastic run:
 
-    abort      all communicators of the team together, from a thread of its own: an abort may itself block; nothing is posted any more
-    complete   whoever is about to rely on what a device has computed waits for it, and then asks whether the team was aborted: it was before the abort
-    nonsense   numbers that nobody sent may also fail by themselves, whatever the error: where the team was aborted, that is a lost peer (`runtime/membership/member.py`)
-    stuck      a call that no abort ends (making a communicator is one), or an abort that does not end, is ended with its process; the supervisor starts another one
+    abort      all communicators of the generation are aborted together, by a separate thread because an abort may block; no collective is posted afterwards
+    complete   before a device's results are used, the rank synchronizes and then checks that the generation was not aborted meanwhile
+    invalid    arbitrary results may cause any error: after an abort that counts as a lost peer (`runtime/membership/member.py`)
+    stuck      a call that no abort ends (creating a communicator is one), or an abort that hangs, ends with its process; the supervisor starts another one
 
 Must never change: no member votes for a step, and none compares state, before `complete` has let it through.
 """
@@ -25,13 +25,13 @@ from phalanx.core.errors import PeerError
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything that the device was told to do."""
+    """Wait for everything that was launched on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # SYNC: who calls it says why
 
 
 def complete(device: torch.device, aborted: Callable[[], bool] | None) -> None:
-    """Wait until what `device` has computed is there. Raises `PeerError` where the team was aborted meanwhile, so that it may be anything.
+    """Wait until what `device` has computed is there. Raises `PeerError` where the generation was aborted meanwhile: the results may be anything.
 
     On a CPU it does nothing: every call there has failed by itself.
     """
@@ -39,11 +39,11 @@ def complete(device: torch.device, aborted: Callable[[], bool] | None) -> None:
         return
     synchronize(device)  # SYNC: once a step, before the vote
     if aborted is not None and aborted():
-        raise PeerError("the connections were closed while the device computed, and what came over them is not used")
+        raise PeerError("the process group was aborted while the device computed; its results are discarded")
 
 
 class DeviceAbort:
-    """The end of all NCCL communicators of some groups, of each once."""
+    """Aborts the NCCL communicators of groups, each once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,8 +60,8 @@ class DeviceAbort:
                 self._threads[-1].start()
 
     def wait(self, limit_s: float | None = None) -> bool:
-        """Waits until all that was begun has ended; whether it has after `limit_s` (None: as long as it takes, for nothing can be
-        destroyed before)."""
+        """Waits until all aborts have ended; returns whether they have after `limit_s` (None: wait without limit, because nothing can
+        be destroyed before)."""
         with self._lock:
             threads = list(self._threads)
         for thread in threads:

@@ -89,9 +89,9 @@ def carried(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_summed(x: torch.Tensor, axis: Axis, op: str) -> None:
-    """Raise `ValueError` for a type that no transport adds up, before a group is lost over it."""
+    """Raise `ValueError` for a type that transports cannot reduce, before the attempt breaks the group."""
     if x.dtype not in _SUMMED:
-        raise ValueError(f"{op} over {axis.name}: transports add up no {x.dtype}; reduce a wider type")
+        raise ValueError(f"{op} over {axis.name}: reduction is not supported for {x.dtype}; convert to a wider type")
 
 
 def between_ranks(

@@ -1,7 +1,7 @@
 """Computing replaced by timed waits: a rank's time as it would pass if every operation of its own lasted what it is given.
 
 Decides when an operation ends: its seconds after what the rank did before it (the operation before it, or the end of its last wait for others), whatever
-it really computed in between. So time that no operation tells of (norms, sums, autograd, telling itself) is part of the operation behind it, and being
+it really computed in between. So time that no operation records (norms, sums, autograd, recording itself) is part of the next operation, and being
 woken late does not add up. Must never change: nothing ends early; an operation that really took longer is counted as late, and what follows begins then.
 """
 
@@ -29,20 +29,20 @@ class Pace:
         """When the rank is through with what it has done so far, on `time.monotonic`."""
         self._done: dict[str, float] = {}
         """Shares of operations that have passed already."""
-        self.told = self.late = 0
+        self.recorded = self.late = 0
         self.late_s = 0.0
 
     def hold(self, op_id: str, begin_s: float) -> None:
         """Return when the operation, which really began at `begin_s` and has computed all it does, is over."""
         lasts = self.seconds(op_id) * max(0.0, 1.0 - self._done.pop(op_id, 0.0))
         end_s = (self.free_s or begin_s) + lasts
-        self.told += 1
+        self.recorded += 1
         late_s = self._until(end_s)
         self.late += bool(lasts and late_s)
         self.late_s += late_s if lasts else 0.0
 
     def hold_part(self, op_id: str, share: float) -> None:
-        """A share of an operation that is told later is done: return when it would be."""
+        """A share of an operation that is recorded later is done: return when it would be."""
         self._done[op_id] = self._done.get(op_id, 0.0) + share
         self._until((self.free_s or self._now()) + share * self.seconds(op_id))
 

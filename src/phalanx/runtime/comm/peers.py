@@ -1,6 +1,6 @@
 """Agreement between ranks on control matters: who failed, what the first rank found on the disk. Small Python objects, no tensors.
 
-Must never change: a failure of one rank becomes the same error on all of them, so that nobody waits for somebody who left.
+Must never change: a failure of one rank becomes the same error on all of them, so that no rank waits for one that has left.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, PhalanxError, ProblemsError, RunError, first_line
-from phalanx.runtime.comm.abortable import AbortableCall, run_escapable
+from phalanx.runtime.comm.abortable import AbortableCall, run_abortable
 
 T = TypeVar("T")
 FIRST_BYTES = 8192
-"""Bytes of a rank's value that go with its length. Mostly that is all of it, and nobody waits for all others a second time."""
+"""Bytes of a rank's value that go with its length. Mostly that is all of it, and a second exchange is saved."""
 LEAST_BYTES, OF_ALL_BYTES = 256, 1 << 20
 """Fewer of them where there are many ranks: a rank gets the first part of all."""
 
@@ -46,9 +46,9 @@ class Peers:
         if self.group is None:
             return [value]
         try:
-            return run_escapable(self.escape, partial(_gathered, value, self.group))
+            return run_abortable(self.escape, partial(_gathered, value, self.group))
         except RuntimeError as err:  # torch's DistError and its children derive from it
-            raise PeerError(f"rank {self.rank} did not hear from all other ranks: {first_line(err)}") from err
+            raise PeerError(f"rank {self.rank} received nothing from some other rank: {first_line(err)}") from err
 
     def agree(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results. Where some ranks fail, all raise the same error.
@@ -64,11 +64,11 @@ class Peers:
             if self.group is None:
                 raise
             error = RunError(f"rank {self.rank}: {type(err).__name__}: {err}")
-        told = self.gather((value, error))
-        errors = [err for _, err in told if err is not None]
+        results = self.gather((value, error))
+        errors = [err for _, err in results if err is not None]
         if errors:
             raise joined(errors)
-        return [v for v, _ in told]  # type: ignore[misc]
+        return [v for v, _ in results]  # type: ignore[misc]
 
     def first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank only; all get its result or its error."""
@@ -84,7 +84,7 @@ def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
     """Every rank's value. As `all_gather_object`, which first asks for all lengths."""
     data, part = pickle.dumps(value), first_bytes(dist.get_world_size(group))
     first = _all_gather(len(data).to_bytes(8, "little") + data[:part].ljust(part, b"\0"), group)
-    lengths = [int.from_bytes(told[:8], "little") for told in first]
+    lengths = [int.from_bytes(head[:8], "little") for head in first]
     most, rest = max(lengths), [b""] * len(first)
     if most > part:
         rest = _all_gather(data[part:].ljust(most - part, b"\0"), group)
@@ -93,9 +93,9 @@ def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
 
 def _all_gather(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Gathers as many bytes of every rank."""
-    told = torch.empty((dist.get_world_size(group), len(mine)), dtype=torch.uint8)
-    dist.all_gather(list(told.unbind()), torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=group)
-    return [row.numpy().tobytes() for row in told]
+    gathered = torch.empty((dist.get_world_size(group), len(mine)), dtype=torch.uint8)
+    dist.all_gather(list(gathered.unbind()), torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=group)
+    return [row.numpy().tobytes() for row in gathered]
 
 
 def joined(errors: Sequence[PhalanxError]) -> PhalanxError:

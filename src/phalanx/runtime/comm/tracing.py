@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 def traced(comms: Collectives, op_id: str, section: Callable[..., T], *inputs: Any) -> T:
-    """`section(*inputs)`, told as a `core.events.Operation` when it runs and once more when its gradient does.
+    """`section(*inputs)`, recorded as a `core.events.Operation` when it runs and once more when its gradient does.
 
-    `section` returns a tensor, a tuple or a dataclass of tensors. Its gradient is told of only where an input has one, tensors that it has
+    `section` returns a tensor, a tuple or a dataclass of tensors. Its gradient is recorded only where an input has one, tensors that it has
     otherwise (weights) do not count. Times are the host's: on a device those of launching.
     """
     if not comms.trace:

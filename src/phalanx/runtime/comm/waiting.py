@@ -2,7 +2,7 @@
 
     posted ----------------- wait begins ======== wait ends          a message: under way, and the part of it that blocked (=)
 
-A layer is under way while any of its messages is: overlapping messages count once. What is under way and does not block is hidden. Nobody can
+A layer is under way while any of its messages is: overlapping messages count once. What is under way and does not block is hidden. It is impossible to
 ask gloo whether a message has come (point-to-point work cannot be polled), so one counts until the end of the wait for it: hidden time is
 the most that it can have been. A trace, which knows when the other rank sent, says it more closely (`observe/recorded/lanes.py`).
 

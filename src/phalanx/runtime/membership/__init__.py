@@ -1,16 +1,16 @@
-"""Who takes part in a run, and what becomes of each of its steps.
+"""Membership of a run, and the commit or abort of each of its steps.
 
 The room decides three things and knows no model: which *generation*, a numbered list of members, a worker belongs to; whether a step is committed by all members or by none; what a
-host does about a worker that ends or says nothing. All of it rests on values that the first writer decides, in a service outside of the workers. A reader goes through the room by its verbs:
+host does about a worker that ends or is silent. All of it rests on values that the first writer decides, in a service outside of the workers. A reader goes through the room by its verbs:
 
     serve                                keep that service (`service.py`; `lighthouse.py` where one of several keeps it)
     service_at, expect_service, run_at   find it, and what run it serves, before any rank starts
-    Supervisor.run                       fork the workers of a host, see them die or freeze, say so to the service (`supervisor.py`, `worker.py`, `host_agent.py`)
+    Supervisor.run                       fork the workers of a host, see them die or freeze, report it to the service (`supervisor.py`, `worker.py`, `host_agent.py`)
     run_member                           one worker: join a generation, connect to its members, step, vote, commit, hand over, leave; and again (`member.py`)
     run_steps                            the steps alone, which a fixed world runs too: it is one generation that always commits
 
-`membership.py` has the rules of generations and `votes.py` those of steps, both over `keys.py`. Between them and `member.py` stand a worker's place in the run (`worker_agent.py`), what its
-threads hear beside its work (`watcher.py`), the process groups of a generation (`rendezvous.py`) and who can reach whom (`reachability.py`).
+`membership.py` has the rules of generations and `votes.py` those of steps, both over `keys.py`. Between them and `member.py` are the worker agent (`worker_agent.py`), its background
+threads (`watcher.py`), the process groups of a generation (`rendezvous.py`) and reachability probes (`reachability.py`).
 The other names are the words in which these verbs speak with whoever trains: settings, the report of a member and what follows from all reports, a decision, and three events.
 """
 

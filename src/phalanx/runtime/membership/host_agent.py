@@ -1,7 +1,7 @@
-"""What a supervisor tells the membership service, kept until it was heard: who announced, died, leaves; whether the run is over.
+"""What a supervisor reports to the membership service, kept until the service has it: workers that announced themselves, died or leave; whether the run is over.
 
 Everything is proposed again until the newest generation shows it, so a lost service costs time and nothing else. When it comes back without its
-values, what this host knows is told again and the first generation of the new history is made by `FirstRule`.
+values, what this host knows is reported again and the first generation of the new history is made by `FirstRule`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from phalanx.core.clock import now_s
 from phalanx.core.config import HOST_BEAT_S
 from phalanx.runtime.membership.keys import MEETINGS, SUMS, Keys, Service, ServiceLost
 from phalanx.runtime.membership.membership import KEPT, Announcement, FirstRule, Generation, Member, Membership
-from phalanx.runtime.membership.reachability import door_key
+from phalanx.runtime.membership.reachability import probe_key
 from phalanx.runtime.membership.votes import BEGUN, stepped_key, written_for
 
 LOOK_S = 0.05
-HEARD_AT_ONCE = 32
-"""Members that may be heard of in every look before the first generation; of more, looks are as much rarer."""
+MEMBERS_PER_LOOK = 32
+"""Announced members up to which each look reads all of them before the first generation; with more, looks are rarer in proportion."""
 TIDY_S = 60.0
 TIDY_SOON_S = 1.0
 """Seconds until the next generation is tidied up, where there are more."""
@@ -36,7 +36,7 @@ FORMS_S = 2.0
 
 @dataclass
 class Lost:
-    """A member of this host that is out."""
+    """A member of this host that was lost."""
 
     uid: str
     why: str
@@ -68,9 +68,9 @@ class HostAgent:
         self._ready_s = 0.0
         """When the first of those that wait to join was ready; 0: none waits."""
         self._dead: dict[str, Lost] = {}
-        self._told_dead: set[str] = set()
-        """Those whom this life of the service knows to be dead although it has no generation."""
-        self._untold: list[Lost] = []
+        self._reported_dead: set[str] = set()
+        """Dead workers reported to this life of the service before its first generation."""
+        self._unreported: list[Lost] = []
         self._leaving: dict[str, str] = {}
         self._stop = ""
         self._beats = 0
@@ -78,17 +78,17 @@ class HostAgent:
         self._try_s = 0.0
         self._looked_s = 0.0
         self._first_s = 0.0
-        """When to look again for those who begin."""
+        """When to look again for announced members."""
         self._tidied: tuple[str, int] = "", 0
         """Life of the service, and the generation in it that is to be tidied up next."""
         self._tidy_s = 0.0
         self._forgot: set[str] = set()
-        """Those of the dead whose words were deleted."""
+        """Dead workers whose keys were deleted."""
         self._forget_s = 0.0
         self._watched_s = 0.0
         """When other hosts were looked at last."""
         self._others: dict[str, tuple[str | None, float]] = {}
-        """Other hosts: what each said last, and when we saw it first."""
+        """Other hosts: the last heartbeat of each, and when it was first seen."""
 
     # -- what happened
 
@@ -99,11 +99,11 @@ class HostAgent:
         self._looked_s = 0.0
 
     def died(self, uid: str, why: str) -> None:
-        """A worker of this host is out; told to the service at the next tick."""
+        """A worker of this host was lost; reported to the service at the next tick."""
         self._ready.pop(uid, None)
         if uid not in self._dead:
             self._dead[uid] = Lost(uid, why, now_s())
-            self._untold.append(self._dead[uid])
+            self._unreported.append(self._dead[uid])
 
     def gone(self, uid: str) -> None:
         """A worker of this host has ended well."""
@@ -115,7 +115,7 @@ class HostAgent:
         self._looked_s = 0.0
 
     def leave_or_stop(self, uids: Sequence[str], why: str) -> None:
-        """These leave; where nobody else is in the run, it stops. Before it has begun they hold nothing, and other hosts may begin without them."""
+        """These leave; if no other member is in the run, it stops. Before it has begun they hold no state, and other hosts may begin without them."""
         others = [] if self.newest is None else [u for u in self.newest.uids if u not in uids]
         if self.newest is None and not self.alone:
             for uid in uids:
@@ -131,15 +131,15 @@ class HostAgent:
         self._looked_s = 0.0
 
     def forgive(self) -> None:
-        """This process stood still, or the service was away: silence of others in that time means nothing."""
+        """This process was stopped, or the service was unavailable: silence of others in that time means nothing."""
         now = time.monotonic()
         self._others = {h: (beat, now) for h, (beat, _) in self._others.items()}
 
     def take_lost(self) -> list[Lost]:
-        """Those that the service knows of since the last call."""
-        told = [lost for lost in self._untold if lost.generation]
-        self._untold = [lost for lost in self._untold if not lost.generation]
-        return told
+        """Losses that were reported to the service since the last call."""
+        reported = [lost for lost in self._unreported if lost.generation]
+        self._unreported = [lost for lost in self._unreported if not lost.generation]
+        return reported
 
     @property
     def waits(self) -> bool:
@@ -147,7 +147,7 @@ class HostAgent:
         return self.newest is None and bool(self._ready)
 
     def is_over(self) -> bool:
-        """Whether the run has ended, as the service says; False where it does not say."""
+        """Whether the run has ended; False if the service does not answer."""
         try:
             keys = self._connected()
             return keys is not None and any(keys.get(key) is not None for key in ("finished", "stopped"))
@@ -155,8 +155,8 @@ class HostAgent:
             self._keys = None
             return False
 
-    def heard(self) -> int:
-        """How many members are ready, those of this host alone where the service does not say."""
+    def num_ready(self) -> int:
+        """Number of announced members; those of this host alone if the service does not answer."""
         try:
             keys = self._connected()
             return len(self._ready) if keys is None else len(Membership(keys).announced())
@@ -167,14 +167,14 @@ class HostAgent:
     # -- telling
 
     def tick(self) -> None:
-        """Tell what is not told yet, beat, look at other hosts."""
+        """Report what the service does not have yet, send the heartbeat, check other hosts."""
         try:
             keys = self._connected()
             if keys is None:
                 return
             membership = Membership(keys)
-            if self._untold and self.newest is not None and self.newest.epoch == keys.epoch:
-                self._tell_deaths(membership)
+            if self._unreported and self.newest is not None and self.newest.epoch == keys.epoch:
+                self._propose_deaths(membership)
             now = time.monotonic()
             if now - self._looked_s >= LOOK_S:
                 self._looked_s = now
@@ -187,17 +187,17 @@ class HostAgent:
         if self._keys is None and now >= self._try_s:
             self._try_s = now + LOOK_S
             self._keys = self.service.connect()
-            self.forgive()  # nobody could say anything while the service was away
+            self.forgive()  # no host could send anything while the service was unavailable
             if self._keys.epoch != self._epoch:
                 self._new_epoch(self._keys)
         return self._keys
 
     def _new_epoch(self, keys: Keys) -> None:
-        """Tell again what this host knows."""
+        """Report again what this host knows."""
         if self.newest is not None:
             keys.put(f"history/{self.host}", self.newest.to_json())
-        self._told_dead.clear()
-        self._tell_dead(keys)
+        self._reported_dead.clear()
+        self._report_dead(keys)
         keys.put(_own_key(self.host), json.dumps(sorted(self._own)))
         keys.create("wanted", str(self.rule.wanted))
         if self.begun:
@@ -207,26 +207,26 @@ class HostAgent:
         self._epoch, self._epoch_s = keys.epoch, time.monotonic()
         self._others.clear()
 
-    def _tell_dead(self, keys: Keys) -> None:
-        """Who must not be in a first generation although he announced himself."""
-        for lost in [lost for uid, lost in list(self._dead.items()) if uid not in self._told_dead]:
+    def _report_dead(self, keys: Keys) -> None:
+        """Dead workers must not be in a first generation although they announced themselves."""
+        for lost in [lost for uid, lost in list(self._dead.items()) if uid not in self._reported_dead]:
             keys.put(f"dead/{lost.uid}", lost.why)
-            self._told_dead.add(lost.uid)
+            self._reported_dead.add(lost.uid)
 
-    def _tell_if_begun(self, membership: Membership) -> None:
-        """Another host may have begun with those that are dead now."""
+    def _propose_deaths_if_begun(self, membership: Membership) -> None:
+        """Propose the deaths if another host has begun with workers that are dead now."""
         self.newest = membership.current()
-        if self.newest is not None and self._untold:
-            self._tell_deaths(membership)
+        if self.newest is not None and self._unreported:
+            self._propose_deaths(membership)
 
-    def _tell_deaths(self, membership: Membership) -> None:
-        untold = [lost for lost in self._untold if not lost.generation]  # a signal may add others meanwhile
-        uids = {lost.uid: lost.why for lost in untold}
-        lost_s = min((lost.at_s for lost in untold), default=0.0)
+    def _propose_deaths(self, membership: Membership) -> None:
+        unreported = [lost for lost in self._unreported if not lost.generation]  # a signal may add others meanwhile
+        uids = {lost.uid: lost.why for lost in unreported}
+        lost_s = min((lost.at_s for lost in unreported), default=0.0)
         self.newest = membership.propose_death(
             uids, "; ".join(dict.fromkeys(uids.values())), self.newest, lost_s=lost_s
         )
-        for lost in untold:
+        for lost in unreported:
             if self.newest is not None:
                 lost.generation = self.newest.number
                 lost.told_s = now_s() - lost.at_s
@@ -235,7 +235,7 @@ class HostAgent:
         self._beat(membership)
         newest = membership.current(self.newest)
         if newest is None:
-            self._tell_dead(membership.keys)
+            self._report_dead(membership.keys)
             if self._stop and self.newest is None:
                 membership.keys.put("stop", self._stop)  # before anything began
             else:
@@ -243,11 +243,11 @@ class HostAgent:
             return
         self._note_taken(membership, newest)
         self.newest = newest
-        if self._untold:
-            self._tell_deaths(membership)
+        if self._unreported:
+            self._propose_deaths(membership)
         strangers = [m.uid for m in newest.members if m.host == self.host and m.uid not in self._own]
         if strangers:  # this host came back before anyone missed it
-            newest = self._put_out(membership, strangers, "its host restarted") or newest
+            newest = self._remove(membership, strangers, "its host restarted") or newest
         if self._stop:
             membership.keys.put("stop", self._stop)
         if self.finished is None and not self._stop:
@@ -262,7 +262,7 @@ class HostAgent:
     def _note_taken(self, membership: Membership, newest: Generation) -> None:
         """Also those between: a member may have come and been removed while this host was not reached.
 
-        Where one between was forgotten, so were the announcements of all who were in it and are out (`Membership.forget`, before it empties it): `_may_join` misses them.
+        Where one between was forgotten, so were the announcements of its members that have left the run (`Membership.forget`, before it empties it): `_may_join` misses them.
         """
         for generation in [newest] if self.newest is None else membership.between(self.newest, newest):
             self._taken.update(u for u in generation.uids if u in self._own)
@@ -298,35 +298,35 @@ class HostAgent:
         if len(leaving) == len(newest.uids):
             self.stop(f"the run was stopped: {self._leaving[leaving[0]]}")
         else:
-            membership.wish_to_leave({uid: self._leaving[uid] for uid in leaving})  # the members see to it
+            membership.request_leave({uid: self._leaving[uid] for uid in leaving})  # the members see to it
 
     def _first_in_time(self, membership: Membership) -> None:
-        """The more members there are to hear of the longer until the next look, for every host does so."""
+        """The more announced members, the longer until the next look, because every host reads them."""
         now = time.monotonic()
         if now >= self._first_s:
-            heard = self._first(membership)
-            self._first_s = now + LOOK_S * heard / HEARD_AT_ONCE if heard > HEARD_AT_ONCE else 0.0
+            announced = self._first(membership)
+            self._first_s = now + LOOK_S * announced / MEMBERS_PER_LOOK if announced > MEMBERS_PER_LOOK else 0.0
 
     def _first(self, membership: Membership) -> int:
-        """No generation in this life of the service yet. Returns how many members were heard of."""
+        """No generation in this life of the service yet. Returns the number of announced members."""
         keys = membership.keys
         dead = {*self._dead, *(k.removeprefix("dead/") for k in keys.listed("dead/"))}
         known = [Generation.from_json(text) for text in keys.values(keys.listed("history/")) if text is not None]
         above = max([*known, *([] if self.newest is None else [self.newest])], key=lambda g: g.number, default=None)
-        heard = membership.announced()
-        last = self.rule.last(heard, above)
+        announced = membership.announced()
+        last = self.rule.last(announced, above)
         if last is not None:
             dead |= self._replaced(keys, last)
-        found = self.rule.members(heard, above=above, dead=dead, waited_s=time.monotonic() - self._epoch_s)
+        found = self.rule.members(announced, above=above, dead=dead, waited_s=time.monotonic() - self._epoch_s)
         if found is not None:
             members, number = found
-            why = "the run begins" if last is None else _lost_values(last, heard, members, dead)
+            why = "the run begins" if last is None else _lost_values(last, announced, members, dead)
             self.newest = membership.start(members, above=number, minimum=self.rule.minimum, why=why)
-            for lost in self._untold:
+            for lost in self._unreported:
                 if lost.uid not in self.newest.uids:
                     lost.generation = self.newest.number
                     lost.told_s = now_s() - lost.at_s
-        return len(heard)
+        return len(announced)
 
     def _replaced(self, keys: Keys, last: Generation) -> set[str]:
         """Members of hosts whose supervisor is a new one: none of theirs has outlived the old one."""
@@ -335,7 +335,7 @@ class HostAgent:
         return {m.uid for m in last.members if (text := own[m.host]) is not None and m.uid not in json.loads(text)}
 
     def _tidy(self, keys: Keys, newest: Generation) -> None:
-        """The host of the first member deletes what nobody reads any more: little at a time, and nothing while a generation forms."""
+        """The host of the first member deletes keys that are no longer read: few at a time, and nothing while a generation forms."""
         now = time.monotonic()
         if now < self._tidy_s or (newest.members[:1] and newest.members[0].host != self.host):
             return
@@ -355,31 +355,31 @@ class HostAgent:
         keys.delete(stepped_key(old))
         full = [keys.delete_below(prefix, most=TIDY_MOST) >= TIDY_MOST for prefix in prefixes]
         for uid in Membership(keys).forget(number - KEPT, newest):
-            keys.delete(door_key(uid))
+            keys.delete(probe_key(uid))
         self._tidied = keys.epoch, number + (not any(full))
         self._tidy_s = now + TIDY_SOON_S
 
     def _forget_dead(self, membership: Membership, newest: Generation) -> None:
-        """What workers of this host said that have ended, those too that were never in a generation. Now and then, and not while a generation forms."""
+        """Deletes the keys of ended workers of this host, also of those that were never in a generation. Now and then, and not while a generation forms."""
         now = time.monotonic()
         if now < self._forget_s:
             return
         self._forget_s = now + TIDY_S
         ended = [uid for uid in self._dead if uid not in self._forgot and uid not in newest.uids]
-        waits = any(not lost.generation for lost in self._untold)
+        waits = any(not lost.generation for lost in self._unreported)
         if waits or not ended or membership.keys.get(stepped_key(newest)) is None:
             return
         for uid in ended:
             membership.forget_member(uid)
         self._forgot.update(ended)
 
-    def _put_out(self, membership: Membership, uids: Sequence[str], why: str) -> Generation | None:
+    def _remove(self, membership: Membership, uids: Sequence[str], why: str) -> Generation | None:
         """Members that are not ours."""
         at_s = now_s()
         self.newest = membership.propose_death(uids, why, self.newest, lost_s=at_s) or self.newest
         if self.newest is not None:
-            told = Lost("", why, at_s, told_s=now_s() - at_s, generation=self.newest.number)
-            self._untold += [replace(told, uid=uid) for uid in uids]
+            lost = Lost("", why, at_s, told_s=now_s() - at_s, generation=self.newest.number)
+            self._unreported += [replace(lost, uid=uid) for uid in uids]
         return self.newest
 
     # -- other hosts
@@ -404,10 +404,10 @@ class HostAgent:
                 self._others[host] = (beat, now)
             elif now - known[1] > self.limit_s:
                 uids = [m.uid for m in self.newest.members if m.host == host]
-                self._put_out(membership, uids, f"host {host} was silent for {now - known[1]:.1f} s")
+                self._remove(membership, uids, f"host {host} was silent for {now - known[1]:.1f} s")
 
     def others_alive(self) -> bool:
-        """Whether another host still speaks (asked at the end, when only this one keeps the service)."""
+        """Whether another host still sends heartbeats (asked at the end by the host that keeps the service)."""
         try:
             keys = self._connected()
             if keys is None or self.newest is None:
@@ -426,15 +426,15 @@ class HostAgent:
         return now - known[1] <= self.limit_s
 
     def close(self) -> None:
-        """Say that this host has ended. Its workers have: where no generation has ever been, the first one must not wait for them."""
+        """Report that this host has ended. If there was no generation yet, the first one must not wait for its workers."""
         try:
             keys = self._connected()
             if keys is not None:
                 if self.newest is None:
                     for uid in list(self._ready):
                         self.died(uid, "its host ended before the run began")
-                    self._tell_dead(keys)
-                    self._tell_if_begun(Membership(keys))
+                    self._report_dead(keys)
+                    self._propose_deaths_if_begun(Membership(keys))
                 keys.put(f"ended/{self.host}", json.dumps(self.finished))
         except ServiceLost:
             self._keys = None
@@ -446,15 +446,15 @@ def _own_key(host: str) -> str:
 
 
 def _lost_values(
-    last: Generation, heard: Sequence[Announcement], members: Sequence[Member], dead: Collection[str]
+    last: Generation, announced: Sequence[Announcement], members: Sequence[Member], dead: Collection[str]
 ) -> str:
-    """Why a run begins again, and with how much of what it was."""
+    """Why a run begins again, and with which state."""
     here = {m.uid for m in members} & {*last.uids}
     alive = [uid for uid in last.uids if uid not in dead]
-    steps = max((int(a.data.get("steps", 0)) for a in heard if a.member.uid in here), default=0)
-    text = f"the membership service lost its values; {len(here)} of {len(last.uids)} members of generation {last.number} go on from {steps} steps"
+    steps = max((int(a.data.get("steps", 0)) for a in announced if a.member.uid in here), default=0)
+    text = f"the membership service lost its values; {len(here)} of {len(last.uids)} members of generation {last.number} continue from step {steps}"
     few = (
-        "; THE OTHERS MAY HAVE GONE FURTHER: they were waited for and did not come"
+        "; THE OTHERS MAY HAVE COMMITTED MORE STEPS: none of them came back in time"
         if 2 * len(here) <= len(alive)
         else ""
     )

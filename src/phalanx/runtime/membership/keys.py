@@ -4,12 +4,12 @@ Two kinds of keys exist: those that the first writer decides for ever (`create`)
 is ever added to or counted up, because a client that lost its connection cannot know whether an addition has happened; all calls here may be repeated.
 
     TcpKeys    the TCPStore of torch, in a process that the supervisor keeps (`runtime/membership/service.py`); nothing outlives that process
-               (or of several processes on several machines one, as a lighthouse says: `runtime/membership/lighthouse.py`)
+               (of several such processes on several machines, the one that a lighthouse selects: `runtime/membership/lighthouse.py`)
     EtcdKeys   etcd (`runtime/membership/keys_etcd.py`); values outlive its restart
 
-A `KeyWatcher` is a thread that waits at the service for a key, on a connection of its own, so that nobody has to ask again and again whether it is there. Whoever waits still asks now and
-then (`Keys.hear`): a thread that hears nothing any more costs time until the next question, and nothing else. Where a connection ends in a wait, torch writes a C++ stack trace to
-standard error, whoever ended it; so the end of a wait is asked of the service first.
+A `KeyWatcher` is a thread that blocks at the service until a key exists, on a connection of its own, so that its clients need not poll. They still poll now and
+then (`Keys.watch`): a watcher that fails silently only delays them until the next poll. Where a connection ends in a wait, torch writes a C++ stack trace to
+standard error, whoever ended it; so the service is asked to end the wait first.
 
 `KeysStore` is a `torch.distributed` store on top of `Keys`, so that process groups meet at the membership service whatever it is (etcd has no store in torch but through a client that
 speaks its old interface). Its values are bytes and travel as base64.
@@ -44,32 +44,32 @@ END_S = 1.0
 
 
 class KeyWatcher:
-    """Hears of one key after another. `listen` blocks until a key is there and raises where the connection ends, as `shut` makes it.
+    """Watches one key after another. `block` returns when a key exists and raises when the connection ends; `shut` ends it.
 
     `cancel` asks the service to end the wait, without waiting for the answer.
     """
 
     def __init__(
-        self, listen: Callable[[str], None], shut: Callable[[], None], *, cancel: Callable[[], None] | None = None
+        self, block: Callable[[str], None], shut: Callable[[], None], *, cancel: Callable[[], None] | None = None
     ) -> None:
         self.failed = False
-        self._listen, self._shut, self._cancel = listen, shut, cancel
+        self._block, self._shut, self._cancel = block, shut, cancel
         self._key = ""
-        self._rang = threading.Event()
+        self._found = threading.Event()
         self._keys: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def hear(self, key: str, timeout_s: float) -> bool | None:
-        """Whether `key` came within the time; None where this cannot say, because it has failed or waits for another key."""
-        if key != self._key and (not self._key or self._rang.is_set()) and not self.failed:
-            self._rang.clear()
+    def wait_for(self, key: str, timeout_s: float) -> bool | None:
+        """Whether `key` was found within the time; None if this does not know, because it failed or watches another key."""
+        if key != self._key and (not self._key or self._found.is_set()) and not self.failed:
+            self._found.clear()
             self._key = key
             self._keys.put(key)
         if key != self._key or self.failed:
             return None
-        rang = self._rang.wait(timeout_s)
-        return None if self.failed else rang
+        found = self._found.wait(timeout_s)
+        return None if self.failed else found
 
     def close(self) -> None:
         """End the thread, and wait for it: one that comes back from C++ while the interpreter ends aborts the process. From any other; safe to call again."""
@@ -83,15 +83,15 @@ class KeyWatcher:
     def _run(self) -> None:
         try:
             while key := self._keys.get():
-                self._listen(key)
-                self._rang.set()
-        except Exception:  # whatever the connection raises: who waits asks again
+                self._block(key)
+                self._found.set()
+        except Exception:  # whatever the connection raises: its clients poll
             self.failed = True
-            self._rang.set()
+            self._found.set()
 
 
 CALL_S = 2.0
-"""A service that does not answer for so long is taken for lost."""
+"""A service that does not answer for so long counts as lost."""
 PROBE_S = 0.5
 EPOCH = "epoch"
 NEVER = timedelta(days=20)
@@ -99,14 +99,14 @@ NEVER = timedelta(days=20)
 
 CANCEL_WAIT = bytes([12])
 """What a client of a TCPStore sends when the time of its wait has ended (`QueryType` in torch's TCPStoreBackend.hpp, 2.0 to 2.13). Where another version
-does not know it, the connection is shut as before, and torch says so."""
+does not know it, the connection is shut as before, and torch logs it."""
 
 FIRST_LOOK_S = 0.0002
 LAST_LOOK_S = 0.01
 ASKED_PER_S = 10_000
-"""How often all that wait for a key ask a service together, at most. Not a measured limit of any of them: so that the load of a job stays the same however many ranks it has."""
+"""Most polls per second that all clients that wait for a key send to a service together. Not a measured limit: it keeps the load of a job independent of its number of ranks."""
 OPENING = threading.Lock()
-"""Held while this process opens connections, so that nobody takes one for a socket of a process group (`runtime/membership/rendezvous.py`)."""
+"""Held while this process opens connections, so that none of them is taken for a socket of a process group (`runtime/membership/rendezvous.py`)."""
 
 
 class ServiceLost(PeerError):
@@ -126,8 +126,8 @@ class Keys(Protocol):
         """The value, or None where there is none."""
 
     def values(self, keys: Sequence[str]) -> list[str | None]:
-        """Values of all keys, each as `get` says it, in a number of calls that hardly depends on how many they are. For keys that
-        nobody deletes meanwhile."""
+        """Values of all keys, each as `get` returns it, in a number of calls that hardly depends on how many they are. For keys
+        that are not deleted meanwhile."""
 
     def put(self, key: str, value: str) -> None:
         """Write; returns when the service has it."""
@@ -139,29 +139,29 @@ class Keys(Protocol):
         """Whether every one of `keys` exists."""
 
     def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Over | None = None) -> bool:
-        """Block until `key` exists; False after the time, or once `over` says that nobody waits any more.
+        """Block until `key` exists; False after the time, or once `over` returns true.
 
         `sharing`: how many clients wait at the service at once, so that all together do not ask too often.
         """
 
-    def hear(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
-        """Waits as `wait` does, for who waits for one key again and again and nearly always in vain: where the service can tell by
-        itself that a key is there, it is asked once in each call. For one thread of the process."""
+    def watch(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+        """Waits as `wait` does, for a caller that waits for one key again and again and mostly without success: where the service can
+        notify of a key, each call polls once. For one thread of the process."""
 
     def listed(self, prefix: str) -> list[str]:
-        """Names of all keys that begin so, sorted."""
+        """Names of all keys with this prefix, sorted."""
 
     def delete(self, key: str) -> None:
-        """Forget it, whether it exists or not."""
+        """Delete the key, whether it exists or not."""
 
     def delete_below(self, prefix: str, *, most: int) -> int:
-        """Forget keys that begin so; returns how many, `most` where there may be more."""
+        """Delete keys with this prefix; returns how many, `most` where there may be more."""
 
     def tidy(self) -> None:
-        """Let the service give up old versions of values, where it keeps them. To be called again and again, by few."""
+        """Let the service drop old versions of values, where it keeps them. Called periodically, by few clients."""
 
     def close(self) -> None:
-        """Give the connection up."""
+        """Close the connection."""
 
 
 class Service(Protocol):
@@ -179,7 +179,7 @@ class TcpService:
     port: int
 
     def connect(self) -> TcpKeys:
-        """Raises `ServiceLost` within about a second where nobody listens."""
+        """Raises `ServiceLost` within about a second where no service listens."""
         return TcpKeys(self.host, self.port)
 
 
@@ -189,9 +189,9 @@ class TcpKeys:
     def __init__(self, host: str, port: int, *, timeout_s: float = CALL_S) -> None:
         self.host, self.port, self.timeout_s = host, port, timeout_s
         self._lost = ""
-        self._ear: KeyWatcher | None = None
-        self._deaf = False
-        """An ear has failed although the service has not: from then on this asks."""
+        self._watcher: KeyWatcher | None = None
+        self._watch_failed = False
+        """A watcher failed although the service did not: from then on `watch` polls."""
         with OPENING:
             try:
                 self.store, _ = _open_store(host, port, timeout_s)
@@ -209,7 +209,7 @@ class TcpKeys:
             yield
         except (RuntimeError, OSError) as err:
             self._lost = f"the membership service does not answer: {first_line(err)}"
-            self._close_ear()
+            self._close_watcher()
             raise ServiceLost(self._lost) from None
 
     def get(self, key: str) -> str | None:
@@ -232,7 +232,7 @@ class TcpKeys:
 
     def put(self, key: str, value: str) -> None:
         with self._call():
-            self.store.set(_own(key), value)  # nobody answers: a dead service would go unnoticed
+            self.store.set(_own(key), value)  # has no reply: a dead service would go unnoticed
             self.store.check([_own(key)])
 
     def create(self, key: str, value: str) -> str:
@@ -247,39 +247,39 @@ class TcpKeys:
         # the store's own wait logs a warning whenever its time ends
         return poll(lambda: self.all_there([key]), timeout_s, sharing=sharing, over=over)
 
-    def hear(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+    def watch(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
         if self.all_there([key]):
             return True
-        ear = self._open_ear()
-        heard = None if ear is None else ear.hear(_own(key), timeout_s)
-        if ear is not None and ear.failed:
-            self._close_ear()
-            self._deaf = True
-        return self.wait(key, timeout_s, sharing=sharing) if heard is None else heard
+        watcher = self._open_watcher()
+        found = None if watcher is None else watcher.wait_for(_own(key), timeout_s)
+        if watcher is not None and watcher.failed:
+            self._close_watcher()
+            self._watch_failed = True
+        return self.wait(key, timeout_s, sharing=sharing) if found is None else found
 
-    def _open_ear(self) -> KeyWatcher | None:
-        """None while it cannot be: groups form meanwhile, for as long as a constructor takes."""
-        if self._ear is None and not self._deaf and OPENING.acquire(blocking=False):
+    def _open_watcher(self) -> KeyWatcher | None:
+        """None while process groups form, for as long as a constructor takes, and after a failure."""
+        if self._watcher is None and not self._watch_failed and OPENING.acquire(blocking=False):
             try:
                 store, fds = _open_store(self.host, self.port, self.timeout_s)
                 sockets = [socket.socket(fileno=os.dup(fd)) for fd in fds]
                 # its time never ends, so it logs nothing; what ends it is `CANCEL_WAIT`, or else the end of its connection
-                self._ear = KeyWatcher(
+                self._watcher = KeyWatcher(
                     lambda key: store.wait([key], NEVER),
                     lambda: _shut_all(sockets),
                     cancel=lambda: _cancel_wait(sockets),
                 )
-                weakref.finalize(self, _end_of, self._ear, os.getpid())
+                weakref.finalize(self, _close_in_owner, self._watcher, os.getpid())
             except (OSError, RuntimeError):
-                self._deaf = True
+                self._watch_failed = True
             finally:
                 OPENING.release()
-        return self._ear
+        return self._watcher
 
-    def _close_ear(self) -> None:
-        if self._ear is not None:
-            self._ear.close()
-        self._ear = None
+    def _close_watcher(self) -> None:
+        if self._watcher is not None:
+            self._watcher.close()
+        self._watcher = None
 
     def listed(self, prefix: str) -> list[str]:
         with self._call():
@@ -303,15 +303,15 @@ class TcpKeys:
         """Values have no versions here."""
 
     def close(self) -> None:
-        self._lost = self._lost or "this connection was given up"
-        self._close_ear()
+        self._lost = self._lost or "this connection was closed"
+        self._close_watcher()
         self.store = None
 
 
-def _end_of(ear: KeyWatcher, pid: int) -> None:
-    """Not in a process that was forked since: the connection is that of both."""
+def _close_in_owner(watcher: KeyWatcher, pid: int) -> None:
+    """Does nothing in a process that was forked since, which shares the connection."""
     if os.getpid() == pid:
-        ear.close()
+        watcher.close()
 
 
 def _open_store(host: str, port: int, timeout_s: float) -> tuple[Any, list[int]]:
@@ -334,7 +334,7 @@ def _is_to(fd: int, port: int) -> bool:
 
 
 def _cancel_wait(sockets: Sequence[socket.socket]) -> None:
-    """Let the service end the wait of these connections: it answers, and the wait raises without a word on standard error."""
+    """Let the service end the wait of these connections: it answers, and the wait raises without output on standard error."""
     for sock in sockets:
         with contextlib.suppress(OSError):
             sock.send(CANCEL_WAIT, socket.MSG_DONTWAIT)
@@ -370,7 +370,7 @@ def _limit_silence(fd: int, timeout_s: float) -> None:
 SPACE = "phalanx/"
 """Keys of membership, apart from those that process groups leave in the same store."""
 MEETINGS = "store/"
-"""Where keys of process groups are, as seen from outside of them; in a TCPStore they lie beside `SPACE`."""
+"""Where keys of process groups are, as seen from outside of them; in a TCPStore they are outside of `SPACE`."""
 
 
 def _own(key: str) -> str:
@@ -385,7 +385,7 @@ def poll(
     sharing: int = 1,
     over: Over | None = None,
 ) -> bool:
-    """Ask again and again, after 0.2 ms at first and every `last_look_s` later; False when the time is, or `over` says so. Slower where many share the service."""
+    """Poll `found`, after 0.2 ms at first and every `last_look_s` later; False after the timeout or once `over` returns true. Slower where many share the service."""
     last_look_s = max(last_look_s, sharing / ASKED_PER_S)
     end_s, pause_s = time.monotonic() + timeout_s, max(FIRST_LOOK_S, last_look_s * FIRST_LOOK_S / LAST_LOOK_S)
     while not found():
@@ -445,7 +445,7 @@ class KeysStore(dist.Store):
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Only from nothing: what process groups use."""
         if expected not in ("", b""):
-            raise NotImplementedError("this store sets a value only where none stands")
+            raise NotImplementedError("this store only sets values that do not exist yet")
         data = desired.encode() if isinstance(desired, str) else bytes(desired)
         return base64.b64decode(self.keys.create(f"{MEETINGS}{key}", base64.b64encode(data).decode()))
 

@@ -2,9 +2,9 @@
 
 torch's own client (`torch.distributed.elastic.rendezvous.etcd_store`) speaks the second interface through python-etcd; etcd 3.6 has removed it. What is asked
 of etcd here is one transaction (create where nothing stands), reads, writes and deletions. Values outlive a restart of etcd: `epoch` stays the same,
-votes and decisions stand, and nobody announces again.
+votes and decisions stand, and members do not announce themselves again.
 
-Every run needs a name of its own; its values stay in etcd until somebody deletes those below `phalanx/NAME/` (`etcdctl del --prefix`).
+Every run needs a name of its own; its values stay in etcd under `phalanx/NAME/` (`etcdctl del --prefix phalanx/NAME/` deletes them).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLOWER = 5
 HISTORY_S = 300.0
 """Old versions are kept for so long, for whoever else watches this etcd (Kubernetes keeps its own for as long)."""
 MAX_OPERATIONS = 100
-"""Most operations in one transaction (etcd allows 128 unless it is told otherwise)."""
+"""Most operations in one transaction (etcd allows 128 by default)."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class EtcdKeys:
         there = partial(self.all_there, [key])
         return poll(there, timeout_s, last_look_s=LOOK_S, sharing=sharing * SLOWER, over=over)
 
-    def hear(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+    def watch(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
         return self.wait(key, timeout_s, sharing=sharing)
 
     def listed(self, prefix: str) -> list[str]:
@@ -132,7 +132,7 @@ class EtcdKeys:
             self._ask("kv/compaction", {"revision": str(old[-1])}, refused=True)
 
     def close(self) -> None:
-        self._lost = self._lost or "this connection was given up"
+        self._lost = self._lost or "this connection was closed"
         self._http.close()
 
     def _name(self, key: str) -> str:

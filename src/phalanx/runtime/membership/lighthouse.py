@@ -1,20 +1,20 @@
-"""`phalanx service`: one membership service, or several of one run, of which torchft's lighthouse says who keeps the values (extra `lighthouse`).
+"""`phalanx service`: one membership service, or several of one run, of which torchft's lighthouse selects the one that stores the values (extra `lighthouse`).
 
-A lighthouse (meta-pytorch/torchft) hears heartbeats and forms quorums; it keeps no values. So the values stay in a TCPStore (`runtime/membership/service.py`), and the lighthouse decides
+A lighthouse (meta-pytorch/torchft) receives heartbeats and forms quorums; it stores no values. So the values stay in a TCPStore (`runtime/membership/service.py`), and the lighthouse decides
 *whose*: every `phalanx service --lighthouse URL` takes part in its quorums, the one that they name has its store open, the others wait with theirs closed. Hosts of the run know
-all addresses, try one after the other, and need no torchft. When the keeper or its machine dies another one opens, without values: the run pauses and goes on, as after a restart.
+all addresses, try one after the other, and need no torchft. When the keeper or its machine dies another one opens, without values: the run pauses and continues, as after a restart.
 
-    pilot   a process that talks with the lighthouse (its client has threads, and this program forks): heartbeats, one quorum after another, each told through a pipe
+    pilot   a process that talks with the lighthouse (its client has threads, and this program forks): heartbeats, one quorum after another, each reported through a pipe
     store   a process that keeps the values and ends by itself when its lease does, whoever else stands still
     here    `Tenure` says when the store may be open
 
-Values are in one place at a time. All members of a quorum see what all of them said of the keeper that they know, so all find the same one.
+Values are in one place at a time. All members of a quorum see the last keeper that each of them knows, so all select the same one.
 
 Must never change: whoever keeps values stops a *lease* after it asked for the last quorum that named it, by its own clock; whoever is to keep them waits longer
-than the longest lease that it has heard of from when it first heard of a quorum that names it, and begins to wait anew whenever it may have missed one. So no two keep values at the
-same time, whatever is cut off from whom, as long as clocks run equally fast within `WAIT - 1`. (A longer lease of a service of which nobody in the quorum has ever heard is not known: all should have the same.)
+than the longest lease known to it after it first sees a quorum that names it, and begins to wait anew whenever it may have missed one. So no two keep values at the
+same time, however the network is partitioned, as long as clocks run equally fast within `WAIT - 1`. (A longer lease of a service that no member of the quorum knows of is not respected: all should have the same.)
 
-Only the compiled part of torchft is loaded: its package imports telemetry and process groups that nobody needs here.
+Only the compiled part of torchft is loaded: its package imports telemetry and process groups that are not needed here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WAIT = 1.25
 
 @dataclass(frozen=True)
 class Claim:
-    """What one service says in a quorum: `keeper` is the last one that it heard of, the `term`-th (0: none), `longest_s` the longest lease, its own or another's."""
+    """What one service reports in a quorum: `keeper` is the last one that it knows of, the `term`-th (0: none), `longest_s` the longest lease, its own or another's."""
 
     name: str
     keeper: str = ""
@@ -57,14 +57,14 @@ class Claim:
 
 
 def keeper_of(claims: Sequence[Claim]) -> tuple[str, int]:
-    """(keeper, term) of a quorum: the latest keeper that anybody knows while it takes part, else the first by name, one term later."""
+    """(keeper, term) of a quorum: the latest known keeper if it takes part, else the first by name, one term later."""
     latest = max(claims, key=lambda c: (c.term, c.keeper))
     names = sorted(c.name for c in claims)
     return (latest.keeper, latest.term) if latest.keeper in names else (names[0], latest.term + 1)
 
 
 def longest_lease(claims: Sequence[Claim]) -> float:
-    """That anybody in a quorum has heard of: also of one who is not in it, and may still keep values."""
+    """Longest lease known in a quorum, also of a service outside of it that may still hold values."""
     return max(c.longest_s for c in claims)
 
 
@@ -78,11 +78,11 @@ class Tenure:
     """Values must be given up then."""
     holds: bool = False
     longest_s: float = 0.0
-    """Longest lease of another service that this one has ever heard of."""
+    """Longest lease of another service that this one knows of."""
     _since_s: float | None = None
     _quorum: int = 0
 
-    def hear(self, keeper: str, *, quorum: int, asked_s: float, now_s: float, longest_s: float = 0.0) -> None:
+    def observe(self, keeper: str, *, quorum: int, asked_s: float, now_s: float, longest_s: float = 0.0) -> None:
         """A quorum with this number, asked for at `asked_s`, names `keeper`; the longest lease known there is `longest_s`."""
         self.longest_s = max(self.longest_s, longest_s)
         self.look(now_s)
@@ -130,7 +130,7 @@ def engine() -> ModuleType:
 
 
 class Pilot:
-    """The process that takes part in quorums. `read` returns what it was told since the last time."""
+    """The process that takes part in quorums. `read` returns its messages since the last call."""
 
     def __init__(self, name: str, lighthouse: str, *, address: str, lease_s: float) -> None:
         self._pipe, tell = os.pipe2(os.O_CLOEXEC)
@@ -186,8 +186,8 @@ def _take_part(name: str, lighthouse: str, *, address: str, lease_s: float, tell
                 name, timedelta(seconds=lease_s), store_address=address, step=0, world_size=1, shrink_only=False,
                 data={"keeper": keeper, "term": term, "longest_s": longest_s},
             )  # fmt: skip
-            said = [(p.replica_id, p.data) for p in found.participants if isinstance(p.data, dict)]
-            claims = [Claim(who, d.get("keeper", ""), d.get("term", 0), d.get("longest_s", 0.0)) for who, d in said]
+            reports = [(p.replica_id, p.data) for p in found.participants if isinstance(p.data, dict)]
+            claims = [Claim(who, d.get("keeper", ""), d.get("term", 0), d.get("longest_s", 0.0)) for who, d in reports]
             (keeper, term), longest_s = keeper_of(claims), max(longest_s, longest_lease(claims))
             words = {"keeper": keeper, "quorum": int(found.quorum_id), "asked_s": asked_s, "longest_s": longest_s}
         except Exception as err:  # whatever its client raises: the lease ends by itself
@@ -197,7 +197,7 @@ def _take_part(name: str, lighthouse: str, *, address: str, lease_s: float, tell
 
 
 def _beat(torchft: Any, name: str, lighthouse: str) -> None:
-    """Sends heartbeats, without which a lighthouse takes a member that waits for a quorum for dead."""
+    """Sends heartbeats, without which a lighthouse counts a member that waits for a quorum as dead."""
     client = None
     while True:
         try:
@@ -221,7 +221,7 @@ def serve(
     With a `lighthouse` only while its quorums name this program, by leases of `lease_s`. Raises `ConfigError` where torchft is not installed, `RunError` where the port is taken.
     """
     if lighthouse:
-        engine()  # or say at once that it is not there
+        engine()  # or fail at once
         signal.pthread_sigmask(signal.SIG_BLOCK, stop)
         keep_while_named(address, lighthouse, lease_s=lease_s, stop=stop, tell=tell)
         return
@@ -231,7 +231,7 @@ def serve(
     while signal.sigwait({*stop, signal.SIGCHLD}) not in stop:
         if store.reap():
             store = start_store(address.host, address.port)
-            tell(f"it ended, and is here again without its values, process {store.pid}")
+            tell(f"membership service restarted, process {store.pid}; its values were lost")
     store.stop()
 
 
@@ -247,13 +247,13 @@ def keep_while_named(
     arrives."""
     where = f"{address.host}:{address.port}"
     name = f"{socket.gethostname()}:{address.port}-{secrets.token_hex(3)}"
-    keeps = _Keeps(Tenure(name, lease_s), address, tell)
+    keeps = _LeasedStore(Tenure(name, lease_s), address, tell)
     pilot = Pilot(name, lighthouse, address=where, lease_s=lease_s)
-    tell(f"{name} waits: the lighthouse {lighthouse} says who keeps the values")
+    tell(f"{name} waits until the lighthouse {lighthouse} selects it to store the values")
     try:
         while signal.sigtimedwait(stop, LOOK_S) is None:
             for words in pilot.read():
-                keeps.hear(words)
+                keeps.observe(words)
             keeps.look()
             if pilot.ended():
                 pilot.stop()
@@ -263,27 +263,27 @@ def keep_while_named(
         pilot.stop()
 
 
-class _Keeps:
+class _LeasedStore:
     """The store of one service, open while its tenure lasts."""
 
     def __init__(self, tenure: Tenure, address: ServiceAddress, tell: Callable[[str], None]) -> None:
         self.tenure, self.address, self.tell = tenure, address, tell
         self.store: StoreProcess | None = None
-        self._told = ""
+        self._reported = ""
 
-    def hear(self, words: dict[str, Any]) -> None:
-        text = f"no quorum: {words['error']}" if "error" in words else f"keeper is {words['keeper']}"
-        if text != self._told:
+    def observe(self, words: dict[str, Any]) -> None:
+        text = f"no quorum: {words['error']}" if "error" in words else f"the quorum selects {words['keeper']}"
+        if text != self._reported:
             self.tell(text)
-        self._told = text
+        self._reported = text
         if "error" in words:
             return
         longest_s = words["longest_s"]
         if longest_s > max(self.tenure.lease_s, self.tenure.longest_s):
             self.tell(
-                f"another service has --lease {longest_s:g}, this one {self.tenure.lease_s:g}: it waits for the longer one; give all the same"
+                f"another service has --lease {longest_s:g}, this one {self.tenure.lease_s:g}: waiting for the longer one; give all the same --lease"
             )
-        self.tenure.hear(
+        self.tenure.observe(
             words["keeper"], quorum=words["quorum"], asked_s=words["asked_s"], now_s=since_boot_s(), longest_s=longest_s
         )
 
@@ -291,14 +291,14 @@ class _Keeps:
         """Open, renew or close."""
         if not self.tenure.look(since_boot_s()):
             if self.store is not None:
-                self.tell("this service keeps the values no longer")
+                self.tell("this service no longer stores the values")
             self.close()
             return
         if self.store is None or self.store.reap():
             self.close()
             self.store = start_store(self.address.host, self.address.port, until_s=self.tenure.until_s)
             self.tell(
-                f"this service keeps the values, at {self.address.host}:{self.address.port}, process {self.store.pid}"
+                f"this service stores the values, at {self.address.host}:{self.address.port}, process {self.store.pid}"
             )
         self.store.renew(self.tenure.until_s)
 

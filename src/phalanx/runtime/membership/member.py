@@ -1,4 +1,4 @@
-"""The loop of one member of a run: connect, agree where all stand, step, vote, commit; and again when somebody is lost or comes.
+"""The loop of one member of a run: connect, agree on the step, compute, vote, commit; and again when a member is lost or joins.
 
 It knows no model. What is computed is a `Body`: the trainer's, or the small vectors of `phalanx_lab/bench/storm/toy.py`.
 
@@ -23,7 +23,7 @@ from phalanx.runtime.membership.watcher import End, Left, RunOver
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 
 SAME_FAILURES = 3
-"""A step that fails so often although nobody is lost has another cause than a lost peer."""
+"""A step that fails so often although no member is lost has another cause than a lost peer."""
 
 
 class Body(Protocol):
@@ -43,17 +43,17 @@ class Body(Protocol):
     def enter(self, team: GroupEpoch, resolution: Resolution) -> None:
         """Take the state of `resolution.step` where this member lacks it, from `resolution.holders`; build groups, plans. Collective.
 
-        Where nobody holds state (`resolution.step` is None): begin anew only in a run that has never begun, else from a checkpoint.
+        If no member holds state (`resolution.step` is None): start from scratch only in a run that has never begun, else from a checkpoint.
         """
 
     def compute(self) -> None:
         """One step up to its reduced gradients; changes no state. Raises `PeerError` or `RuntimeError` where a peer is lost."""
 
     def commit(self) -> None:
-        """Apply what was reduced. Needs nobody else."""
+        """Apply what was reduced. Needs no other member."""
 
     def too_slow(self) -> Mapping[str, str]:
-        """Names, after a commit, members that the run is to go on without, and why, as all that were in the step know."""
+        """Members that the run is to continue without, and why; asked after a commit, the same on all that were in the step."""
 
     def abort(self) -> None:
         """Drop what was reduced, whole or in part."""
@@ -61,17 +61,17 @@ class Body(Protocol):
     def hand_over(self, stay: Sequence[str]) -> bool:
         """Some members leave: give what only they hold to those that `stay`, over the groups that all are still in. Collective.
 
-        False on all where it could not be done although no rank was lost: then nobody leaves.
+        False on all if it failed although no rank was lost: then no member leaves.
         """
 
     def close(self, *, stopped: bool) -> None:
-        """All steps are done, or (`stopped`) the run is to end here: write down what must stay. Collective; nobody has left yet.
+        """All steps are done, or (`stopped`) the run is to end here: save what must be kept. Collective; no member has left yet.
 
         Called again, in the next generation, where a peer is lost in it.
         """
 
-    def leave_team(self) -> None:
-        """Forget every group, plan and message of the team."""
+    def leave_epoch(self) -> None:
+        """Drop every process group, plan and message of the group epoch."""
 
     def finished(self) -> bool:
         """Whether all steps are done; the same answer on all members at the same step."""
@@ -89,11 +89,11 @@ class Reformed(Event):
     why: str
     at_s: float
     lost_s: float
-    """When the supervisor knew of a loss; 0: nobody is lost."""
+    """When the supervisor detected a loss; 0: no member was lost."""
     told_s: float
     """How long it took until this member knew."""
     broken_s: float
-    """When this member saw that the last team was broken; 0 where it was not."""
+    """When this member saw that the last group epoch was broken; 0 where it was not."""
     formed_s: float
     """How long the barrier and the groups took."""
     entered_s: float
@@ -123,7 +123,7 @@ class Steps(Protocol):
 
 
 def run_steps(body: Steps, step: Callable[[], Decision]) -> Decision:
-    """The loop of training: steps until all are done, or until the decision on one says that no other follows it here. Returns the last decision."""
+    """The loop of training: steps until all are done, or until a decision ends this sequence. Returns the last decision."""
     decision = GO_ON
     while decision == GO_ON and not body.finished():
         decision = step()
@@ -154,13 +154,13 @@ class _Loop:
     def run(self) -> str:
         while True:
             try:
-                team = self.agent.next_team(self._report(), order=self.order)
+                team = self.agent.next_epoch(self._report(), order=self.order)
             except Left:
                 return "left"
             except RunOver as err:
                 return self._at_the_end(err.end)
-            why = self._in_team(team)
-            self.body.leave_team()
+            why = self._run_epoch(team)
+            self.body.leave_epoch()
             if why:
                 return why
 
@@ -175,8 +175,8 @@ class _Loop:
             about=about,
         )
 
-    def _in_team(self, team: GroupEpoch) -> str:
-        """Steps until the team ends; why the run ends, or nothing."""
+    def _run_epoch(self, team: GroupEpoch) -> str:
+        """Steps until the group epoch ends; why the run ends, or an empty string."""
         if team.generation.uids != self.uids:
             self.failures.clear()
         self.uids = team.generation.uids
@@ -243,7 +243,7 @@ class _Loop:
     def _step(self) -> Decision:
         decision = self._try_step()
         if decision.commit and decision.then != "stop":
-            self.agent.wish_away(self.body.too_slow())
+            self.agent.request_exclusion(self.body.too_slow())
         return decision
 
     def _try_step(self) -> Decision:
@@ -256,7 +256,7 @@ class _Loop:
             decision = self.agent.vote(step)
         except InDoubt:
             return self._after_doubt(step, number)
-        except ServiceLost:  # before the vote was heard
+        except ServiceLost:  # before the vote was written
             self._broken()
             self.body.abort()
             return ABORT
@@ -268,7 +268,7 @@ class _Loop:
         return decision
 
     def _after_doubt(self, step: int, number: int) -> Decision:
-        """A service that was away for a moment and lost nothing can still say; else the next generation settles it."""
+        """A service that was unavailable for a moment and lost nothing still knows the decision; else the next generation settles it."""
         self._broken()
         decision = self.agent.settle(step)
         if decision is None:
@@ -285,8 +285,8 @@ class _Loop:
         self.tell(Committed(uid=self.agent.uid, generation=generation, step=self.body.step, at_s=now_s(), doubt=doubt))
 
     def _part(self, leavers: Callable[[], Mapping[str, str]]) -> bool:
-        """Some leave; whether the team is over. Nobody is out before all that they hold is with the others: where one of these is lost
-        meanwhile, those who wanted to leave are members of the next generation too, and a source of it."""
+        """Some members leave; returns whether the group epoch ends. They stay members until their state is with the others: if one of
+        these is lost meanwhile, the leavers are members of the next generation too, and a source of its state."""
         done: list[Mapping[str, str]] = []
 
         def give() -> None:
@@ -314,7 +314,7 @@ class _Loop:
             text, where = f"{type(err).__name__}: {err}", "".join(traceback.format_tb(err.__traceback__)[-3:])
             err.__traceback__ = None
         except Exception as err:
-            if not self.agent.came_from_nowhere():
+            if not self.agent.may_be_invalid():
                 raise
             text, where = f"{type(err).__name__}: {err}", ""
             err.__traceback__ = None
@@ -341,7 +341,7 @@ class _Loop:
 
 
 def resolve_now(team: GroupEpoch, own_step: int) -> Resolution:
-    """What the reports of the team say, once every doubt is settled."""
+    """Resolution of the reports, once every doubt is settled."""
     found = resolve(team.reports)
     if found.step is not None and team.uid in found.holders and own_step > found.step:
         raise RunError(f"this member has committed {own_step} steps and the others {found.step}; nothing was changed")

@@ -2,12 +2,12 @@
 
 A *generation* is a list of members in order, with a number that only grows. Generation n+1 is the value of the key `gen/{n+1}`, which the first
 writer decides (`Keys.create`). So there is one history, whoever writes it: a supervisor that saw a process end, one that missed a heartbeat,
-one whose new worker is ready. Nobody is elected and workers agree on nothing among themselves.
+one whose new worker is ready. There is no election and no consensus among workers.
 
-    announce          a member says who it is, what it runs and which generation it saw last; another plan or version is refused by name
-    wish_to_leave     a member is to go; it stays a member until what it holds was handed over
+    announce          a member publishes its name, plan, version and the generation it saw last; another plan or version is refused by name
+    request_leave     a member is asked to leave; it stays a member until its state was handed over
     propose_death     next generation without some members        propose_join    with more        propose_leave   without, after a hand-over
-    renew             the same members again: their connections broke and nobody died
+    renew             the same members again: their connections broke and none was lost
     current, wait     the newest generation; the next one after n
 
 A service that lost its values (`Keys.epoch`) starts a new history: all members announce again, and its first generation gets a number above all
@@ -30,7 +30,7 @@ from phalanx.core.errors import Problem, ProblemsError, RunError
 from phalanx.runtime.membership.keys import Keys
 
 KEPT = 100
-"""Generations whose members are known; a member that was away for longer counts as having missed one."""
+"""Generations whose members are known; a member that missed more than these counts as excluded."""
 
 
 class MembershipError(ProblemsError):
@@ -38,11 +38,11 @@ class MembershipError(ProblemsError):
 
 
 class StaleMember(RunError):
-    """This member was removed from the run while it did not answer: what it holds is out of date and must not be used."""
+    """This member was excluded from the run while it did not answer: its state is out of date and must not be used."""
 
 
 class TooFewMembers(RunError):
-    """Fewer members than the run needs, for longer than it waits. What they held is saved; the same command goes on when there are more."""
+    """The run had fewer members than it needs for longer than it waits. Their state is saved; the same command continues when there are more."""
 
     exit_code = 75
 
@@ -73,7 +73,7 @@ class Generation:
     why: str = ""
     """Reason in words, for people."""
     lost_s: float = 0.0
-    """When whoever proposed it knew that somebody is lost (seconds since the epoch); 0: nobody is."""
+    """When the proposer detected the loss of a member (seconds since the epoch); 0: none was lost."""
     forgotten: bool = False
     """Who was in it is not known any more; there are many newer ones."""
 
@@ -113,7 +113,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """What a member says of itself before it takes part."""
+    """What a member publishes before it takes part."""
 
     member: Member
     plan_hash: str
@@ -171,7 +171,7 @@ class Membership:
         self.keys.put(f"beat/{name}", str(count))
 
     def heartbeats(self, names: Sequence[str]) -> dict[str, str | None]:
-        """What each said last."""
+        """The last count of each."""
         return dict(zip(names, self.keys.values([f"beat/{n}" for n in names]), strict=True))
 
     def current(self, known: Generation | None = None) -> Generation | None:
@@ -191,7 +191,7 @@ class Membership:
         same = after is not None and after.epoch == self.keys.epoch
         key = _key(after.number + 1) if same and after is not None else "first"
         sharing = 1 if after is None else len(after.members)
-        return self.current(after) if self.keys.hear(key, timeout_s, sharing=sharing) else None
+        return self.current(after) if self.keys.watch(key, timeout_s, sharing=sharing) else None
 
     def between(self, before: Generation, after: Generation) -> list[Generation]:
         """Those later than `before`, up to `after`, of the same life of the service; `after` alone where `before` is of another one."""
@@ -224,7 +224,7 @@ class Membership:
         return None
 
     def forget(self, number: int, newest: Generation) -> list[str]:
-        """Empty an old generation, and delete what members said who were in it and are not in `newest`; their names. Nothing where that was done before."""
+        """Empty an old generation, and delete the keys of members that were in it and are not in `newest`. Returns their names; none if it was emptied before."""
         text = self.keys.get(_key(number))
         old = None if text is None else Generation.from_json(text)
         if old is None or old.forgotten or number >= newest.number:
@@ -237,8 +237,8 @@ class Membership:
         return gone
 
     def forget_member(self, uid: str) -> None:
-        """What a member said of itself: it is in no generation any more, and nobody asks."""
-        for key in (f"member/{uid}", _wish(uid)):
+        """Delete the keys of a member that is in no generation any more."""
+        for key in (f"member/{uid}", _leave_request_key(uid)):
             self.keys.delete(key)
 
     def _publish(self, generation: Generation) -> None:
@@ -256,24 +256,24 @@ class Membership:
         """A generation with those, entered when the step under way has ended."""
         return self.propose(with_more(members), known)
 
-    def wish_to_leave(self, wishes: Mapping[str, str]) -> None:
-        """Members (name -> why) that are to leave. Say it again as often as you like; they do so when a step has ended and what they hold was handed over."""
-        new = [uid for uid in wishes if self.keys.get(_wish(uid)) is None]
+    def request_leave(self, requests: Mapping[str, str]) -> None:
+        """Ask members (name -> reason) to leave; may be repeated. They do so at the end of a step, after their state was handed over."""
+        new = [uid for uid in requests if self.keys.get(_leave_request_key(uid)) is None]
         for uid in new:
-            self.keys.put(_wish(uid), wishes[uid])
+            self.keys.put(_leave_request_key(uid), requests[uid])
         if new:
-            self.keys.put(WISHES, " ".join(new))  # after those that it tells of
+            self.keys.put(LEAVE_REQUESTS, " ".join(new))  # after the requests themselves
 
-    def wishes(self) -> dict[str, str]:
-        """Who is to leave, and why: all that were ever said."""
-        names = [key.removeprefix(_wish("")) for key in self.keys.listed(_wish(""))]
-        said = {uid: self.keys.get(_wish(uid)) for uid in names}
+    def leave_requests(self) -> dict[str, str]:
+        """All requests so far: member -> reason."""
+        names = [key.removeprefix(_leave_request_key("")) for key in self.keys.listed(_leave_request_key(""))]
+        said = {uid: self.keys.get(_leave_request_key(uid)) for uid in names}
         return {uid: why for uid, why in said.items() if why is not None}
 
     def propose_leave(
         self, uids: Collection[str], why: str, known: Generation | None = None, *, given_to: Collection[str] = ()
     ) -> Generation | None:
-        """A generation without those, who have handed over to `given_to`. Where one of these is gone the hand-over counts for nothing: they stay."""
+        """A generation without those, who have handed over to `given_to`. Where one of these is lost the hand-over is void: they stay."""
         leave = without(uids, why, leave=True)
         return self.propose(lambda now: leave(now) if set(given_to) <= set(now.uids) else None, known)
 
@@ -286,12 +286,12 @@ class Membership:
         return self.propose(change, known=after)
 
 
-WISHES = "wishes"
-"""Changes whenever somebody else is to leave."""
+LEAVE_REQUESTS = "leave-requests"
+"""Key whose value changes with each new leave request."""
 
 
-def _wish(uid: str) -> str:
-    return f"wish/{uid}"
+def _leave_request_key(uid: str) -> str:
+    return f"leave-request/{uid}"
 
 
 def _key(number: int) -> str:
@@ -339,26 +339,26 @@ class FirstRule:
     """Members of a fresh run; it begins with fewer (`minimum`) after `gather_s`."""
     minimum: int
     gather_s: float
-    """How long to wait for members that are not heard of."""
+    """How long to wait for members that have not announced themselves."""
     lone_s: float = 600.0
-    """How long at least where those that are heard of are not the greater part: the others may have gone on without them."""
+    """Minimum wait where those announced are a minority: the others may have continued without them."""
 
     @staticmethod
-    def last(heard: Sequence[Announcement], above: Generation | None) -> Generation | None:
-        """The newest generation that anybody knows of."""
-        seen = [a.last for a in heard if a.last is not None] + ([above] if above is not None else [])
+    def last(announced: Sequence[Announcement], above: Generation | None) -> Generation | None:
+        """The newest generation that any member knows."""
+        seen = [a.last for a in announced if a.last is not None] + ([above] if above is not None else [])
         return max(seen, key=lambda g: g.number, default=None)
 
     def members(
-        self, heard: Sequence[Announcement], *, above: Generation | None, dead: Collection[str], waited_s: float
+        self, announced: Sequence[Announcement], *, above: Generation | None, dead: Collection[str], waited_s: float
     ) -> tuple[list[Member], int] | None:
         """(members, number that theirs must be above), or None to wait on. `above` is the newest generation that the caller knows of.
 
         A run that was under way begins again with those that took part in it last, with more than half of those that may live: a few of them
         may have been removed and not know it. Without any of them it does not begin.
         """
-        last = self.last(heard, above)
-        alive = [a for a in heard if a.member.uid not in dead]
+        last = self.last(announced, above)
+        alive = [a for a in announced if a.member.uid not in dead]
         if last is None:
             fresh = [a.member for a in alive]
             full = len(fresh) >= self.wanted or (waited_s > self.gather_s and len(fresh) >= self.minimum)

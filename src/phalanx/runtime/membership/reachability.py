@@ -1,12 +1,12 @@
-"""Who can reach whom. Members that all reach the service and not each other would renew their generation for ever; so somebody of them is removed.
+"""Reachability probes. Members that all reach the service and not each other would renew their generation for ever; so some of them are excluded.
 
-A member has a *door*: a socket that listens and is never served, because the kernel answers for it, also for a process that is stopped. Where a generation breaks, or could not
-be formed, and nobody is known to be lost, each member knocks at the doors of the others and writes down whom it could not reach (`unreached/GENERATION/MEMBER`). `put_out` decides from all that
-is written, the first writer of the next generation makes it so, and one who was removed comes back only once it reaches everybody.
+Each member has a listening socket that is never served: the kernel accepts connections for it, also while the process is stopped. When a generation breaks or cannot
+be formed and no member is known to be lost, each member probes all others and records those it could not reach (`unreached/GENERATION/MEMBER`). `choose_removed` decides from these
+records, the first writer of the next generation applies it, and an excluded member joins again only once it reaches all others.
 
-A door that refuses says that the process behind it is gone: whoever hears that first removes it, long before anybody misses the heartbeats of its host.
+A refused connection means that the process has ended: the first member to see it excludes that process, long before its host's heartbeats are missed.
 
-Must never change: only silence and "no route" make a member unreachable, and only a refusal makes it gone.
+Must never change: only a timeout or "no route" makes a member unreachable, and only a refused connection makes it gone.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from dataclasses import dataclass
 from phalanx.runtime.membership.keys import Keys
 from phalanx.runtime.membership.membership import Generation, Membership
 
-KNOCK_S = 1.5
-"""A host that does not answer for so long is out of reach. TCP asks a second time after 1 s, so one lost packet means nothing."""
+PROBE_TIMEOUT_S = 1.5
+"""A host that does not answer for so long is unreachable. TCP retransmits after 1 s, so one lost packet is tolerated."""
 COLLECT_S = 0.5
-"""How long reports of others are waited for."""
+"""How long to wait for the reports of others."""
 LOOK_S = 0.02
 LINK_S = 4.0
-"""A connection between machines is broken after so long without a sign of the peer's kernel."""
+"""A connection between machines is broken after so long without an answer of the peer's kernel."""
 
 
-def put_out(uids: Sequence[str], told: Mapping[str, Collection[str]]) -> tuple[str, ...]:
+def choose_removed(uids: Sequence[str], unreached: Mapping[str, Collection[str]]) -> tuple[str, ...]:
     """Members to remove so that the others reach each other: again and again the one with the most broken pairs, of equals the one with the last rank.
 
-    `told`: what each member could not reach; a pair is broken where either says so. At least one member always stays.
+    `unreached`: the members that each could not reach; a pair is broken if either reports it. At least one member always stays.
     """
-    pairs = {frozenset((a, b)) for a, others in told.items() for b in others if a in uids and b in uids and a != b}
+    pairs = {frozenset((a, b)) for a, others in unreached.items() for b in others if a in uids and b in uids and a != b}
     out: list[str] = []
     while pairs:
         counts = {uid: sum(uid in pair for pair in pairs) for uid in uids}
@@ -47,11 +47,11 @@ def put_out(uids: Sequence[str], told: Mapping[str, Collection[str]]) -> tuple[s
     return tuple(out)
 
 
-class ReachabilityProbe:
-    """Where others can knock. Use from any thread."""
+class ProbeListener:
+    """Listening socket that other members probe. Use from any thread."""
 
     def __init__(self, service_host: str, service_port: int) -> None:
-        """Opens the door on the address by which this machine reaches the service."""
+        """Listens on the address by which this machine reaches the service."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((service_host, service_port))  # sends nothing
             own = probe.getsockname()[0]
@@ -60,7 +60,7 @@ class ReachabilityProbe:
         self.address = f"{own}:{self._socket.getsockname()[1]}"
 
     def clear(self) -> None:
-        """Forget who has knocked."""
+        """Drop the connections of probes so far."""
         with contextlib.suppress(OSError):
             while True:
                 self._socket.accept()[0].close()
@@ -69,36 +69,38 @@ class ReachabilityProbe:
         self._socket.close()
 
 
-def door_key(uid: str) -> str:
-    """Where a member writes the address of its door."""
-    return f"door/{uid}"
+def probe_key(uid: str) -> str:
+    """Key under which a member publishes the address of its `ProbeListener`."""
+    return f"probe/{uid}"
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers of doors."""
+    """Outcome of probes."""
 
     silent: frozenset[str]
-    """Nobody answers: out of reach."""
+    """Members that did not answer: unreachable."""
     refused: frozenset[str]
-    """The machine answers, and nobody listens there any more: the process is gone."""
+    """Members whose machine refused the connection: the process is gone."""
 
 
-def knock_at(keys: Keys, uids: Sequence[str], *, own: str, over: Callable[[], bool] = lambda: False) -> Answers:
-    """Knocks at the doors of members, as far as they have one."""
+def probe_members(keys: Keys, uids: Sequence[str], *, own: str, over: Callable[[], bool] = lambda: False) -> Answers:
+    """Probes members, as far as they have published an address."""
     others = [uid for uid in uids if uid != own]
-    doors = zip(others, keys.values([door_key(uid) for uid in others]), strict=True)
-    return knock({uid: door for uid, door in doors if door is not None}, over=over)
+    addresses = zip(others, keys.values([probe_key(uid) for uid in others]), strict=True)
+    return probe_all({uid: address for uid, address in addresses if address is not None}, over=over)
 
 
-def knock(doors: Mapping[str, str], *, limit_s: float = KNOCK_S, over: Callable[[], bool] = lambda: False) -> Answers:
-    """Knocks at all at once; for `limit_s` at most, and only until somebody refuses or `over` says that nobody asks any more (then
-    nobody is called silent)."""
+def probe_all(
+    addresses: Mapping[str, str], *, limit_s: float = PROBE_TIMEOUT_S, over: Callable[[], bool] = lambda: False
+) -> Answers:
+    """Probes all at once, for `limit_s` at most; ends early when one refuses or `over` returns true, and then reports none as
+    silent."""
     waiting: dict[int, tuple[str, socket.socket]] = {}
     codes: dict[str, int] = {}
     poll = select.poll()
     try:
-        for name, where in doors.items():
+        for name, where in addresses.items():
             host, _, port = where.rpartition(":")
             sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             sock.setblocking(False)
@@ -109,7 +111,7 @@ def knock(doors: Mapping[str, str], *, limit_s: float = KNOCK_S, over: Callable[
             else:
                 codes[name] = code
         end_s = time.monotonic() + limit_s
-        while len(codes) < len(doors) and (left_s := end_s - time.monotonic()) > 0:
+        while len(codes) < len(addresses) and (left_s := end_s - time.monotonic()) > 0:
             if errno.ECONNREFUSED in codes.values() or over():
                 limit_s = 0.0
                 break
@@ -120,9 +122,9 @@ def knock(doors: Mapping[str, str], *, limit_s: float = KNOCK_S, over: Callable[
     finally:
         for _, sock in waiting.values():
             sock.close()
-    refused = frozenset(name for name in doors if codes.get(name) == errno.ECONNREFUSED)
+    refused = frozenset(name for name in addresses if codes.get(name) == errno.ECONNREFUSED)
     unanswered = -1 if limit_s else 0
-    return Answers(frozenset(name for name in doors if codes.get(name, unanswered) != 0) - refused, refused)
+    return Answers(frozenset(name for name in addresses if codes.get(name, unanswered) != 0) - refused, refused)
 
 
 def _propose_gone(keys: Keys, generation: Generation, answers: Answers) -> bool:
@@ -131,13 +133,15 @@ def _propose_gone(keys: Keys, generation: Generation, answers: Answers) -> bool:
     return bool(answers.refused)
 
 
-def agree_who_goes(keys: Keys, generation: Generation, *, own: str, over: Callable[[], bool] = lambda: False) -> bool:
-    """Agrees who goes from a generation that broke, or could not be formed: knock, tell, hear the others, propose. False where all
-    doors answer, so that nobody has to go.
+def remove_unreachable(
+    keys: Keys, generation: Generation, *, own: str, over: Callable[[], bool] = lambda: False
+) -> bool:
+    """Exclude unreachable members from a generation that broke or could not be formed: probe, publish the result, read those of the
+    others, propose. False where all members answer.
 
     `over`: there is a newer generation already.
     """
-    answers = knock_at(keys, generation.uids, own=own, over=over)
+    answers = probe_members(keys, generation.uids, own=own, over=over)
     if _propose_gone(keys, generation, answers):
         return True
     if not answers.silent:
@@ -146,9 +150,9 @@ def agree_who_goes(keys: Keys, generation: Generation, *, own: str, over: Callab
     keys.put(prefix + own, json.dumps(sorted(answers.silent)))
     if keys.wait(f"gen/{generation.number + 1}", COLLECT_S):
         return True
-    told = {k.removeprefix(prefix): json.loads(keys.get(k) or "[]") for k in keys.listed(prefix)}
-    gone = put_out(generation.uids, told)
-    others = sorted({uid for pair in told.items() for uid in (pair[0], *pair[1])} - {*gone})
+    unreached = {k.removeprefix(prefix): json.loads(keys.get(k) or "[]") for k in keys.listed(prefix)}
+    gone = choose_removed(generation.uids, unreached)
+    others = sorted({uid for pair in unreached.items() for uid in (pair[0], *pair[1])} - {*gone})
     change = f"could not be reached by {', '.join(others)}"
     membership = Membership(keys)
     now = membership.current(generation)
@@ -158,7 +162,7 @@ def agree_who_goes(keys: Keys, generation: Generation, *, own: str, over: Callab
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Let the kernel break the connection where the peer's does not answer for `LINK_S`: neither to what was sent nor, while nothing comes, to the question whether it is there.
+    """Let the kernel break the connection where the peer's does not answer for `LINK_S`: neither to data nor, while the connection is idle, to keep-alive probes.
 
     An answer needs no process: peers that compute, or are stopped, give it. `TCP_USER_TIMEOUT` would also break a connection whose peer answers and reads nothing for so long
     (tcp(7)); gloo sends data only to a receiver that has asked for it, and reads in a thread of its own.

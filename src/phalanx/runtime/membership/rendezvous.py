@@ -36,12 +36,12 @@ from phalanx.runtime.processes import use_loopback
 READY_BLOCK = 64
 """Members whose reports one look asks for: the first that are not complete."""
 CONSTRUCT_S = 3.0
-"""All members have said that they are ready, so a group is made in milliseconds or never."""
+"""All members have reported that they are ready, so a group is made in milliseconds or never."""
 LOOK_S = 0.002
 
 
 class NoMapping(PeerError):
-    """The members of this generation make no mapping that the run could go on with."""
+    """No mapping fits the members of this generation."""
 
 
 class NewerGeneration(PeerError):
@@ -100,7 +100,7 @@ def _keep_alive(fds: Iterable[int]) -> None:
 
 
 def _shut(fd: int, inode: str) -> bool:
-    """A copy of the descriptor is looked at, so that nobody can change it between the look and the act."""
+    """Works on a duplicate of the descriptor, so that no other thread can change it between the check and the shutdown."""
     try:
         own = os.dup(fd)
     except OSError:
@@ -117,11 +117,12 @@ def _shut(fd: int, inode: str) -> bool:
         return False
 
 
-class TeamGroups(GroupCache):
+class EpochGroups(GroupCache):
     """Process groups of one generation; their sockets are known."""
 
-    def __init__(self, sockets: Sockets, *, timeout_s: float) -> None:
+    def __init__(self, sockets: Sockets, *, timeout_s: float, generation: int = 0) -> None:
         super().__init__(timeout_s=timeout_s)
+        self.generation = generation
         self._sockets = sockets
         self.aborted: Callable[[], bool] = lambda: False
 
@@ -129,7 +130,7 @@ class TeamGroups(GroupCache):
         if ranks == tuple(range(dist.get_world_size())) and not second and not message_ctas:
             return dist.group.WORLD
         if self.aborted():
-            raise PeerError("a group of a team whose connections were closed would never be closed again")
+            raise PeerError(f"cannot create a process group: generation {self.generation} was aborted")
         timeout = timedelta(seconds=min(CONSTRUCT_S, self.timeout_s))
         inside = dist.get_rank() in ranks
         with self._sockets.noted() if inside else contextlib.nullcontext():  # who is not in it opens no socket
@@ -149,9 +150,9 @@ class TeamGroups(GroupCache):
 
 
 class GroupEpoch:
-    """The members of one generation, connected. `groups` makes what a folding needs (`build_groups(..., cache=team.groups)`).
+    """The connected members of one generation. `groups` makes what a folding needs (`build_groups(..., cache=epoch.groups)`).
 
-    Whoever keeps an `Axis`, a `Groups`, a `Work` or a traceback of a step must forget it when the team is dropped. Sockets are shut all the same,
+    Whoever keeps an `Axis`, a `Groups`, a `Work` or a traceback of a step must forget it when the epoch is dropped. Sockets are shut all the same,
     so that no peer waits; but descriptors and threads stay until the last reference is gone.
     """
 
@@ -172,9 +173,9 @@ class GroupEpoch:
         self.reports = tuple(sorted(reports, key=lambda report: self.uids.index(report.uid)))
         """Reports of all members, in the order of their ranks."""
         self.begun = False
-        """Whether a step of the run was ever committed: then nobody may begin anew."""
+        """Whether a step of the run was ever committed: then members must not start from scratch."""
         self.sockets = Sockets(far=far)
-        self.groups = TeamGroups(self.sockets, timeout_s=timeout_s)
+        self.groups = EpochGroups(self.sockets, timeout_s=timeout_s, generation=generation.number)
         self.aborted = False
         self.groups.aborted = lambda: self.aborted
         self.aborted_s = 0.0
@@ -237,7 +238,7 @@ def meet(
         if time.monotonic() > end_s:
             said = zip(generation.uids, keys.values(ready_keys(generation)), strict=True)
             missing = [uid for uid, report in said if report is None]
-            raise PeerError(f"generation {generation.number} does not form: {', '.join(missing)} did not come")
+            raise PeerError(f"generation {generation.number} failed to form: no report from {', '.join(missing)}")
         time.sleep(look_s)
         look_s = min(look_s * 1.5, last_look_s)
 
@@ -257,7 +258,7 @@ def form(
 ) -> GroupEpoch:
     """Connect the members of `generation`; this one has put its report under its key of `ready_keys`. Collective.
 
-    `timeout_s` is for collectives, `limit_s` for members to become ready. `watch` is given the team before it connects, so that a watchdog can abort
+    `timeout_s` is for collectives, `limit_s` for members to become ready. `watch` is given the group epoch before it connects, so that a watchdog can abort
     it from then on. `order` decides the ranks. Raises `NewerGeneration`, `PeerError`, `ServiceLost`. Nothing is left of a group that could not be made.
     """
     begin_s = time.monotonic()
@@ -277,7 +278,7 @@ def form(
             text = first_line(err)
             err.__traceback__ = None
             team.drop()
-            raise PeerError(f"generation {generation.number} does not form: {text}") from None
+            raise PeerError(f"generation {generation.number} failed to form: {text}") from None
     if newer():
         team.drop()
         raise NewerGeneration(f"generation {generation.number} is over")
@@ -286,8 +287,7 @@ def form(
 
 
 def _reports(generation: Generation, keys: Keys) -> list[MemberReport]:
-    """Reports of all members, who have written them before the barrier let anybody through. Raises `PeerError` where some are
-    gone."""
+    """Reports of all members, written before the barrier opened. Raises `PeerError` where some are gone."""
     texts = keys.values(ready_keys(generation))
     reports = [MemberReport.from_json(text) for text in texts if text is not None]
     if len(reports) < len(texts):

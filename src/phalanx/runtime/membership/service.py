@@ -1,7 +1,7 @@
 """The membership service of one machine: a TCPStore in a process of its own, which a supervisor starts and starts again.
 
 It lives outside of the workers, so that no worker's death takes it along, and outside of the supervisor, which forks. Its values die with it:
-`epoch` tells its clients so. Below it: from the address in a recipe to the service itself, and the first talk with it before any rank is started. The kernel ends it when the supervisor ends. With a lease (`until_s`) it ends by itself when that is over, unless it is renewed.
+its clients see another `epoch`. This file also finds the service of a recipe's address and asks it, before any rank is started, what run it serves. The kernel ends it when the supervisor ends. With a lease (`until_s`) it ends by itself when that is over, unless it is renewed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StoreProcess:
     address: TcpService
     ended: bool = False
     lease: int = -1
-    """Descriptor through which the process hears until when it may go on; -1: for ever."""
+    """Pipe that carries the end of its lease to the process; -1: it has none."""
 
     def reap(self) -> bool:
         """Whether it has ended; its status is collected."""
@@ -50,7 +50,7 @@ class StoreProcess:
         return self.ended
 
     def renew(self, until_s: float) -> None:
-        """It may go on until then (`since_boot_s`)."""
+        """Extend its lease until then (`since_boot_s`)."""
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
             os.write(self.lease, LEASE.pack(until_s))
 
@@ -74,8 +74,8 @@ def start_store(host: str = "127.0.0.1", port: int = 0, *, until_s: float | None
     """
     listener = listening_socket(host, port)
     number = listener.getsockname()[1]
-    ready, tell = os.pipe()
-    hear, lease = (-1, -1) if until_s is None else os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    ready, started = os.pipe()
+    renewals, lease = (-1, -1) if until_s is None else os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -83,13 +83,13 @@ def start_store(host: str = "127.0.0.1", port: int = 0, *, until_s: float | None
             os.close(ready)
             if lease >= 0:
                 os.close(lease)
-            store = _keep(host, number, listener.fileno(), parent=parent, tell=tell)
-            _stay(store, hear, until_s)
+            store = _keep(host, number, listener.fileno(), parent=parent, started=started)
+            _stay(store, renewals, until_s)
         finally:
             os._exit(1)
-    os.close(tell)
-    if hear >= 0:
-        os.close(hear)
+    os.close(started)
+    if renewals >= 0:
+        os.close(renewals)
     listener.close()
     try:
         if os.read(ready, 1) != b"+":  # the pipe closes where it died before
@@ -99,7 +99,7 @@ def start_store(host: str = "127.0.0.1", port: int = 0, *, until_s: float | None
     return StoreProcess(pid=pid, address=TcpService(host, number), lease=lease)
 
 
-def _keep(host: str, port: int, listen_fd: int, *, parent: int, tell: int) -> dist.TCPStore:
+def _keep(host: str, port: int, listen_fd: int, *, parent: int, started: int) -> dist.TCPStore:
     os.setsid()
     die_with_parent(parent)
     for number in STOP_SIGNALS:
@@ -114,27 +114,27 @@ def _keep(host: str, port: int, listen_fd: int, *, parent: int, tell: int) -> di
         master_listen_fd=listen_fd,
     )
     store.set(EPOCH, secrets.token_hex(6))
-    os.write(tell, b"+")
-    os.close(tell)
+    os.write(started, b"+")
+    os.close(started)
     return store
 
 
-def _stay(store: dist.TCPStore, hear: int, until_s: float | None) -> None:
-    """While this process is allowed to; `store` serves in threads of its own."""
+def _stay(store: dist.TCPStore, renewals: int, until_s: float | None) -> None:
+    """Return when the lease is over; `store` serves in threads of its own."""
     while until_s is None:
         time.sleep(3600.0)
     poll = select.poll()
-    poll.register(hear, select.POLLIN)
+    poll.register(renewals, select.POLLIN)
     while (left_s := until_s - since_boot_s()) > 0:
         if poll.poll(min(left_s, LOOK_S) * 1000):  # which does not count while the machine is suspended
-            data = os.read(hear, LEASE.size * 512)
+            data = os.read(renewals, LEASE.size * 512)
             if not data:  # whoever renewed it has ended
                 return
             until_s = LEASE.unpack(data[-LEASE.size :])[0]
 
 
 AGAIN_S = 0.1
-TOLD_S = 2.0
+NOTICE_S = 2.0
 WANTED = "wanted"
 """How many ranks a run began with, on which its mapping rests: a host that comes later with another number takes this one."""
 
@@ -165,21 +165,21 @@ class AnyService:
 
     def connect(self) -> TcpKeys:
         """Raises `ServiceLost` where none answers. The one that answered last is asked first."""
-        said = list[str]()
+        errors = list[str]()
         for service in self.services:
             try:
                 keys = service.connect()
             except ServiceLost as err:
-                said.append(str(err))
+                errors.append(str(err))
             else:
                 self.services = sorted(self.services, key=lambda s: s != service)  # a new list: threads share this one
                 return keys
-        raise ServiceLost("; ".join(said))
+        raise ServiceLost("; ".join(errors))
 
 
 def expect_service(service: Service, where: str, *, wait_s: float, tell: Callable[[str], None]) -> bool:
     """Return once it answers: whether a run is under way there. Raises `RunError` where it does not within `wait_s`, or serves a run that is over or was stopped."""
-    end_s, told_s = time.monotonic() + wait_s, time.monotonic() + TOLD_S
+    end_s, notice_s = time.monotonic() + wait_s, time.monotonic() + NOTICE_S
     while True:
         try:
             keys = service.connect()
@@ -187,8 +187,8 @@ def expect_service(service: Service, where: str, *, wait_s: float, tell: Callabl
         except ServiceLost as err:
             if time.monotonic() > end_s:
                 raise RunError(f"{err}; waited {wait_s:g} s for it (resilience.wait_s)") from None
-            if time.monotonic() > told_s:
-                told_s = float("inf")
+            if time.monotonic() > notice_s:
+                notice_s = float("inf")
                 tell(f"waiting for the membership service at {where} (`phalanx service` keeps one)")
             time.sleep(AGAIN_S)
     try:
@@ -198,20 +198,20 @@ def expect_service(service: Service, where: str, *, wait_s: float, tell: Callabl
         keys.close()
     if over is not None:
         raise RunError(
-            f"the membership service at {where} has served a run that is over, after {over.split()[0]} steps; "
-            "start another one, or in etcd use another name"
+            f"the run of the membership service at {where} is over, after {over.split()[0]} steps; "
+            "start another service, or in etcd use another name"
         )
     if stopped is not None or stop is not None:
         state = "was stopped" if stopped is not None else "is being stopped"
         raise RunError(
-            f"the membership service at {where} serves a run that {state} ({stop or 'without a reason'}), and remembers it: no member is left. "
+            f"the run of the membership service at {where} {state} ({stop or 'no reason given'}); no member can join it. "
             "Start another service, or in etcd use another name; the same command then continues from the newest checkpoint"
         )
     return first is not None
 
 
 def run_at(service: Service, *, wanted: int) -> tuple[int, bool]:
-    """(ranks that the run there begins with: what the first host that asked has said, else `wanted`; whether it is under way)."""
+    """(ranks that the run there begins with: those of the first host that asked, else `wanted`; whether it is under way)."""
     try:
         keys = service.connect()
         try:

@@ -1,11 +1,11 @@
-"""The supervisor of one host: starts its workers, sees them die or freeze, and says so to the membership service at once.
+"""The supervisor of one host: starts its workers, sees them die or freeze, and reports that to the membership service at once.
 
 It runs no tensor operation and has no thread, so that it may fork at any time; it waits for processes, for the pipes of its workers, and for
 signals. One of all supervisors also keeps the service where that is a TCPStore (`runtime/membership/service.py`), and starts it again when it ends.
 
     a worker ends             known by its process handle; removed from the run, and a new one started in its place
-    a worker says nothing     removed after `limit_s`; where it wakes up again it finds itself refused; its process is ended after `zombie_s`
-    a whole host says nothing the other supervisors remove its members (heartbeats of supervisors pass through the service)
+    a worker is silent        removed after `limit_s`; if it wakes up again it is refused; its process is killed after `zombie_s`
+    a whole host is silent    the other supervisors remove its members (heartbeats of supervisors pass through the service)
     SIGTERM, SIGINT           all members of this host leave: the step under way ends, they hand over, they go; alone, the run stops in good order
     a second one              ends everything at once
 
@@ -41,8 +41,8 @@ from phalanx.runtime.processes import STOP_SIGNALS, STOPPED
 
 TICK_S = 0.05
 """Longest time between two looks at what no handle announces."""
-PUT_OUT = 69
-"""Exit code of a host whose workers the others removed and whose places stayed empty, of a run that goes on: start it again (`EX_UNAVAILABLE` of sysexits.h)."""
+REMOVED_CODE = 69
+"""Exit code of a host whose workers the others removed and were not replaced, while the run continues: start the host again (`EX_UNAVAILABLE` of sysexits.h)."""
 SERVICE_RETRY_S = 0.5
 """Seconds between two attempts to restart the membership service."""
 ROUNDS = 3
@@ -62,9 +62,9 @@ class SupervisorSettings:
     """The run waits while it has fewer members."""
     heartbeat_s: float = 0.1
     limit_s: float = 3.0
-    """A worker, or a host, that says nothing for so long is removed."""
+    """A worker, or a host, that is silent for so long is removed."""
     gather_s: float = 5.0
-    """How long the first generation (of a run, or after the service lost its values) waits for members that are not heard of."""
+    """How long the first generation (of a run, or after the service lost its values) waits for members that have not announced themselves."""
     wait_s: float = 600.0
     """How long a run with fewer members than `minimum` waits before it ends; before it begins, `gather_s` longer."""
     zombie_s: float = 30.0
@@ -77,14 +77,14 @@ class SupervisorSettings:
     """No other host can take part: a stop of this one, before the run begins, is a stop of the run."""
     rest_s: float = 600.0
     """How long the place of a worker stays empty that the others removed for being slow."""
-    away: Callable[[], frozenset[int]] = frozenset
-    """Slots that are to have no worker for now, asked again and again (`train/recovery/drained_slots.py`)."""
+    drained_slots: Callable[[], frozenset[int]] = frozenset
+    """Returns the slots that have no worker for now; called repeatedly (`train/recovery/drained_slots.py`)."""
     agent: AgentSettings = field(default_factory=AgentSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLost(Event):
-    """A worker of this host is out of the run."""
+    """A worker of this host was lost."""
 
     uid: str
     host: str
@@ -162,21 +162,21 @@ class Supervisor:
         )
         self.workers: list[Worker] = []
         self.empty: set[int] = set()
-        """Slots that wait until they are not away any more."""
+        """Slots without a worker until they are no longer drained or resting."""
         self.rests: dict[int, float] = {}
         """Slots whose worker was too slow, and until when they stay empty."""
         self.started = 0
         self.deaths: Counter[int] = Counter()
-        """Deaths of each slot since the last step, but for workers that were refused: what they missed says nothing of the next
+        """Deaths of each slot since the last step, but for workers that were refused: that says nothing about the next
         one."""
         self.faults = 0
-        """Those among them that nobody outside has caused."""
+        """Those among them that no signal from outside caused."""
         self.stops = 0
         self.codes: list[int] = []
         self.error: PhalanxError | None = None
         self._cause: PhalanxError | None = None
-        """Error of the first worker that ended with one since the last step: what its successors say follows from it."""
-        self._told_to_stop = False
+        """Error of the first worker that ended with one since the last step: the errors of its successors follow from it."""
+        self._announce_stop = False
         self._service_ended_s = 0.0
         """When the service was seen to have ended; 0: it runs."""
         self._try_service_s = 0.0
@@ -190,7 +190,7 @@ class Supervisor:
 
         0: the run is over, or this host has left it in good order. 130: stopped at once. Else that of a worker that failed, or 128
         + the signal that killed one whose place
-        stayed empty (what it held was not handed over), as a shell says it, or `PUT_OUT` where the others removed one whose place
+        stayed empty (its state was not handed over), as a shell reports it, or `REMOVED_CODE` where the others removed one whose place
         stayed empty.
         """
         with self._listening():
@@ -220,14 +220,14 @@ class Supervisor:
 
     def _turn(self) -> None:
         self._wait()
-        if self.stops == 1 and self._told_to_stop:
-            self._told_to_stop = False
+        if self.stops == 1 and self._announce_stop:
+            self._announce_stop = False
             print(
                 "Finishing the step and saving a checkpoint. Press Ctrl-C again to stop immediately.",
                 file=sys.stderr,
                 flush=True,
             )
-        self._hear()
+        self._read_workers()
         self._reap()
         self._find_frozen()
         self._fill()
@@ -253,17 +253,19 @@ class Supervisor:
             slept_s = time.monotonic() - asked_s
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake, 4096)
-        if slept_s > TICK_S + self.settings.limit_s / 4:  # this process itself stood still: nobody else is to blame
+        if (
+            slept_s > TICK_S + self.settings.limit_s / 4
+        ):  # this process itself was stopped: the silence of others means nothing
             for worker in self.workers:
-                worker.heard_s = time.monotonic()
+                worker.last_read_s = time.monotonic()
             self.host_agent.forgive()
 
-    def _hear(self) -> None:
+    def _read_workers(self) -> None:
         for worker in self.workers:
-            self._hear_one(worker)
+            self._handle(worker)
 
-    def _hear_one(self, worker: Worker) -> None:
-        for words in worker.hear():
+    def _handle(self, worker: Worker) -> None:
+        for words in worker.read():
             if "announced" in words:
                 self.host_agent.announced(worker.member)
             if "leave" in words:
@@ -281,7 +283,7 @@ class Supervisor:
     def _reap(self) -> None:
         for worker in list(self.workers):
             if not worker.ended and worker.reap():
-                self._hear_one(worker)
+                self._handle(worker)
                 self._ended(worker)
 
     def _ended(self, worker: Worker) -> None:
@@ -294,7 +296,7 @@ class Supervisor:
             return
         self.host_agent.died(worker.uid, worker.cause())
         self.host_agent.tick()  # the others wait for this; a new process can come later
-        if worker.put_out:
+        if worker.removed_s:
             return
         self.deaths[worker.slot] += worker.code != STALE_CODE
         self.faults += worker.failed
@@ -321,12 +323,12 @@ class Supervisor:
         return True
 
     def _is_used_up(self, worker: Worker) -> bool:
-        """Whether its place stays empty because enough were started; said each time, for each time the run is smaller from then on."""
+        """Whether its slot stays empty because all restarts are used up; reported each time, because each time the run shrinks."""
         most = self.settings.respawns
         if self.started < self.settings.slots + most:
             return False
         why = worker.cause() if worker.ended else "was silent for too long"
-        text = f"host {self.settings.host}: slot {worker.slot} stays empty ({why}): {most} new workers were started in the place of others, and no more are"
+        text = f"host {self.settings.host}: slot {worker.slot} will not be restarted ({why}): the limit of {most} restarts is used up"
         print(text, file=sys.stderr, flush=True)
         self.tell(RespawnsUsedUp(host=self.settings.host, started=most, uid=worker.uid, why=why))
         return True
@@ -345,15 +347,15 @@ class Supervisor:
         for worker in list(self.workers):
             if worker.ended:
                 continue
-            silent_s = now - worker.heard_s
-            if not worker.put_out and silent_s > self.settings.limit_s:
-                worker.put_out = now
+            silent_s = now - worker.last_read_s
+            if not worker.removed_s and silent_s > self.settings.limit_s:
+                worker.removed_s = now
                 self.host_agent.died(worker.uid, f"was silent for {silent_s:.1f} s")
                 if not self.stops and self._is_used_up(worker):
                     self.codes.append(-signal.SIGKILL)
                 elif not self.stops:
                     self._start_or_wait(worker.slot)
-            if worker.put_out and now - worker.put_out > self.settings.zombie_s:
+            if worker.removed_s and now - worker.removed_s > self.settings.zombie_s:
                 worker.kill()
 
     def _keep_service(self) -> None:
@@ -409,12 +411,12 @@ class Supervisor:
     def _never_began(self, waited_s: float) -> PhalanxError:
         s = self.settings
         return TooFewMembers(
-            f"the run has not begun: {self.host_agent.heard()} ranks of all hosts are ready, and it needs {s.minimum} (resilience.minimum); host {s.host} waited "
+            f"the run has not begun: {self.host_agent.num_ready()} ranks of all hosts are ready, and it needs {s.minimum} (resilience.minimum); host {s.host} waited "
             f"{waited_s:g} s (resilience.wait_s, and {s.gather_s:g} s for ranks that start). Start this host again together with the others"
         )
 
     def _end_run(self, error: PhalanxError) -> None:
-        """Ends the run on all hosts. Nobody leaves alone, so that those who are left save together what they hold."""
+        """Ends the run on all hosts. No member leaves alone, so that those that are left save their state together."""
         self.error, self.stops = error, max(self.stops, 1)
         self.host_agent.stop(str(error).splitlines()[0])
         self._end_joiners()
@@ -427,22 +429,22 @@ class Supervisor:
 
     @property
     def _all_rest(self) -> bool:
-        """No worker is left that could hear of the end of the run, and it is over."""
+        """Only resting slots are left, so that no worker could report the end of the run, and it is over."""
         return bool(self.rests) and self.host_agent.is_over()
 
     def _start_or_wait(self, slot: int) -> None:
-        if slot in self.settings.away():
+        if slot in self.settings.drained_slots():
             self.empty.add(slot)
         else:
             self._start(slot)
 
     def _fill(self) -> None:
-        """Workers for the slots that are back."""
+        """Start workers in slots that are no longer drained or resting."""
         if not self.empty or not self._goes_on:
             return
         now = time.monotonic()
         self.rests = {slot: until_s for slot, until_s in self.rests.items() if until_s > now}
-        back = self.empty - self.settings.away() - set(self.rests)
+        back = self.empty - self.settings.drained_slots() - set(self.rests)
         self.empty -= back
         for slot in sorted(back):
             self._start(slot)
@@ -486,7 +488,7 @@ class Supervisor:
             self.host_agent.leave_or_stop(mine, f"its host got {signal.Signals(number).name}")
             if self.host_agent.newest is not None or not self.settings.alone:
                 self._end_joiners()
-            self._told_to_stop = True
+            self._announce_stop = True
         else:
             for worker in self.workers:
                 worker.kill()
@@ -498,7 +500,7 @@ class Supervisor:
         taking_part = () if self.host_agent.newest is None else self.host_agent.newest.uids
         for worker in self.workers:
             if not worker.ended and worker.uid not in taking_part:
-                worker.put_out = worker.put_out or time.monotonic()
+                worker.removed_s = worker.removed_s or time.monotonic()
                 worker.kill()
 
     def _end_all(self) -> None:
@@ -518,12 +520,12 @@ class Supervisor:
 
 
 def exit_code(codes: Sequence[int], *, finished: bool, over: bool) -> int:
-    """Exit code of a host whose workers that nobody replaced ended with `codes`, below 0: by that signal.
+    """Exit code of a host whose last workers ended with `codes`, below 0: by that signal.
 
-    `finished`: all steps are done, so whoever is killed is missed by nobody. `over`: they are, or the run was stopped, so nobody
-    can come back to it.
+    `finished`: all steps are done, so a killed worker is not missed. `over`: they are, or the run was stopped, so that no host
+    can join it again.
     """
     failed = [code for code in codes if code > 0 and code != STALE_CODE]
     killed = [128 - code for code in codes if code < 0 and not finished]
-    put_out = [PUT_OUT for code in codes if code == STALE_CODE and not over]
-    return max(failed or killed or put_out, default=0)
+    removed_s = [REMOVED_CODE for code in codes if code == STALE_CODE and not over]
+    return max(failed or killed or removed_s, default=0)

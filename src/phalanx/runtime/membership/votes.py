@@ -1,7 +1,7 @@
 """Steps as transactions: votes, and one decision for each (generation, step) that the first writer makes.
 
     all gradients reduced  ->  vote  ->  the last one to vote decides "commit"      ->  all apply the update
-    an error, a lost peer  ->            whoever sees it decides "abort"            ->  nobody does; the same step again
+    an error, a lost peer  ->            whoever sees it decides "abort"            ->  no update; the same step again
 
 A member that has voted can finish the step alone, so that a death after the vote changes nothing. A member that cannot learn the decision, because
 the service was lost, is *in doubt*: it keeps what it reduced, and in the next generation `resolve` settles it from what all members say. This is
@@ -26,26 +26,26 @@ from phalanx.runtime.membership.keys import Keys, ServiceLost
 from phalanx.runtime.membership.membership import Generation
 
 Then = Literal["go on", "next", "leave", "stop"]
-"""What all members do after a commit: another step, the next generation (somebody joins), hand over what those hold that leave, or end the run."""
+"""What all members do after a commit: another step, the next generation (a member joins), a hand-over from members that leave, or the end of the run."""
 SLICE_S = 0.02
 """Seconds after which a member that waits for a decision counts the votes again, and then after twice as long each time, up to
 `LAST_SLICE_S`."""
 LAST_SLICE_S = 1.0
 BLOCK = 16
-"""Members that count each other's votes; of more members, the last one of each block to vote says so for it, so that what all ask grows as their number does."""
+"""Members that count each other's votes; of more members, the last one of each block to vote marks the block, so that the load of the service grows linearly."""
 
 
 BEGUN = "begun"
-"""Exists before the first commit of a run does: from then on nobody may begin anew."""
+"""Exists before the first commit of a run does: from then on no member may start from scratch."""
 
 
 def written_for(generation: int) -> list[str]:
-    """Prefixes of what members wrote for votes and hand-overs of a generation. Nobody reads it once the one after the next has committed a step: who was in it is in that one too, or out."""
+    """Prefixes of a generation's keys of votes and hand-overs. They are not read once the generation after the next has committed a step."""
     return [f"{what}/{generation}/" for what in ("vote", "voted", "decision", "leavers")]
 
 
 def stepped_key(generation: Generation) -> str:
-    """Exists once a generation has committed a step: it is formed, and to change it again stops nobody half way."""
+    """Exists once a generation has committed a step: it is formed, and changing it again interrupts no member that forms it."""
     return f"stepped/{generation.number}"
 
 
@@ -87,8 +87,8 @@ class Votes:
     ) -> Decision:
         """Say that `step` (steps committed so far) is reduced here, and return the decision.
 
-        `then` is asked by the member that decides, `broken` again and again: a true answer (somebody of the generation is lost) makes this member
-        decide "abort", as does the end of `limit_s`. Raises `InDoubt` where the service is lost after the vote may have been heard.
+        `then` is called by the member that decides, `broken` repeatedly: if it is true (a member of the generation is lost) this member
+        decides "abort", as it does after `limit_s`. Raises `InDoubt` where the service is lost after the vote may have been counted.
         """
         try:
             self.keys.put(self._vote(step, self.uid), "1")
@@ -116,7 +116,7 @@ class Votes:
         return [self._vote(step, self.uid), *block, *([self._decision(step)] if place == 0 else [])]
 
     def _all_voted(self, step: int) -> bool:
-        """Looks at the votes of the own block, and where all of these are there at what was said of the others."""
+        """Checks the votes of the own block, and if it is complete the marks of the others."""
         uids, blocks = self.generation.uids, self._blocks(step)
         own = uids.index(self.uid) // BLOCK
         if not self.keys.all_there([self._vote(step, u) for u in uids[own * BLOCK : (own + 1) * BLOCK]]):
@@ -162,7 +162,7 @@ class MemberReport:
     doubt: bool = False
     """It has voted for `step` and does not know the decision."""
     sum: str = ""
-    """Checksum of what it holds, where it says one."""
+    """Checksum of its state; empty: none given."""
     about: StateReport = field(default_factory=StateReport)
     """What the next plan needs of its state and its process."""
 
@@ -187,13 +187,13 @@ class Resolution:
     """What follows from the reports of a generation, the same for all its members."""
 
     step: int | None
-    """Steps committed: where all go on. None: nobody holds state."""
+    """Steps committed, from which all continue. None: no member holds state."""
     finish: tuple[str, ...]
     """Members in doubt that must apply what they reduced."""
     repeat: tuple[str, ...]
     """Members in doubt that must drop it."""
     holders: tuple[str, ...]
-    """Members that have the state of `step` once `finish` is done, in order. What others hold is of a history that was given up."""
+    """Members that have the state of `step` once `finish` is done, in order. The state of others belongs to an abandoned history."""
 
 
 def resolve(reports: Sequence[MemberReport]) -> Resolution:
@@ -203,7 +203,7 @@ def resolve(reports: Sequence[MemberReport]) -> Resolution:
     not among `reports` has no part in the run any more, whatever it read. Raises `RunError` where members are further apart than that allows.
 
     Only the newest history counts. A member that went back to a checkpoint did so in a generation in which not all state was left; one that was lost in
-    the middle of that generation may still hold more steps of the old history, and nobody can have committed anything in the new one without it.
+    the middle of that generation may still hold more steps of the old history, and no step of the new one can have been committed without it.
     """
     holding = [r for r in reports if r.holds]
     if not holding:

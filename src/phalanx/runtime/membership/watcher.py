@@ -1,11 +1,11 @@
-"""What a member hears of its run beside its work: the threads that say that it lives, watch for generations, and end what a lost member would hold up.
+"""Background threads of a member: they send heartbeats, watch for generations, and abort what a lost member would block.
 
 First come the terms that it and its worker agent share: how it takes part, how a run ended, why it waits.
 
 One thread writes heartbeats into a pipe to the supervisor (no service is needed for that), one waits for the next generation and aborts the groups the
-moment that a member of them is lost. What they hear is kept here, under one lock, for the worker's own thread (`runtime/membership/worker_agent.py`).
+moment that a member of them is lost. What they learn is kept here, under one lock, for the worker's own thread (`runtime/membership/worker_agent.py`).
 
-Must never change: a member that missed a generation never learns of a newer one as if it were in it (`_check_missed`).
+Must never change: a member that missed a generation never takes part in a newer one (`_check_missed`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.core.errors import PhalanxError
 from phalanx.core.events import Event
 from phalanx.runtime.membership.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership.membership import (
-    WISHES,
+    LEAVE_REQUESTS,
     Announcement,
     Generation,
     Member,
@@ -30,7 +30,7 @@ from phalanx.runtime.membership.membership import (
     StaleMember,
     TooFewMembers,
 )
-from phalanx.runtime.membership.reachability import ReachabilityProbe, door_key
+from phalanx.runtime.membership.reachability import ProbeListener, probe_key
 from phalanx.runtime.membership.rendezvous import GroupEpoch
 from phalanx.runtime.membership.votes import BEGUN
 
@@ -76,7 +76,7 @@ class TooFew(Event):
     members: tuple[str, ...]
     minimum: int
     why: str
-    """Who is gone, in words."""
+    """Cause of the last change, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class AgentSettings:
 
     heartbeat_s: float = 0.1
     timeout_s: float = 600.0
-    """Timeout of collectives. Nobody waits for it when a peer dies."""
+    """Timeout of collectives. A dead peer is detected earlier."""
     meet_s: float = 60.0
     """How long members of a generation may take to become ready for it."""
     vote_s: float = 600.0
@@ -94,14 +94,14 @@ class AgentSettings:
     """How long a member waits for a lost service."""
     device: str = "cpu"
     own_machine: bool = True
-    doors: bool = False
-    """Members of several hosts find out themselves who is gone and whom they cannot reach (`runtime/membership/reachability.py`)."""
+    probe_peers: bool = False
+    """Members of several hosts probe each other to find lost and unreachable ones (`runtime/membership/reachability.py`)."""
 
 
 def too_few(generation: Generation, waited_s: float) -> TooFewMembers:
-    """Message that says whom a run waits for."""
+    """Error of a run that has waited too long for members."""
     return TooFewMembers(
-        f"{len(generation.members)} members ({', '.join(generation.uids) or 'nobody'}) and the run needs {generation.minimum}; "
+        f"{len(generation.members)} members ({', '.join(generation.uids) or 'none'}) and the run needs {generation.minimum}; "
         f"waited {waited_s:g} s for more. What was committed is safe"
     )
 
@@ -110,12 +110,12 @@ WATCH_S = 0.25
 """How long the watching thread waits at a time; a new generation wakes it at once."""
 AGAIN_S = 0.05
 STUCK_S = 120.0
-"""Seconds that the worker's own thread has, on a device, to come back from a team that was aborted. Else it is in a call that only
+"""Seconds that the worker's own thread has, on a device, to return after an abort. Else it is in a call that only
 the end of the process ends."""
 
 
 class MembershipWatcher:
-    """The part of a `WorkerAgent` that listens."""
+    """The part of a `WorkerAgent` that watches the membership service."""
 
     def __init__(self, member: Member, service: Service, *, pipe: int, settings: AgentSettings) -> None:
         self.member, self.service, self.settings = member, service, settings
@@ -132,23 +132,23 @@ class MembershipWatcher:
         self._committed = 0
         """Steps, as far as it was in the votes for them."""
         self._written: list[str] = []
-        """Keys that nobody reads any more."""
+        """Own keys that are no longer read."""
         self._over: tuple[End | None, str] | None = None
         self.closing = False
-        """The run was stopped while it had too few members: those that are left meet once more, to save what they hold."""
-        self._wishes: dict[str, str] = {}
-        """Members that are to leave, and why. They are members until what they hold was handed over."""
-        self._wishes_mark: str | None = None
+        """The run was stopped while it had too few members: those that are left meet once more, to save their state."""
+        self._leave_requests: dict[str, str] = {}
+        """Members that are to leave, and why. They stay members until their state was handed over."""
+        self._leave_mark: str | None = None
         self._seen_s: dict[int, float] = {}
         self._forming = False
-        """The team is not connected yet."""
+        """The group epoch is not connected yet."""
         self._inside: GroupEpoch | None = None
-        """The team that the worker's own thread may be in a call of: from before it connects until it is dropped."""
+        """The group epoch that the worker's own thread may be in a call of: from before it connects until it is dropped."""
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._door: ReachabilityProbe | None = None
-        """Where members on other machines find out whether they reach this one."""
+        self._probe_listener: ProbeListener | None = None
+        """Socket that members on other machines probe."""
 
     def _start(self) -> None:
         for work in (self._beat, self._watch):
@@ -159,23 +159,23 @@ class MembershipWatcher:
         self._closed.set()
         for thread in self._threads:
             thread.join(2 * WATCH_S)
-        if self._door is not None:
-            self._door.close()
+        if self._probe_listener is not None:
+            self._probe_listener.close()
 
-    # -- what was heard, for the worker's own thread
+    # -- what the threads have learned, for the worker's own thread
 
     def told_s(self, generation: Generation) -> float:
-        """Seconds from when the supervisor knew of a loss until this member did; 0 where nobody is lost."""
+        """Seconds from when the supervisor knew of a loss until this member did; 0 where none is lost."""
         seen_s = self._seen_s.get(generation.number, 0.0)
         return max(0.0, seen_s - generation.lost_s) if seen_s and generation.lost_s else 0.0
 
     def broken(self) -> bool:
-        """Whether the team cannot go on: somebody of it is lost, or this member is."""
+        """Whether the group epoch cannot continue: a member of it is lost, or this one is excluded."""
         with self._news:
             return self.team is not None and (self._refused is not None or self._ends(self.team.generation))
 
     def _newer(self, generation: Generation) -> bool:
-        """Whether a generation that does not form yet should be given up. One with other members only is a better one to form."""
+        """Whether to stop forming a generation because there is a newer one."""
         with self._news:
             return self._over is not None or (self.newest is not None and later(self.newest, generation))
 
@@ -213,9 +213,9 @@ class MembershipWatcher:
         if keys is None:
             keys = self.service.connect()
             self._announce_again(keys)
-            self._wishes_mark = None
-        if self._door is not None:
-            self._door.clear()
+            self._leave_mark = None
+        if self._probe_listener is not None:
+            self._probe_listener.clear()
         self._end_if_stuck()
         self._delete_written(keys)
         membership = Membership(keys)
@@ -233,7 +233,7 @@ class MembershipWatcher:
             return
         stuck_s = time.monotonic() - team.aborted_s
         if stuck_s > STUCK_S:
-            text = f"{self.uid} has not come back from generation {team.generation.number} for {stuck_s:.0f} s, and ends, so that another one takes its place\n"
+            text = f"{self.uid} is stuck in generation {team.generation.number} for {stuck_s:.0f} s; exiting so that it is replaced\n"
             os.write(2, text.encode())
             os._exit(1)
 
@@ -244,26 +244,25 @@ class MembershipWatcher:
             keys.delete(key)
 
     def _check_missed(self, membership: Membership, found: Generation) -> None:
-        """A member that was not in a generation is out, whatever the newest says: while it did not hear, the others went on."""
+        """A member that was left out of one generation is excluded, even if the newest contains it: the others continued without it."""
         if self.last is not None and found.epoch != self.last.epoch and found.number <= self.last.number:
             raise StaleMember(
-                f"{self.uid} has {self._committed} steps and was in generation {self.last.number}; while the membership service was away the others began again without it, "
-                f"as generation {found.number} ({found.why}), FROM AN OLDER STATE where that has fewer steps; what it holds is not used"
+                f"{self.uid} has {self._committed} steps and was in generation {self.last.number}; while the membership service was unavailable the others continued without it "
+                f"as generation {found.number} ({found.why}), FROM AN OLDER STATE if that has fewer steps; its state is discarded"
             )
         if self.last is None or self.uid not in found.uids:
             return  # `_is_for_me` decides
         for generation in membership.between(self.last, found):
             if self.uid not in generation.uids:
                 raise StaleMember(
-                    f"{self.uid} was removed from the run: generation {generation.number} ({generation.why}) is without it; "
-                    "what it holds is not used"
+                    f"{self.uid} was excluded from the run in generation {generation.number} ({generation.why}); its state is discarded"
                 )
 
     def _announce_again(self, keys: Keys) -> None:
         if self._said is None or keys.epoch == self._said_in:
             return
-        if self._door is not None:
-            keys.put(door_key(self.uid), self._door.address)
+        if self._probe_listener is not None:
+            keys.put(probe_key(self.uid), self._probe_listener.address)
         if self._begun:
             keys.put(BEGUN, "1")
         Membership(keys).announce(replace(self._said, last=self.last, data={"steps": self._committed}))
@@ -287,17 +286,17 @@ class MembershipWatcher:
         stays = self.uid in new.uids or self.uid in new.leaving
         return new.epoch != generation.epoch or bool(new.lost_of(generation)) or not stays
 
-    def _hear_wishes(self, keys: Keys) -> None:
-        mark = keys.get(WISHES)
-        if mark is not None and mark != self._wishes_mark:
-            found = Membership(keys).wishes()
+    def _read_leave_requests(self, keys: Keys) -> None:
+        mark = keys.get(LEAVE_REQUESTS)
+        if mark is not None and mark != self._leave_mark:
+            found = Membership(keys).leave_requests()
             with self._news:
-                self._wishes, self._wishes_mark = found, mark
+                self._leave_requests, self._leave_mark = found, mark
                 self._news.notify_all()
 
     def _look_for_the_end(self, keys: Keys) -> None:
         finished, stop, stopped = keys.get("finished"), keys.get("stop"), keys.get("stopped")
-        self._hear_wishes(keys)
+        self._read_leave_requests(keys)
         enough = self.newest is not None and self.newest.enough
         taking_part = self.newest is not None and self.uid in self.newest.uids
         with self._news:

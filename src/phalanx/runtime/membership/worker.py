@@ -1,4 +1,4 @@
-"""One worker process as its supervisor sees it: forked, heard through a pipe, reaped.
+"""One worker process as its supervisor sees it: forked, read through a pipe, reaped.
 
 The worker writes lines: `.` is a heartbeat, anything else a JSON object (`announced`, `leave`, `begun`, `step`, `finished`, `error`).
 """
@@ -24,9 +24,9 @@ from phalanx.runtime.processes import STOP_SIGNALS, die_with_parent
 ERROR_CHARACTERS = 30_000
 """An error report must fit the pipe (64 KiB) that the supervisor may not be reading."""
 SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Those that come from outside of a process; a fault of its own ends it with others."""
+"""Signals that come from outside of a process; its own faults end it with others."""
 STALE_CODE = 75
-"""Exit code of a worker that was refused: another one has its place already."""
+"""Exit code of a worker that was refused: it was excluded from the run before."""
 
 
 class Worker:
@@ -34,12 +34,12 @@ class Worker:
 
     def __init__(self, member: Member, *, slot: int, pid: int, pipe: int) -> None:
         if pid <= 0:  # kill(-1) would end every process of the user
-            raise ValueError(f"{pid} is no process")
+            raise ValueError(f"{pid} is not the id of a process")
         self.member, self.slot, self.pid, self.pipe = member, slot, pid, pipe
         self.uid = member.uid
-        self.heard_s = time.monotonic()
-        self.put_out = 0.0
-        """When it was removed from the run although its process is there; 0: it was not."""
+        self.last_read_s = time.monotonic()
+        self.removed_s = 0.0
+        """When it was removed from the run while its process still ran; 0: it was not."""
         self.status: int | None = None
         self._rest = b""
         self._error: str | None = None
@@ -58,11 +58,11 @@ class Worker:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by itself and not well: it was neither refused nor ended by a signal that somebody sends."""
+        """Whether it failed by itself: it was neither refused nor ended by a signal from outside."""
         return self.ended and self.code not in (0, STALE_CODE, *(-number for number in SENT_SIGNALS))
 
-    def hear(self) -> list[dict[str, Any]]:
-        """What it said since the last time; heartbeats only move `heard_s`."""
+    def read(self) -> list[dict[str, Any]]:
+        """Messages since the last call; heartbeats only update `last_read_s`."""
         if self.pipe < 0:
             return []
         data = b""
@@ -72,15 +72,15 @@ class Worker:
             os.close(self.pipe)  # its end: the worker has closed it
             self.pipe = -1
         if data:
-            self.heard_s = time.monotonic()
+            self.last_read_s = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
-        words = [json.loads(line) for line in lines if line != b"."]
-        for said in words:
-            self._error = said.get("error", self._error)
-        return [w for w in words if "error" not in w]
+        messages = [json.loads(line) for line in lines if line != b"."]
+        for message in messages:
+            self._error = message.get("error", self._error)
+        return [message for message in messages if "error" not in message]
 
     def reap(self) -> bool:
-        """Whether it has ended; what it said before is heard."""
+        """Whether it has ended; collects its status."""
         if self.status is None:
             with contextlib.suppress(ChildProcessError):
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -89,7 +89,7 @@ class Worker:
         return self.ended
 
     def error(self) -> PhalanxError | None:
-        """What it died of, where it could say so."""
+        """The error that ended it, where it could report one."""
         if self._error is None or self.code == STALE_CODE:
             return None
         found: PhalanxError = pickle.loads(b64decode(self._error))
@@ -103,7 +103,7 @@ class Worker:
             with contextlib.suppress(ValueError):
                 return f"killed by {signal.Signals(os.WTERMSIG(self.status)).name}"
         if self.code == STALE_CODE:
-            return "refused, because it was removed before"
+            return "refused: it was excluded from the run before"
         if self._error is not None:
             return str(self.error()).strip().splitlines()[0]
         return f"ended with exit code {self.code}"

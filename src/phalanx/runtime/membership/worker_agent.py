@@ -1,10 +1,10 @@
-"""A worker's place in a run: it says that it lives, watches for generations, and connects to the members of each.
+"""The worker agent: it sends heartbeats, watches for generations, and connects to the members of each.
 
-Threads work beside the worker's own (`runtime/membership/watcher.py`): they write heartbeats, wait for the next generation, and abort the groups the moment that
-a member of them is lost. The worker's own thread asks for the next team, computes, and votes: what is here.
+Background threads (`runtime/membership/watcher.py`) write heartbeats, wait for the next generation, and abort the groups the moment that
+a member of them is lost. The worker's own thread forms the next group epoch, computes, and votes; that is in this file.
 
     waiting for a generation ── in it ──> barrier ──> groups ──> steps ── lost peer, abort, "next" ──> drop, wait again
-                             └─ not in it, but was before ──> StaleMember: the process ends, whatever it holds
+                             └─ not in it, but was before ──> StaleMember: the process ends, whatever state it holds
 
 A service that is lost pauses the worker at its next vote. When it is back without its values, the watching thread announces the member again.
 """
@@ -22,7 +22,7 @@ from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Emit, ignore
 from phalanx.runtime.membership.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership.membership import Announcement, Generation, Member, Membership, StaleMember
-from phalanx.runtime.membership.reachability import ReachabilityProbe, agree_who_goes, door_key, knock_at
+from phalanx.runtime.membership.reachability import ProbeListener, probe_key, probe_members, remove_unreachable
 from phalanx.runtime.membership.rendezvous import (
     GroupEpoch,
     NewerGeneration,
@@ -45,13 +45,13 @@ from phalanx.runtime.membership.watcher import (
 )
 
 SLOW = "removed, "
-"""How the reason begins of a member that the others go on without because it is slow: its place stays empty for a while."""
-WISH_AGAIN_S = 10.0
-"""A hand-over that the disk refused: after so long it is tried again."""
-KNOCK_AFTER_S = 0.1
-"""A failed collective without a lost member: after so long a member asks at the doors of the others whether they are there."""
+"""Prefix of the reason for which a slow member is excluded: its slot stays empty for a while."""
+LEAVE_RETRY_S = 10.0
+"""Seconds until a failed hand-over is tried again."""
+PROBE_AFTER_S = 0.1
+"""Seconds after a failed collective without a lost member until a member probes the others."""
 RENEW_S = 0.4
-"""A failed collective without a lost member: after so long the members ask for a new generation themselves."""
+"""Seconds after a failed collective without a lost member until the members propose a new generation themselves."""
 
 
 class WorkerAgent(MembershipWatcher):
@@ -62,8 +62,8 @@ class WorkerAgent(MembershipWatcher):
         self._keys: Keys | None = None
         self._votes: Votes | None = None
         self.tell: Emit = ignore
-        self._wishes_s = 0.0
-        """Not before: a hand-over that the disk refused is tried again then."""
+        self._leave_retry_s = 0.0
+        """No leave request is served before: a failed hand-over is tried again then."""
         self._voting = 0
 
     def __enter__(self) -> WorkerAgent:
@@ -71,53 +71,53 @@ class WorkerAgent(MembershipWatcher):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.drop()  # while somebody watches over it
+        self.drop()  # while the watcher can still end a call that hangs
         self._stop()
 
     # -- what the worker calls
 
     def announce(self, *, plan_hash: str, version: str) -> None:
         """This worker is ready. Raises `MembershipError` where the run is another one. Waits while it cannot reach all members of the run."""
-        said = Announcement(member=self.member, plan_hash=plan_hash, version=version)
+        announcement = Announcement(member=self.member, plan_hash=plan_hash, version=version)
         while True:
             try:
                 keys = self.keys()
-                self._open_door(keys)
-                Membership(keys).announce(said)
+                self._open_probe_listener(keys)
+                Membership(keys).announce(announcement)
                 break
             except ServiceLost:
                 self._forget_keys()
-        self._said, self._said_in = said, keys.epoch
+        self._said, self._said_in = announcement, keys.epoch
         self._say({"announced": True})
 
     def under_way(self) -> bool:
-        """Whether the run has begun before this worker: it takes the place of another. False where the service does not say."""
+        """Whether the run has begun before this worker: it takes the place of another. False if the service does not answer."""
         with contextlib.suppress(ServiceLost):
             return self.keys().get("first") is not None
         return False
 
-    def _open_door(self, keys: Keys) -> None:
+    def _open_probe_listener(self, keys: Keys) -> None:
         """Where members are on several machines: one that does not reach the others would only stop them again and again."""
-        if not self.settings.doors:
+        if not self.settings.probe_peers:
             return
-        if self._door is None:
+        if self._probe_listener is None:
             where: Any = self.service
             try:
-                self._door = ReachabilityProbe(where.host, where.port)
+                self._probe_listener = ProbeListener(where.host, where.port)
             except OSError as err:  # its name does not resolve now, or there is no way to it
-                raise ServiceLost(f"no way to the membership service at {where.host}: {err}") from None
-        keys.put(door_key(self.uid), self._door.address)
-        told = False
-        while (now := Membership(keys).current()) and (silent := knock_at(keys, now.uids, own=self.uid).silent):
-            if not told:
-                os.write(2, f"{self.uid} waits: it cannot reach {', '.join(sorted(silent))}\n".encode())
-            told = True
+                raise ServiceLost(f"cannot reach the membership service at {where.host}: {err}") from None
+        keys.put(probe_key(self.uid), self._probe_listener.address)
+        reported = False
+        while (now := Membership(keys).current()) and (silent := probe_members(keys, now.uids, own=self.uid).silent):
+            if not reported:
+                os.write(2, f"{self.uid} waits: cannot reach {', '.join(sorted(silent))}\n".encode())
+            reported = True
             time.sleep(RENEW_S)
 
-    def next_team(self, report: MemberReport, *, order: Order = as_listed) -> GroupEpoch:
-        """Connect to the next generation that this member is in and that has enough members; all their reports are in `team.reports`, their ranks as `order` says.
+    def next_epoch(self, report: MemberReport, *, order: Order = as_listed) -> GroupEpoch:
+        """Connect to the next generation that this member is in and that has enough members; all their reports are in its `reports`, their ranks as `order` says.
 
-        Raises `StaleMember`, `Left`, `RunOver`, `TooFewMembers`, and `RunError` where the service stays away.
+        Raises `StaleMember`, `Left`, `RunOver`, `TooFewMembers`, and `RunError` where the service stays unavailable.
         """
         before = None if self.team is None else self.team.generation
         self.drop()
@@ -133,12 +133,12 @@ class WorkerAgent(MembershipWatcher):
             except NoMapping as err:
                 if self.closing:
                     raise RunOver(None, str(err)) from None
-                if self.uid in self._wishes:  # those that are left can neither train nor save
-                    self.gave_up({self.uid: self._wishes[self.uid]}, given_to=())
+                if self.uid in self._leave_requests:  # those that are left can neither train nor save
+                    self.gave_up({self.uid: self._leave_requests[self.uid]}, given_to=())
                 self._renew(generation)
             except PeerError:
-                if self._door is not None:
-                    self._look_who_goes(generation)
+                if self._probe_listener is not None:
+                    self._remove_unreachable(generation)
                 self._renew(generation)
 
     def vote(self, step: int) -> Decision:
@@ -155,7 +155,9 @@ class WorkerAgent(MembershipWatcher):
             self._committed = step + 1
             self._say({"step": step + 1})
             with self._news:
-                self._written += votes.written(step - 1)  # the watching thread deletes it: nobody waits for that
+                self._written += votes.written(
+                    step - 1
+                )  # the watching thread deletes it, so that no step waits for that
         return decision
 
     def _votes_of(self, generation: Generation) -> Votes:
@@ -166,11 +168,11 @@ class WorkerAgent(MembershipWatcher):
         return self._votes
 
     def settle(self, step: int) -> Decision | None:
-        """The decision of `step`, "abort" if there was none; None where the service cannot say."""
+        """The decision of `step`, "abort" if there was none; None if the service does not answer."""
         if self.team is None:
             return None
         generation, end_s = self.team.generation, time.monotonic() + self.settings.service_s
-        while True:  # the others wait for it: a member that lost its connection for a moment must say it all the same
+        while True:  # the others wait for it, also if this member lost its connection for a moment
             try:
                 return self._votes_of(generation).settle(step)
             except ServiceLost:
@@ -180,7 +182,7 @@ class WorkerAgent(MembershipWatcher):
                 return None
 
     def _check_stands(self, generation: Generation) -> None:
-        """Ask the service, and not what was heard: this process may have stood still for long. For the worker's own thread."""
+        """Ask the service itself: this process may have been stopped, so what its watcher saw may be old. For the worker's own thread."""
         newest: Generation | None = None
         while newest is None:
             try:
@@ -198,7 +200,7 @@ class WorkerAgent(MembershipWatcher):
         self._say({"leave": True})
 
     def finish(self, step: int) -> None:
-        """All steps are done. Returns when everyone who asks later will know."""
+        """Record that all steps are done. Returns once the service has it."""
         end = End(step, 0 if self.team is None else self.team.generation.number)
         while True:
             try:
@@ -209,25 +211,25 @@ class WorkerAgent(MembershipWatcher):
         self._say({"finished": end.text})
 
     def stopped(self) -> None:
-        """The run has ended before its last step, and what must stay was written down: nobody waits for it any more."""
+        """Record that the run ended before its last step, after its state was saved: no host waits for it any more."""
         with contextlib.suppress(ServiceLost):
             self.keys().put("stopped", "1")
 
-    def wish_away(self, slow: Mapping[str, str]) -> None:
-        """These are to leave after a hand-over because they are slow. All that know it say so; a service that is away hears it after another step."""
+    def request_exclusion(self, slow: Mapping[str, str]) -> None:
+        """Ask slow members to leave after a hand-over. All members that know of them do so; if the service is unavailable, again after another step."""
         if slow:
             with contextlib.suppress(ServiceLost):
-                Membership(self.keys()).wish_to_leave({uid: f"{SLOW}{why}" for uid, why in slow.items()})
+                Membership(self.keys()).request_leave({uid: f"{SLOW}{why}" for uid, why in slow.items()})
 
     def leavers(self) -> dict[str, str]:
-        """Who leaves after "leave", and why: the same for all members of the team. Raises `ServiceLost`."""
+        """Who leaves after "leave", and why: the same for all members. Raises `ServiceLost`."""
         assert self.team is not None
         text = self._keys_of(self.team.generation).get(_leavers_key(self.team.generation, self._voting))
         found: dict[str, str] = json.loads(text or "{}")
         return found
 
     def waits_or_ends(self) -> dict[str, str]:
-        """A team with too few members has met: who leaves it after a hand-over; nobody: all save, and the run ends. The same for all. Raises `ServiceLost`."""
+        """Too few members have met: those that leave after a hand-over; if none, all save and the run ends. The same for all. Raises `ServiceLost`."""
         assert self.team is not None
         generation = self.team.generation
         wanted = {} if self.closing else self._leaving_of(generation)
@@ -238,7 +240,7 @@ class WorkerAgent(MembershipWatcher):
         return found
 
     def gave_up(self, leavers: Mapping[str, str], *, given_to: Collection[str]) -> None:
-        """What `leavers` hold was handed over to `given_to`: from now on they are no members. Whoever knows it says so."""
+        """Propose a generation without `leavers`, whose state was handed over to `given_to`. All members that know of it do so."""
         known = self.newest if self.team is None else self.team.generation
         with contextlib.suppress(ServiceLost):
             keys = self.keys()
@@ -246,23 +248,23 @@ class WorkerAgent(MembershipWatcher):
                 Membership(keys).propose_leave(list(leavers), next(iter(leavers.values())), known, given_to=given_to)
 
     def kept(self) -> None:
-        """A hand-over failed although no rank was lost: those that are to leave stay for now."""
-        self._wishes_s = time.monotonic() + WISH_AGAIN_S
+        """A hand-over failed although no rank was lost: the leavers stay for now."""
+        self._leave_retry_s = time.monotonic() + LEAVE_RETRY_S
 
     def _leaving_of(self, generation: Generation) -> dict[str, str]:
         with self._news:
-            return {uid: self._wishes[uid] for uid in generation.uids if uid in self._wishes}
+            return {uid: self._leave_requests[uid] for uid in generation.uids if uid in self._leave_requests}
 
     def drop(self) -> None:
-        """Forget the team."""
+        """Drop the group epoch."""
         with self._news:
             team, self.team = self.team, None
         if team is not None:
             team.drop()
         self._inside = None
 
-    def came_from_nowhere(self) -> bool:
-        """Whether an error of any kind may be of numbers that nobody sent: on a device the messages of an aborted team end with anything in them."""
+    def may_be_invalid(self) -> bool:
+        """Whether any error may come from invalid data: on a device, messages that were aborted end with arbitrary contents."""
         with self._news:
             return self.settings.device != "cpu" and self.team is not None and self.team.aborted
 
@@ -282,12 +284,12 @@ class WorkerAgent(MembershipWatcher):
 
     def _next_generation(self, before: Generation | None) -> Generation:
         """The newest one after `before`, with this member and enough others."""
-        asked_s, told = time.monotonic() + RENEW_S, 0
-        knock_s = time.monotonic() + KNOCK_AFTER_S
+        asked_s, reported = time.monotonic() + RENEW_S, 0
+        probe_s = time.monotonic() + PROBE_AFTER_S
         while True:
             short = self._too_few(before)
-            if short is not None and short.generation > told:
-                told = short.generation
+            if short is not None and short.generation > reported:
+                reported = short.generation
                 self.tell(short)
             with self._news:
                 found = self.newest
@@ -297,19 +299,19 @@ class WorkerAgent(MembershipWatcher):
                     raise RunOver(*self._over)
                 usable = found is not None and later(found, before)
                 if not usable or found is None or not self._is_for_me(found):
-                    self._news.wait(KNOCK_AFTER_S)
+                    self._news.wait(PROBE_AFTER_S)
                     found = None
             if found is not None:
                 return found
-            if before is not None and not usable and self._door is not None and time.monotonic() > knock_s:
-                self._look_who_goes(before)
-                knock_s = time.monotonic() + RENEW_S
+            if before is not None and not usable and self._probe_listener is not None and time.monotonic() > probe_s:
+                self._remove_unreachable(before)
+                probe_s = time.monotonic() + RENEW_S
             if before is not None and not usable and time.monotonic() > asked_s:
                 self._renew(before)
                 asked_s = time.monotonic() + RENEW_S
 
     def _too_few(self, before: Generation | None) -> TooFew | None:
-        """What is to be told where this member can only wait."""
+        """The event to emit while this member can only wait."""
         with self._news:
             new = self.newest
             if new is None or new.enough or self.closing or self.uid not in new.uids or not later(new, before):
@@ -318,23 +320,23 @@ class WorkerAgent(MembershipWatcher):
 
     def _is_for_me(self, found: Generation) -> bool:
         if self.uid in found.uids:
-            return found.enough or self.closing or any(uid in self._wishes for uid in found.uids)
+            return found.enough or self.closing or any(uid in self._leave_requests for uid in found.uids)
         if self.uid in found.leaving:
-            if self._wishes.get(self.uid, "").startswith(SLOW):
+            if self._leave_requests.get(self.uid, "").startswith(SLOW):
                 self._say({"rest": True})
             raise Left(f"{self.uid} has left the run")
         if self.last is not None:
             raise StaleMember(
-                f"{self.uid} was removed from the run: generation {found.number} ({found.why}) is without it and its last one was "
-                f"{self.last.number}; what it holds is not used"
+                f"{self.uid} was excluded from the run in generation {found.number} ({found.why}); its last one was {self.last.number}; "
+                "its state is discarded"
             )
         return False
 
-    def _look_who_goes(self, before: Generation) -> None:
+    def _remove_unreachable(self, before: Generation) -> None:
         with contextlib.suppress(ServiceLost):
             keys = self.keys()
             if keys.epoch == before.epoch:
-                agree_who_goes(keys, before, own=self.uid, over=lambda: self._newer(before))
+                remove_unreachable(keys, before, own=self.uid, over=lambda: self._newer(before))
 
     def _renew(self, after: Generation) -> None:
         with contextlib.suppress(ServiceLost):
@@ -392,9 +394,9 @@ class WorkerAgent(MembershipWatcher):
         if later(new, team.generation):
             return "next"
         leaving = self._leaving_of(team.generation)
-        if not leaving or time.monotonic() < self._wishes_s or self._keys is None:
+        if not leaving or time.monotonic() < self._leave_retry_s or self._keys is None:
             return "go on"
-        if len(leaving) == team.size:  # nobody would be left to hand over to
+        if len(leaving) == team.size:  # no member would be left to hand over to
             return "stop"
         self._keys.create(_leavers_key(team.generation, self._voting), json.dumps(leaving))
         return "leave"
@@ -415,5 +417,5 @@ class WorkerAgent(MembershipWatcher):
 
 
 def _leavers_key(generation: Generation, step: int) -> str:
-    """Who leaves after that step: all members hand over to the same others, whatever they have heard themselves."""
+    """Who leaves after that step: all members hand over to the same others, whichever requests they have read themselves."""
     return f"leavers/{generation.number}/{step}"

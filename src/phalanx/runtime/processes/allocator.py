@@ -1,4 +1,4 @@
-"""Tells the C library to keep the memory that tensors give back, because fresh memory is dear on a CPU.
+"""Tells the C library to keep the memory that tensors give back, because fresh memory is expensive on a CPU.
 
 The kernel zeroes every page at first touch: about 0.2 ms a megabyte with 4 KiB pages, which for the activations and gradients of a step
 is a tenth of the step (docs/explanation/cpu-performance.md). glibc hands large blocks back to the kernel at once, or when a few of them are free at the top
@@ -46,7 +46,7 @@ def give_back_freed_memory() -> bool:
 
 
 def in_huge_pages(fresh: torch.Tensor) -> torch.Tensor:
-    """Ask for pages of 2 MiB for the memory of `fresh`, which nobody has touched yet; returns it.
+    """Ask for pages of 2 MiB for the memory of `fresh`, which has not been touched yet; returns it.
 
     For large buffers that a step reads or writes from end to end: looking up small pages is a ninth of the optimizer's time. The buffer gets
     no larger by it. Nothing happens for small ones, on other devices, and where the system does not know such pages.

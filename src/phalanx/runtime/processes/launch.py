@@ -38,7 +38,7 @@ STOPPED = 130
 SETTLE_S = 0.5
 """How long to listen for other causes after the first rank failed: a killed rank makes its peers fail too, a little later."""
 MAX_REPORT_BYTES = 32_000
-"""An error report must fit a pipe (64 KiB) that nobody reads yet."""
+"""An error report must fit a pipe (64 KiB) that is not being read yet."""
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -145,7 +145,7 @@ def run_local(main: RankMain, *, ranks: int, threads: int, port: int = 0) -> int
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """A stop that is asked for while ranks are forked comes when all are there to hear of it."""
+    """A stop requested while ranks are forked is delivered once all of them exist."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -308,7 +308,7 @@ class _Watch:
 
 
 def _distance(report: PhalanxError | str | None) -> int:
-    """How far what a rank said is from the cause: a problem, a failure, a traceback, nothing, a missing peer."""
+    """How far a rank's report is from the cause: a problem, a failure, a traceback, nothing, a missing peer."""
     if isinstance(report, PhalanxError):
         return 4 if isinstance(report, PeerError) else 1 if isinstance(report, RunError) else 0
     return 2 if report is not None else 3

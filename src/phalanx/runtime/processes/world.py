@@ -32,11 +32,11 @@ class WorldInfo:
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
     listen_fd: int | None = None
-    """Our own launcher: the socket on `master_port` that it already listens on, so that nobody can take the port in between."""
+    """Our own launcher: the socket on `master_port` that it already listens on, so that no other process can take the port in between."""
 
 
 def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
-    """What the launcher (torchrun, or our own) said, or None where this process was started by hand.
+    """What the launcher (torchrun, or our own) set, or None where this process was started by hand.
 
     Raises `ConfigError` naming every variable that is missing or makes no sense.
     """

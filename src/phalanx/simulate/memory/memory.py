@@ -263,7 +263,7 @@ class _Run:
 
         `CheckpointManager._stage` makes it where saving goes on beside training. Members of an elastic run and has `checkpoint.asynchronous = false` write between
         steps, and there the writer of `torch.distributed.checkpoint` makes it: it clones every part of a larger tensor and lets none go before the end of the file. That is
-        on a thread of its own (`run_escapable`), in whose heap it stays.
+        on a thread of its own (`run_abortable`), in whose heap it stays.
         """
         c, t = self.recipe.checkpoint, self.recipe.train
         copies = c.asynchronous or bool(self.recipe.resilience.heal)

@@ -168,7 +168,7 @@ class Rebalancer:
         self._asked: _Asked | None = None
         self._is_warm = False
         """Whether the helper process was started in this generation."""
-        self._aside = HelperProcess(["phalanx.plan.placement.rebalancing", "scipy.optimize"])
+        self._helper = HelperProcess(["phalanx.plan.placement.rebalancing", "scipy.optimize"])
 
     def committed(self, counts_LE: NDArray[np.int64]) -> None:
         """Tokens that chose each expert in a committed step, before dropping."""
@@ -186,7 +186,7 @@ class Rebalancer:
         """Members were lost or came after `step` steps, and experts lie as was quickest: balance follows soon, when training goes on again."""
         self.again = step + max(1, self.interval // SOON) if step else 0
         self._asked, self._is_warm = None, False
-        self._aside.drop()
+        self._helper.drop()
         self.drop()
 
     def drop(self) -> None:
@@ -218,7 +218,7 @@ class Rebalancer:
         ranks where copies differ; `parts` are as they were in any case. `others_idle`: some ranks are not of the mapping and take no part here, so no group can be made.
         """
         if self.interval and rank.peers.rank == 0 and not self._is_warm:
-            self._aside.start()
+            self._helper.start()
             self._is_warm = True
         way = _Way(where=where, recorder=recorder, beside=self.beside and not others_idle)
         if self._relocation is not None:
@@ -229,7 +229,7 @@ class Rebalancer:
         if found is None and self._relocation is None and self.due(step + 1):
             self._asked = self._ask(parts, rank, step=step + 1, ahead=True, beside=way.beside)
             if self._asked is not None and rank.peers.rank == 0:
-                self._aside.begin(plan_replacement, self._asked.stages, self._asked.costs, **self._bounds)
+                self._helper.begin(plan_replacement, self._asked.stages, self._asked.costs, **self._bounds)
         return found
 
     # -- alongside a step (`train/step_hook.py`)
@@ -256,7 +256,7 @@ class Rebalancer:
         self.moves.decided()
         stages, costs = asked.stages, asked.costs
         # By one rank for all: they stand still meanwhile, and on a machine of few processors they would make the same decision in turns.
-        decision = rank.peers.first(lambda: self._aside.answer(plan_replacement, stages, costs, **self._bounds))
+        decision = rank.peers.first(lambda: self._helper.answer(plan_replacement, stages, costs, **self._bounds))
         if decision.action == "keep":
             return None
         if decision.action == "mend":  # even loads follow soon

@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-AWAY_FILE = "away"
+DRAINED_SLOTS_FILE = "away"
 
 
-class AwayFile:
+class DrainedSlotsFile:
     """Slot numbers in a text file, parted by blanks. No file: none. What is no number is left out."""
 
     def __init__(self, path: Path) -> None:
@@ -36,8 +36,8 @@ class AwayFile:
         return self._slots
 
 
-def write_away(folder: Path, slots: frozenset[int]) -> None:
+def write_drained_slots(folder: Path, slots: frozenset[int]) -> None:
     """Say which slots of the run in `folder` are away, all at once."""
-    new = folder / f".{AWAY_FILE}"
+    new = folder / f".{DRAINED_SLOTS_FILE}"
     new.write_text(" ".join(map(str, sorted(slots))) + "\n")
-    new.replace(folder / AWAY_FILE)
+    new.replace(folder / DRAINED_SLOTS_FILE)

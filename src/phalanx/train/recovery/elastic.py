@@ -202,7 +202,7 @@ class ElasticMember:
     def finished(self) -> bool:
         return self.step >= self.recipe.train.steps
 
-    def leave_team(self) -> None:
+    def leave_epoch(self) -> None:
         """Groups go with the trainer, which stays until the next one has its state: sockets are shut by then, and no member waits for them."""
         self._telling.entry, self._everyone = None, None
         if self.trainer is not None:

@@ -46,7 +46,7 @@ from phalanx.runtime.membership import (
 )
 from phalanx.runtime.processes import WorldInfo, keep_freed_memory, leave_errors_to_run, own_device, use_interface_to
 from phalanx.train import RunEnd, recipe_to_keep
-from phalanx.train.recovery.drained_slots import AWAY_FILE, AwayFile
+from phalanx.train.recovery.drained_slots import DRAINED_SLOTS_FILE, DrainedSlotsFile
 from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
 from phalanx.train.recovery.run_hosts import RunHosts
 from phalanx.train.recovery.watch import Watch, WatchedSinks
@@ -108,13 +108,15 @@ def _supervisor(run: ElasticRun, host: str, main: Callable[[WorkerAgent], int], 
     recipe = run.recipe
     address = None if recipe.resilience.service is None else parse_service(recipe.resilience.service)
     settings = supervisor_settings(recipe, host, own_machine=address is None or address.is_here)
-    away = AWAY_FILE if address is None else f"{AWAY_FILE}-{host}"
+    name = DRAINED_SLOTS_FILE if address is None else f"{DRAINED_SLOTS_FILE}-{host}"
     settings = replace(
-        settings, minimum=max(settings.minimum, run.planner.least()), away=AwayFile(run.folder.path / away)
+        settings,
+        minimum=max(settings.minimum, run.planner.least()),
+        drained_slots=DrainedSlotsFile(run.folder.path / name),
     )
     if address is None:
         import_now()
-        here = settings.wanted - len(settings.away() & set(range(settings.slots)))
+        here = settings.wanted - len(settings.drained_slots() & set(range(settings.slots)))
         settings = replace(settings, wanted=max(1, here))
         return Supervisor(main, settings, port=port, tell=tell)
     if recipe.launch.keep_service:
@@ -145,7 +147,7 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
         wait_s=r.wait_s,
         rest_s=r.straggler_rest_s,
         agent=AgentSettings(
-            timeout_s=timeout_s, device=recipe.launch.device, own_machine=own_machine, doors=r.service is not None
+            timeout_s=timeout_s, device=recipe.launch.device, own_machine=own_machine, probe_peers=r.service is not None
         ),
     )
 
