@@ -132,7 +132,7 @@ def test_what_earlier_generations_and_lives_left_is_removed_and_nothing_later(tm
 
 @pytest.mark.unit
 @pytest.mark.parametrize("what", ["death", "join", "lost"])
-def test_the_service_is_asked_and_not_what_was_heard(what: str) -> None:
+def test_the_service_is_asked_and_not_the_watcher(what: str) -> None:
     service = MemoryService()
     membership = Membership(service.connect())
     members = [Member(uid, uid[0]) for uid in ("a.0.x", "b.0.x")]

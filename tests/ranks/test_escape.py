@@ -58,7 +58,7 @@ def test_a_thread_that_leaves_takes_the_one_beside_it_along() -> None:
     escape.close()
 
 
-def test_a_thread_that_hears_late_that_the_team_is_over_waits_for_nothing() -> None:
+def test_a_thread_that_learns_late_of_an_abort_waits_for_nothing() -> None:
     escape, done = AbortableCall(lambda: False), threading.Event()
     escape.close()
     with pytest.raises(PeerError, match="the process group was aborted"):

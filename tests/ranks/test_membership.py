@@ -73,7 +73,7 @@ def test_what_is_true_already_makes_no_generation() -> None:
 
 
 @pytest.mark.unit
-def test_two_that_propose_at_once_are_both_heard() -> None:
+def test_two_that_propose_at_once_both_count() -> None:
     service = MemoryService()
     here, there = Membership(service.connect()), Membership(service.connect())
     one = first(here, "a.0", "a.1", "b.0", "b.1")

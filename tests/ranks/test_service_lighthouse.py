@@ -105,7 +105,7 @@ def test_a_planted_shorter_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.unit
-def test_services_with_different_leases_wait_for_the_longest_that_they_heard_of(
+def test_services_with_different_leases_wait_for_the_longest_that_they_know_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     leases = (LEASE, 3 * LEASE, 2 * LEASE)
@@ -185,7 +185,7 @@ class Told(TcpService):
 
 
 @pytest.mark.unit
-def test_a_door_opens_towards_the_service_that_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_opens_towards_the_service_that_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of the first is gone, and its name with it."""
     asked = list[str]()
 

@@ -1,4 +1,4 @@
-"""A service that tells by itself that a key is there: heard at once, asked seldom, and asked again where nothing is heard."""
+"""Key watchers: a key is noticed at once, polled for seldom, and polled for again where a watcher is silent."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def later(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_a_key_is_heard_of_and_not_asked_for(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_watched_and_not_polled_for(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, other = store.address.connect(), store.address.connect()
     times = asked(keys, monkeypatch)
     assert not keys.watch("gen/2", SLICE_S) and not keys.watch("gen/2", SLICE_S) and len(times) == 2
@@ -61,7 +61,7 @@ def test_a_key_is_heard_of_and_not_asked_for(store: StoreProcess, monkeypatch: p
     assert keys.watch("gen/3", 0.0)
 
 
-def test_who_hears_nothing_asks(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_whose_watcher_is_silent_polls(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection has ended, or groups form (then nobody else connects), or it waits for another key."""
     keys = store.address.connect()
     times = asked(keys, monkeypatch)
@@ -88,7 +88,7 @@ def test_a_service_that_ends_is_missed_at_once(store: StoreProcess) -> None:
     stopping.join()
 
 
-def test_an_ear_hears_of_one_key_after_another() -> None:
+def test_a_watcher_watches_one_key_after_another() -> None:
     there, shut = {"a": threading.Event(), "b": threading.Event()}, threading.Event()
 
     def listen(key: str) -> None:

@@ -55,11 +55,11 @@ def test_one_report_is_enough() -> None:
 def test_who_stays_reaches_each_other_and_somebody_stays(seed: int) -> None:
     rng = random.Random(seed)
     broken = [pair for pair in itertools.combinations(UIDS, 2) if rng.random() < 0.5]
-    told: dict[str, list[str]] = {}
+    unreached: dict[str, list[str]] = {}
     for a, b in broken:
         for one, other in ((a, b), (b, a)):
-            told.setdefault(one, []).append(other)
-    out = choose_removed(UIDS, told)
+            unreached.setdefault(one, []).append(other)
+    out = choose_removed(UIDS, unreached)
     stay = [uid for uid in UIDS if uid not in out]
     assert stay and not any(a in stay and b in stay for a, b in broken)
     assert len(set(out)) == len(out)
@@ -78,16 +78,16 @@ def nowhere() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_door_answers_for_a_process_that_does_nothing(nowhere: str) -> None:
-    door = ProbeListener("127.0.0.1", 9)
+def test_a_listener_answers_for_a_process_that_does_nothing(nowhere: str) -> None:
+    listener = ProbeListener("127.0.0.1", 9)
     try:
         for _ in range(3):
-            assert probe_all({"there": door.address}) == Answers(frozenset(), frozenset())
-            door.clear()
+            assert probe_all({"there": listener.address}) == Answers(frozenset(), frozenset())
+            listener.clear()
         closed = socket.create_server(("127.0.0.1", 0))
         refused = f"127.0.0.1:{closed.getsockname()[1]}"
         closed.close()
-        assert probe_all({"there": door.address, "far": nowhere}, limit_s=0.2) == Answers(
+        assert probe_all({"there": listener.address, "far": nowhere}, limit_s=0.2) == Answers(
             frozenset({"far"}), frozenset()
         )
         assert probe_all({"far": nowhere, "gone": refused}).refused == {
@@ -95,7 +95,7 @@ def test_a_door_answers_for_a_process_that_does_nothing(nowhere: str) -> None:
         }  # at once, before anybody is called silent
         assert probe_all({"far": nowhere}, over=lambda: True) == Answers(frozenset(), frozenset())
     finally:
-        door.close()
+        listener.close()
 
 
 @pytest.fixture
@@ -105,27 +105,27 @@ def service() -> Iterator[TcpService]:
     store.stop()
 
 
-def test_who_is_gone_is_put_out_at_once(service: TcpService) -> None:
-    doors = {uid: ProbeListener("127.0.0.1", 9) for uid in ("a.0", "b.0")}
+def test_who_is_gone_is_removed_at_once(service: TcpService) -> None:
+    listeners = {uid: ProbeListener("127.0.0.1", 9) for uid in ("a.0", "b.0")}
     keys = service.connect()
-    for uid, door in doors.items():
-        keys.put(probe_key(uid), door.address)
-    first = Membership(keys).start([Member(uid, uid[0]) for uid in doors], above=0, minimum=1, why="")
+    for uid, listener in listeners.items():
+        keys.put(probe_key(uid), listener.address)
+    first = Membership(keys).start([Member(uid, uid[0]) for uid in listeners], above=0, minimum=1, why="")
     assert not remove_unreachable(keys, first, own="a.0")
-    doors["b.0"].close()
+    listeners["b.0"].close()
     assert remove_unreachable(keys, first, own="a.0")
     now = Membership(keys).current()
     assert now is not None and (now.uids, now.why) == (("a.0",), "b.0: its process is gone")
-    doors["a.0"].close()
+    listeners["a.0"].close()
 
 
 def test_two_that_do_not_reach_each_other_put_one_out_once(service: TcpService, nowhere: str) -> None:
-    """a and b reach the service and c, and not each other; both probe_all, tell and propose at the same time."""
-    doors = {uid: ProbeListener("127.0.0.1", 9) for uid in ("a.0", "b.0", "c.0")}
+    """a and b reach the service and c, and not each other; both probe, report and propose at the same time."""
+    listeners = {uid: ProbeListener("127.0.0.1", 9) for uid in ("a.0", "b.0", "c.0")}
     keys = service.connect()
-    for uid, door in doors.items():
-        keys.put(probe_key(uid), door.address)
-    first = Membership(keys).start([Member(uid, uid[0]) for uid in doors], above=0, minimum=1, why="")
+    for uid, listener in listeners.items():
+        keys.put(probe_key(uid), listener.address)
+    first = Membership(keys).start([Member(uid, uid[0]) for uid in listeners], above=0, minimum=1, why="")
     seen: dict[str, bool] = {}
 
     def member(uid: str, unreachable: str) -> None:
@@ -143,12 +143,12 @@ def test_two_that_do_not_reach_each_other_put_one_out_once(service: TcpService, 
     assert seen == {"a.0": True, "b.0": True, "c.0": False}
     assert isinstance(now, Generation) and (now.number, now.uids) == (2, ("a.0", "c.0"))
     assert now.why == "b.0: could not be reached by a.0"
-    for door in doors.values():
-        door.close()
+    for listener in listeners.values():
+        listener.close()
 
 
 class Blind:
-    """Keys of a member for whom one door is where nobody answers."""
+    """Keys of a member for whom one address never answers."""
 
     def __init__(self, keys: Keys, uid: str, nowhere: str) -> None:
         self._keys, self._uid, self._nowhere = keys, uid, nowhere
