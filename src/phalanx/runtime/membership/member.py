@@ -217,7 +217,7 @@ class _Loop:
         return "finished"
 
     def _too_few(self) -> str:
-        """The team was formed only to save what its members hold, all of them or some that leave."""
+        """The group epoch was formed only to save the state of its members, or of some that leave."""
         leavers: dict[str, str] = {}
         if self._failed(lambda: leavers.update(self.agent.waits_or_ends())):
             return ""

@@ -45,7 +45,7 @@ class NoMapping(PeerError):
 
 
 class NewerGeneration(PeerError):
-    """This generation is over before it was formed."""
+    """This generation was superseded before it formed."""
 
 
 class Sockets:
@@ -234,7 +234,7 @@ def meet(
             wanted = wanted[READY_BLOCK:]
             continue
         if newer():
-            raise NewerGeneration(f"generation {generation.number} is over before it was formed")
+            raise NewerGeneration(f"generation {generation.number} was superseded before it formed")
         if time.monotonic() > end_s:
             said = zip(generation.uids, keys.values(ready_keys(generation)), strict=True)
             missing = [uid for uid, report in said if report is None]
