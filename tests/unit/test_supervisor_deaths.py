@@ -100,8 +100,8 @@ def test_a_slot_that_was_too_slow_is_filled_again_after_its_rest(monkeypatch: py
     found, now = Host(lambda agent: 0, settings, service=MemoryService()), time.monotonic()
     for slot in range(2):
         found._start(slot)
-    monkeypatch.setattr(NoProcess, "hear", lambda self: [{"rest": True}] if self.slot else [])
-    found._hear()
+    monkeypatch.setattr(NoProcess, "read", lambda self: [{"rest": True}] if self.slot else [])
+    found._read_workers()
     found.workers[1].status = 0
     found._ended(found.workers[1])
     for later_s, workers in ((990, 2), (1010, 3)):
