@@ -68,8 +68,8 @@ from phalanx.runtime.comm.groups import GroupCache, build_groups  # noqa: E402
 from phalanx.runtime.moe.dispatch import Dispatcher  # noqa: E402
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall, run_experts  # noqa: E402
 from phalanx.runtime.moe.overlap import TILE_ROWS, run_overlapped  # noqa: E402
-from phalanx.runtime.moe.overlap_tuner import measure  # noqa: E402
-from phalanx.runtime.moe.streams import streams_of  # noqa: E402
+from phalanx.runtime.moe.overlap_tuner import measure_layer  # noqa: E402
+from phalanx.runtime.moe.streams import message_streams_of  # noqa: E402
 from phalanx.runtime.processes.world import WorldInfo, close_world, init_world, read_world  # noqa: E402
 from phalanx_lab.bench.layer.device_division import DeviceShare, choose_left_free  # noqa: E402
 
@@ -190,7 +190,7 @@ def calibration(layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
     if layer.axis.size == 1:
         return {"left_out": "one rank sends nothing"}
     experts = ExpertWeights(layer.w13, layer.w2)
-    samples = measure(layer.dispatcher, layer.x, experts, SERIAL, shape_of(layer))
+    samples = measure_layer(layer.dispatcher, layer.x, experts, SERIAL, shape_of(layer))
     found: Fit = layer.comms.gather_objects(fit(samples), layer.axis)[0]
     state["cost"] = found.cost
     return {"cost": asdict(found.cost), "median_error": found.median_error}
@@ -233,7 +233,7 @@ def left_free(layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
         return {"left_out": "needs several devices"}
     seconds, rates = {0: layer.seconds(lambda: layer.step(FINE))}, {}
     for ctas, one in layers_by_ctas(*state["make"]):
-        streams = streams_of(one.comms, one.device)
+        streams = message_streams_of(one.comms, one.device)
         assert streams is not None
         streams.left_free = ctas
         seconds[ctas] = one.seconds(lambda one=one: one.step(FINE))  # type: ignore[misc]

@@ -19,7 +19,7 @@ from phalanx.plan.moe.overlap.prediction.choose import SERIAL
 from phalanx.plan.moe.overlap.settings import CANDIDATES, parse_overlap, setting_problems
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.moe.overlap_tuner import candidates
+from phalanx.runtime.moe.overlap_tuner import schedule_candidates
 from phalanx_lab.bench import step
 from phalanx_lab.bench.layer import command as layer
 from phalanx_lab.bench.layer.cells import (
@@ -206,7 +206,7 @@ def test_methods_have_names() -> None:
 def test_a_recipe_can_say_every_method_and_auto_has_every_schedule() -> None:
     assert not any(setting_problems(overlap_of(method)) for method in METHODS)
     schedules = {parse_overlap(overlap).schedule for overlap in OURS.values()}
-    assert schedules <= {SERIAL, *CANDIDATES} == {SERIAL, *candidates(BenchLayerShape().hidden)}
+    assert schedules <= {SERIAL, *CANDIDATES} == {SERIAL, *schedule_candidates(BenchLayerShape().hidden)}
     assert sum(schedule.blocks > 1 for schedule in schedules) == 3
 
 

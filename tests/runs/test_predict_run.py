@@ -21,7 +21,7 @@ from phalanx.simulate.from_recipe import resolve_recipe
 from phalanx.simulate.hardware.clusters import load_hardware, parse_cluster
 from phalanx.simulate.hardware.cost import Cost
 from phalanx.simulate.program.clock import ProgramTimeline, run_programs
-from phalanx.simulate.program.compare_run import MeasuredOp, compare, table_of
+from phalanx.simulate.program.compare_run import MeasuredOp, compare_steps, table_of
 from phalanx.simulate.program.cost import ProgramOracle, kind_of
 from phalanx.simulate.program.recipe import oracle_of, programs_of_recipe
 
@@ -56,10 +56,10 @@ def timeline(seconds: float = 1.0) -> ProgramTimeline:
 def test_a_step_that_went_as_predicted_has_no_error() -> None:
     predicted, twice = timeline(), timeline(2.0)
     step = {key: MeasuredOp(s.begin_s, s.seconds) for key, s in predicted.by_id.items()}
-    same = compare(predicted, [step], step_s=[predicted.seconds])
+    same = compare_steps(predicted, [step], step_s=[predicted.seconds])
     assert same.error == same.median == same.worst == 0.0 and same.begin_correlation == pytest.approx(1.0)
     assert same.only_measured == same.only_predicted == ()
-    wrong = compare(twice, [step, step, step], step_s=[predicted.seconds] * 3)
+    wrong = compare_steps(twice, [step, step, step], step_s=[predicted.seconds] * 3)
     assert wrong.error == wrong.median == wrong.worst == pytest.approx(1.0)
     assert all(kind.predicted_s == pytest.approx(2 * kind.measured_s) for kind in wrong.kinds)
 
@@ -68,7 +68,7 @@ def test_a_step_that_went_as_predicted_has_no_error() -> None:
 def test_what_only_one_side_has_is_told() -> None:
     predicted = timeline()
     step = {key: MeasuredOp(s.begin_s, s.seconds) for key, s in predicted.by_id.items() if key[1] != "vote"}
-    found = compare(predicted, [{**step, (0, "mb0.dance"): MeasuredOp(0.0, 1.0)}], step_s=[1.0])
+    found = compare_steps(predicted, [{**step, (0, "mb0.dance"): MeasuredOp(0.0, 1.0)}], step_s=[1.0])
     assert found.only_predicted == ("vote",) and found.only_measured == ("mb0.dance",)
 
 

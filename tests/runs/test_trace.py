@@ -30,7 +30,7 @@ from phalanx.observe.console import ConsoleSink
 from phalanx.observe.event_log import JsonlSink, log_path, read_events, read_history
 from phalanx.observe.metrics import samples
 from phalanx.observe.recorded.exposure import by_axis, by_layer
-from phalanx.observe.recorded.intervals import in_rows, innermost, total_s, union, without
+from phalanx.observe.recorded.intervals import in_rows, innermost, subtract, total_s, union
 from phalanx.observe.recorded.lanes import read_recording
 from phalanx.observe.recorded.trace import perfetto_trace
 from phalanx.plan.mapping.folding import Folding, make_folding
@@ -74,7 +74,7 @@ def test_sets_of_moments_against_a_grid() -> None:
     for _ in range(300):
         a, b = ([(x, x + rng.randrange(0, 9)) for x in (rng.randrange(40) for _ in range(n))] for n in (6, 5))
         assert grid(union(a)) == grid(a) and total_s(union(a)) == len(grid(a))
-        assert grid(without(union(a), union(b))) == grid(a) - grid(b)
+        assert grid(subtract(union(a), union(b))) == grid(a) - grid(b)
         shown = innermost([(at, i) for i, at in enumerate(a)])
         assert all(x[0][1] <= y[0][0] for x, y in itertools.pairwise(shown)) and grid([s[0] for s in shown]) == grid(a)
         for (begin, end), i in shown:  # nobody that runs began later

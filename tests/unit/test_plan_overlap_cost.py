@@ -19,7 +19,7 @@ from phalanx.plan.moe.overlap.prediction.choose import (
     LayerSample,
     MatmulSample,
     MessageSample,
-    compare,
+    compare_schedules,
     errors_of,
     fit,
 )
@@ -152,7 +152,7 @@ def test_all_that_is_wrong_with_a_cost_is_named():
 
 
 def choose(*args, **more):
-    return compare(*args, **more).schedule
+    return compare_schedules(*args, **more).schedule
 
 
 def test_a_link_that_costs_nothing_leaves_serial_and_a_slow_one_does_not():
@@ -160,7 +160,7 @@ def test_a_link_that_costs_nothing_leaves_serial_and_a_slow_one_does_not():
     cost = dataclasses.replace(FLAT, latency_s=0.0, op_s=2e-5, block_s=1e-4)
     fast = dataclasses.replace(cost, bytes_per_s=1e12)
     assert choose(dispatch, SHAPE, fast, CANDIDATES, wire=wire, tile_rows=128) == SERIAL
-    found = compare(dispatch, SHAPE, cost, CANDIDATES, wire=wire, tile_rows=128)
+    found = compare_schedules(dispatch, SHAPE, cost, CANDIDATES, wire=wire, tile_rows=128)
     seconds = dict(found.seconds)
     assert seconds[found.schedule] == min(seconds.values()) < 0.97 * seconds[SERIAL]
     assert "* " in found.explain() and len(found.explain().splitlines()) == 10
@@ -171,7 +171,7 @@ def test_the_second_cut_is_taken_where_it_hides_more_than_its_blocks_cost():
     dispatch, wire = even()
     cost = dataclasses.replace(FLAT, latency_s=1e-4, op_s=2e-5)
     whole, cut = (TileSchedule(parts=2, blocks=blocks, order="own_first") for blocks in (1, 2))
-    seconds = dict(compare(dispatch, SHAPE, cost, [whole, cut], wire=wire, tile_rows=128).seconds)
+    seconds = dict(compare_schedules(dispatch, SHAPE, cost, [whole, cut], wire=wire, tile_rows=128).seconds)
     gain = seconds[whole] - seconds[cut]
     product = 128 * 2 * 1024 * 2048 / 1e11
     assert 0 < gain < product
@@ -182,7 +182,7 @@ def test_the_second_cut_is_taken_where_it_hides_more_than_its_blocks_cost():
 
 def test_a_gain_within_the_margin_is_not_taken():
     dispatch, wire = even()
-    found = compare(dispatch, SHAPE, FLAT, CANDIDATES, wire=wire, tile_rows=128, margin=0.0)
+    found = compare_schedules(dispatch, SHAPE, FLAT, CANDIDATES, wire=wire, tile_rows=128, margin=0.0)
     seconds = dict(found.seconds)
     gain = 1 - min(seconds.values()) / seconds[SERIAL]
     assert gain > 0.1
@@ -199,7 +199,7 @@ def test_the_choice_is_what_predict_says_of_the_plans():
     busiest = int(dispatch.rows_PG.sum(0).reshape(3, 2).sum(1).argmax())
     for direction in ("forward", "backward"):
         rest = {"tile_rows": 32, "direction": direction}
-        for schedule, seconds in compare(dispatch, shape, FLAT, CANDIDATES, wire=wire, **rest).seconds:
+        for schedule, seconds in compare_schedules(dispatch, shape, FLAT, CANDIDATES, wire=wire, **rest).seconds:
             plan = plan_overlap(dispatch, schedule, rank=busiest, **rest)
             assert predict(plan, shape, FLAT, wire).seconds == pytest.approx(seconds, rel=1e-12)
 
@@ -220,7 +220,7 @@ def test_batches_of_about_equal_counts_share_a_choice():
         "the first, a larger, a still larger one, and the first again, which was forgotten"
     )
     for (dispatch, wire), schedule in zip(batches, found, strict=True):
-        seconds = dict(compare(dispatch, SHAPE, FLAT, CANDIDATES, wire=wire, tile_rows=128).seconds)
+        seconds = dict(compare_schedules(dispatch, SHAPE, FLAT, CANDIDATES, wire=wire, tile_rows=128).seconds)
         assert seconds[schedule] < 1.05 * min(seconds.values())
 
 
@@ -248,7 +248,10 @@ def test_who_asks_first_changes_no_choice():
         found = here.choice(*one), here.choice(*other)
         assert (there.choice(*other), there.choice(*one)) == found[::-1]
         if here.num_computed == 1:
-            own = [compare(batch[0], shape, cost, CANDIDATES, wire=batch[1], tile_rows=128) for batch in (one, other)]
+            own = [
+                compare_schedules(batch[0], shape, cost, CANDIDATES, wire=batch[1], tile_rows=128)
+                for batch in (one, other)
+            ]
             shared, differ = shared + 1, differ + (own[0].schedule != own[1].schedule)
     assert shared > 10 and differ > 0  # the choice of whoever came first would have failed
 
@@ -382,9 +385,9 @@ def test_tiles_are_chosen_beside_another_pass_only_for_what_it_leaves(share, alo
     assert link_s(0, cost, wire) == pytest.approx(share * product)
     candidates = [TileSchedule(parts=parts, order="arrival", own_before=0.5) for parts in (1, 2, 4)]
     choose = {"wire": wire, "tile_rows": 64}
-    found = compare(dispatch, SHAPE, cost, candidates, **choose)
+    found = compare_schedules(dispatch, SHAPE, cost, candidates, **choose)
     assert (found.schedule != SERIAL) is alone
-    paired = compare(dispatch, SHAPE, cost, candidates, paired=1.0, **choose)
+    paired = compare_schedules(dispatch, SHAPE, cost, candidates, paired=1.0, **choose)
     assert (paired.schedule != SERIAL) is beside
     seconds = dict(paired.seconds)
     least = max(3, 2 * share) * product
@@ -396,15 +399,18 @@ def test_tiles_are_chosen_beside_another_pass_only_for_what_it_leaves(share, alo
 def test_passes_that_run_alone_count_by_their_share():
     dispatch, wire = even()
     call = {"wire": wire, "tile_rows": 64}
-    both, some = (dict(compare(dispatch, SHAPE, FLAT, CANDIDATES, paired=p, **call).seconds) for p in (1.0, 0.25))
+    both, some = (
+        dict(compare_schedules(dispatch, SHAPE, FLAT, CANDIDATES, paired=p, **call).seconds) for p in (1.0, 0.25)
+    )
     apart = [
-        dict(compare(dispatch, SHAPE, FLAT, CANDIDATES, direction=d, **call).seconds) for d in ("forward", "backward")
+        dict(compare_schedules(dispatch, SHAPE, FLAT, CANDIDATES, direction=d, **call).seconds)
+        for d in ("forward", "backward")
     ]
     for schedule in (SERIAL, *CANDIDATES):
         alone = apart[0][schedule] + apart[1][schedule]
         assert some[schedule] == pytest.approx(0.25 * both[schedule] + 0.75 * alone)
     with pytest.raises(PlanError, match=r"paired = 1\.5"):
-        compare(dispatch, SHAPE, FLAT, CANDIDATES, wire=wire, tile_rows=64, paired=1.5)
+        compare_schedules(dispatch, SHAPE, FLAT, CANDIDATES, wire=wire, tile_rows=64, paired=1.5)
 
 
 def test_the_share_of_passes_in_pairs_is_that_of_the_schedule():

@@ -14,7 +14,7 @@ from tiers import times
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.overlap.prediction.bytes import traffic_of, wire_bytes
-from phalanx.plan.moe.overlap.prediction.choose import compare
+from phalanx.plan.moe.overlap.prediction.choose import compare_schedules
 from phalanx.plan.moe.overlap.prediction.cost import LayerShape, OverlapCost
 from phalanx.plan.moe.overlap.tiles.hosts import can_forward, gateway, gateways, message_parts
 from phalanx.plan.moe.overlap.tiles.plan import plan_overlap
@@ -202,7 +202,7 @@ def test_a_choice_with_gateways_is_made_by_their_clock():
     dispatch, traffic = priced(np.random.default_rng(6))
     wire = wire_bytes(traffic, "dedup_host", row_bytes=SHAPE.row_bytes)
     candidates = [TileSchedule(parts=p, order="arrival", own_before=0.5) for p in (1, 2, 4)]
-    choice = compare(dispatch, SHAPE, COST, candidates, wire=wire, tile_rows=64, host_of_rank=(0, 0, 1, 1))
+    choice = compare_schedules(dispatch, SHAPE, COST, candidates, wire=wire, tile_rows=64, host_of_rank=(0, 0, 1, 1))
     assert (
         choice.schedule != TileSchedule()
         and dict(choice.seconds)[choice.schedule] < dict(choice.seconds)[TileSchedule()]
@@ -225,7 +225,7 @@ def test_a_skewed_batch_is_faster_with_its_hot_slots_first():
             ).seconds
             for hot in (False, True)
         ]
-        choice = compare(dispatch, SHAPE, cost, [schedule], wire=wire, tile_rows=128)
+        choice = compare_schedules(dispatch, SHAPE, cost, [schedule], wire=wire, tile_rows=128)
         predicted = dict(choice.seconds)
         assert predicted[choice.schedule] == min(predicted.values()) or predicted[choice.schedule] <= 1.005 * min(
             predicted.values()
@@ -251,9 +251,13 @@ def test_with_even_loads_or_one_part_hot_first_is_never_chosen():
         counts = np.full((2, 16), int(rng.integers(1, 90)))
         dispatch, (_, cost) = plan_dispatch(counts, range(16), ep=2, etp=1), skewed(rng)
         wire = wire_bytes(traffic_of(dispatch), "all_to_all", row_bytes=SHAPE.row_bytes)
-        choice = compare(dispatch, SHAPE, cost, [TileSchedule(parts=4, order="own_first")], wire=wire, tile_rows=128)
+        choice = compare_schedules(
+            dispatch, SHAPE, cost, [TileSchedule(parts=4, order="own_first")], wire=wire, tile_rows=128
+        )
         assert not choice.schedule.hot_first
-        one = compare(skewed(rng)[0], SHAPE, cost, [TileSchedule(order="own_first")], wire=wire, tile_rows=128)
+        one = compare_schedules(
+            skewed(rng)[0], SHAPE, cost, [TileSchedule(order="own_first")], wire=wire, tile_rows=128
+        )
         assert all(not schedule.hot_first for schedule, _ in one.seconds)
 
 

@@ -21,10 +21,10 @@ from phalanx.plan.moe.overlap.settings import (
     parse_overlap,
     setting_problems,
 )
-from phalanx.plan.moe.overlap.tiles.order import schedule_problems
+from phalanx.plan.moe.overlap.tiles.order import tile_schedule_problems
 from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 from phalanx.plan.recipe import run_problems
-from phalanx.runtime.moe.overlap_tuner import candidates
+from phalanx.runtime.moe.overlap_tuner import schedule_candidates
 
 pytestmark = pytest.mark.unit
 
@@ -110,7 +110,9 @@ def test_blocks_that_cannot_be_cut_are_refused() -> None:
 
 
 def test_auto_has_the_second_cut_among_its_candidates() -> None:
-    assert len(set(CANDIDATES)) == len(CANDIDATES) and not any(schedule_problems(one) for one in CANDIDATES)
+    assert len(set(CANDIDATES)) == len(CANDIDATES) and not any(tile_schedule_problems(one) for one in CANDIDATES)
     assert TileSchedule(parts=4, blocks=2, order="arrival", own_before=0.5) in CANDIDATES
-    assert any(one.blocks > 1 for one in candidates(1024)) and all(one.blocks == 1 for one in candidates(256))
-    assert len(set(candidates(256))) == len(candidates(256)) < len(CANDIDATES)
+    assert any(one.blocks > 1 for one in schedule_candidates(1024)) and all(
+        one.blocks == 1 for one in schedule_candidates(256)
+    )
+    assert len(set(schedule_candidates(256))) == len(schedule_candidates(256)) < len(CANDIDATES)

@@ -10,7 +10,7 @@ from phalanx.core.config import PipelineConfig, Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.model.model import PRESETS
-from phalanx.plan.pipeline.comm import plan_problems
+from phalanx.plan.pipeline.comm import pipeline_plan_problems
 from phalanx.plan.pipeline.run import make_pipeline, plain_pipeline
 from phalanx.plan.pipeline.schedule.make import SCHEDULES
 from phalanx.plan.recipe import run_problems
@@ -46,7 +46,7 @@ def test_a_forward_plan_has_all_forward_passes_and_comes_to_its_end(name: str, m
     assert {action.kind for action in actions} == {"F"}
     assert len(set(actions)) == len(actions) == microbatches * 2 * pipeline.virtual
     assert all(transfer.direction == "forward" for transfer in plan.transfers)
-    assert plan_problems(plan) == []
+    assert pipeline_plan_problems(plan) == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from recovery_plan_help import after, fresh, new_member, planner, shuffled, tiny
 from tiers import some
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.layout.box_cells import without
+from phalanx.plan.layout.box_cells import cells_without
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.state import StateLayouts
 from phalanx.plan.layout.tensors import Held
@@ -306,10 +306,10 @@ def test_boxes_without_boxes() -> None:
         box, hole = (random_box(shape, rng) for _ in range(2))
         there = np.zeros(shape, dtype=int)
         there[hole.slices()] = 1
-        for part in without(box, hole):
+        for part in cells_without(box, hole):
             there[part.slices()] += 1
         assert np.all(there[box.slices()] == 1) and there.max() == 1
-    assert without(Box((0, 0), (2, 2)), Box((2, 0), (1, 2))) == [Box((0, 0), (2, 2))]
+    assert cells_without(Box((0, 0), (2, 2)), Box((2, 0), (1, 2))) == [Box((0, 0), (2, 2))]
 
 
 def random_box(shape: Sequence[int], rng: random.Random) -> Box:

@@ -14,7 +14,7 @@ from phalanx.core.errors import PlanError
 from phalanx.plan.layout.mesh.placements import Partial, Replicate, mesh_layout, read_layout
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import whole_layout
-from phalanx.plan.reshard.check import plan_problems
+from phalanx.plan.reshard.check import reshard_plan_problems
 from phalanx.plan.reshard.check_time import certified_bytes
 from phalanx.plan.reshard.plan import ReshardPlan, plan_reshard
 from phalanx.plan.reshard.types import Hop, Hosts, Move, MovePart, Reduction
@@ -59,7 +59,7 @@ def forge(
         changed,
         programs or {},
     )
-    return [str(problem) for problem in plan_problems(forged)]
+    return [str(problem) for problem in reshard_plan_problems(forged)]
 
 
 @pytest.fixture(scope="module")

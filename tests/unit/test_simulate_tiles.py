@@ -13,7 +13,7 @@ from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.model.model import PRESETS, ModelSpec
-from phalanx.plan.moe.overlap.prediction.choose import SERIAL, compare
+from phalanx.plan.moe.overlap.prediction.choose import SERIAL, compare_schedules
 from phalanx.plan.moe.overlap.prediction.cost import LayerShape, OverlapCost
 from phalanx.plan.moe.overlap.settings import CANDIDATES, FINE
 from phalanx.simulate.from_recipe import mapping_of_recipe, resolve_recipe
@@ -37,8 +37,8 @@ from phalanx.simulate.step.tile_time import (
     TileLayer,
     layer_passes,
     link_cost,
-    pieces_of,
     plan_of,
+    tile_pieces,
     wire_of,
 )
 
@@ -56,7 +56,7 @@ WIDTHS = ExpertWidths(hidden=4096, ffn=14336, matrices=3)
 def pieces(hardware: Hardware, layer: TileLayer, direction: Direction, *, taken: float = 0.15) -> Pieces:
     num_bytes = layer.rows * layer.etp * layer.row_bytes
     link = link_cost(Network(hardware), layer, num_bytes=num_bytes, taken=taken)
-    return pieces_of(Oracle(hardware), layer, WIDTHS, link, direction, shared_s=0.0)
+    return tile_pieces(Oracle(hardware), layer, WIDTHS, link, direction, shared_s=0.0)
 
 
 @pytest.mark.parametrize("way", ["tiles", "fine", "auto"])
@@ -104,7 +104,7 @@ def test_the_choice_is_the_choosers() -> None:
         cost = replace(pieces(hardware, LAYER, "forward").link, flops_by_rows=((1, Oracle(BARE).peak_rate),))
         shape = LayerShape(tokens=4096, hidden=4096, ffn=14336, element_bytes=2, slots=1)
         wire = wire_of(LAYER, "forward")
-        choice = compare(
+        choice = compare_schedules(
             _dispatch(LAYER), shape, cost, CANDIDATES, wire=wire, tile_rows=TILE_ROWS, host_of_rank=LAYER.hosts
         )
         found = passes(hardware, LAYER, "auto")[0]

@@ -20,7 +20,7 @@ from phalanx.plan.mapping.placement import Placement, plain_placement
 from phalanx.plan.mapping.stage_foldings import AnyFolding, parse_stages
 from phalanx.plan.model.model import PRESETS, RouterSpec
 from phalanx.plan.pipeline.run import make_pipeline
-from phalanx.plan.reshard.weight_waves import divide, read_layout, rows_of
+from phalanx.plan.reshard.weight_waves import divide, readers_layout, wave_rows
 
 pytestmark = pytest.mark.unit
 
@@ -113,7 +113,7 @@ def test_waves_hold_every_row_once_and_keep_to_the_limit(
     for wave in waves:
         held_bytes = np.zeros(readers, dtype=int)
         for rows in wave:
-            layout = read_layout(shapes[rows.name], rows, readers=readers)
+            layout = readers_layout(shapes[rows.name], rows, readers=readers)
             seen[rows.name] += times_held(layout)
             held_bytes += [4 * int(np.prod(shape)) for shape in layout.local_shapes]
         assert held_bytes.max() <= limit_bytes
@@ -122,7 +122,7 @@ def test_waves_hold_every_row_once_and_keep_to_the_limit(
 
 def test_rows_of_a_layout_stay_in_their_places() -> None:
     layout = layouts_of(FOLDINGS[0]).parameter("embedding.weight")
-    parts = [rows_of(layout, rows) for wave in divide({"e": layout.shape}, element_bytes=4, readers=2, limit_bytes=4000)
+    parts = [wave_rows(layout, rows) for wave in divide({"e": layout.shape}, element_bytes=4, readers=2, limit_bytes=4000)
              for rows in wave]  # fmt: skip
     assert len(parts) > 2
     for rank in layout.ranks:

@@ -22,7 +22,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange, Message
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.moe.overlap_streams import RoundMessages
-from phalanx.runtime.moe.streams import CudaStreams, Posted, leave_free, leaving_free, streams_of
+from phalanx.runtime.moe.streams import CudaStreams, Posted, leave_free, leaving_free, message_streams_of
 
 pytestmark = pytest.mark.unit
 AXIS = Axis("ep_etp", (0, 1, 2), 0, None)
@@ -178,9 +178,9 @@ def test_calls_on_a_cuda_device(monkeypatch):
 def test_a_cuda_device_gets_its_stream_and_a_host_none(monkeypatch):
     FakeCuda(monkeypatch)
     comms = Collectives()
-    assert streams_of(comms, torch.device("cpu")) is None
-    streams = streams_of(comms, torch.device("cuda", 0))
-    assert isinstance(streams, CudaStreams) and streams_of(comms, torch.device("cuda", 0)) is streams
+    assert message_streams_of(comms, torch.device("cpu")) is None
+    streams = message_streams_of(comms, torch.device("cuda", 0))
+    assert isinstance(streams, CudaStreams) and message_streams_of(comms, torch.device("cuda", 0)) is streams
 
 
 def test_multiprocessors_are_left_free_inside():

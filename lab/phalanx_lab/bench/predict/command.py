@@ -30,7 +30,7 @@ from phalanx.runtime.processes.world import read_world
 from phalanx.simulate.calibration.fit import TimedCollective, with_links
 from phalanx.simulate.hardware.clusters import Hardware, load_hardware
 from phalanx.simulate.program.clock import ProgramTimeline, programs_hash
-from phalanx.simulate.program.compare_run import MeasuredOp, compare
+from phalanx.simulate.program.compare_run import MeasuredOp, compare_steps
 from phalanx.simulate.program.cost import ProgramOracle
 from phalanx_lab.bench.predict import real as predict_real, recovery as predict_recovery
 from phalanx_lab.bench.predict.fitted_costs import learn, paces, usual_pace
@@ -290,7 +290,7 @@ def _row(plan: StepPlan, found: Mapping[str, Any], timeline: ProgramTimeline) ->
         key: MeasuredOp(one.begin_s / slower[-1], one.seconds / slower[-1])
         for key, one in recorded_step(found["steps"][-1]).items()
     }
-    ids = compare(timeline, [last], step_s=[measured_s])
+    ids = compare_steps(timeline, [last], step_s=[measured_s])
     return {
         "plan": plan.name,
         "plan_hash": {"predicted": programs_hash(plan.programs()), "measured": found["hash"]},

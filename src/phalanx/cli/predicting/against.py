@@ -30,8 +30,8 @@ from phalanx.simulate.program import (
     ProgramOracle,
     RecipePrograms,
     RecordedStep,
-    compare,
     compare_move,
+    compare_steps,
     oracle_of,
     programs_hash,
     programs_of_recipe,
@@ -161,7 +161,9 @@ def _compare_steps(
         hint = f"recorded are {recording.steps[0]} to {recording.steps[-1]}"
         raise DataError([Problem(where=where, value=value, rule=rule, hint=hint)], subject="the run")
     timeline = run_programs(made.programs, made.folding, oracle.cost)
-    return compare(timeline, [_measured(recording, s) for s in left], step_s=[_step_s(recording, s) for s in left])
+    return compare_steps(
+        timeline, [_measured(recording, s) for s in left], step_s=[_step_s(recording, s) for s in left]
+    )
 
 
 def _compare_moves(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.op_ids import expert_exchange
-from phalanx.observe.recorded.intervals import total_s, union, without
+from phalanx.observe.recorded.intervals import subtract, total_s, union
 from phalanx.observe.recorded.lanes import LaneMessage, Recording
 
 Place = tuple[int, str]
@@ -49,11 +49,11 @@ def exposure(messages: Iterable[LaneMessage], *, blocked: Iterable[tuple[float, 
     waits = union([*((m.wait_s, m.end_s) for m in messages), *blocked])
     way = union((m.ready_s, m.end_s) for m in messages)
     exposed_s = total_s(waits)
-    hidden_s = total_s(without(way, waits))
+    hidden_s = total_s(subtract(way, waits))
     return Exposure(
         sent_bytes=sum(m.sent_bytes for m in messages),
         exposed_s=exposed_s,
-        late_s=total_s(without(waits, way)),
+        late_s=total_s(subtract(waits, way)),
         hidden_s=hidden_s,
     )
 

@@ -20,7 +20,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return out
 
 
-def without(base: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
+def subtract(base: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
     """Moments of `base` that are not in `taken`; both sorted and disjoint."""
     out: list[Interval] = []
     first = 0

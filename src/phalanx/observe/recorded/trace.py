@@ -22,7 +22,7 @@ from typing import Any
 
 from phalanx.core.op_ids import expert_exchange, read_op_id
 from phalanx.core.trace_file import TraceFile, TraceSpan
-from phalanx.observe.recorded.intervals import in_rows, innermost, union, without
+from phalanx.observe.recorded.intervals import in_rows, innermost, subtract, union
 from phalanx.observe.recorded.lanes import (
     Key,
     LaneMessage,
@@ -134,7 +134,7 @@ class _Rank:
         items = [((w.begin_s, w.end_s), w) for w in step.work if w.lane == kind]
         drawn = []
         for at, work in innermost(items):
-            for piece in without([at], cut_out):
+            for piece in subtract([at], cut_out):
                 drawn.append((work, self._span(lane, work.op_id, piece, _place(work.op_id))))
         return drawn
 

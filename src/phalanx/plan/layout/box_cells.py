@@ -40,7 +40,7 @@ def is_covered(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
     return sum(cell.num_elements for cell in cells(boxes)) == math.prod(shape)
 
 
-def without(box: Box, hole: Box) -> list[Box]:
+def cells_without(box: Box, hole: Box) -> list[Box]:
     """`box` without what `hole` covers of it, as boxes that do not overlap: at most two for each dim."""
     cut = box.intersection(hole)
     if cut is None:

@@ -149,7 +149,7 @@ class PipelinePlan:
     def check(self) -> None:
         """Raise `PlanError` with everything wrong with the schedule or its transfers."""
         self.schedule.check()
-        raise_if(plan_problems(self), PlanError, subject=f"transfers of schedule {self.schedule.name}")
+        raise_if(pipeline_plan_problems(self), PlanError, subject=f"transfers of schedule {self.schedule.name}")
 
     def to_json(self) -> str:
         programs = [[_written(op) for op in program] for program in self.programs]
@@ -281,7 +281,7 @@ def _most_open(program: Sequence[RankOp]) -> int:
 # ---- check ----------------------------------------------------------------------------------------------------------------------
 
 
-def plan_problems(plan: PipelinePlan) -> list[Problem]:
+def pipeline_plan_problems(plan: PipelinePlan) -> list[Problem]:
     """What is wrong with the transfers: passes reordered, something sent twice or never, sides that disagree, a blocking deadlock."""
     problems = []
     for rank, (program, order) in enumerate(zip(plan.programs, plan.schedule.actions, strict=True)):

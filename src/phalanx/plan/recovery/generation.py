@@ -25,7 +25,16 @@ import numpy as np
 
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PlanError, Problem
-from phalanx.plan.layout import STATE_KINDS, Box, Held, StateLayouts, TensorLayout, is_covered, stage_params, without
+from phalanx.plan.layout import (
+    STATE_KINDS,
+    Box,
+    Held,
+    StateLayouts,
+    TensorLayout,
+    cells_without,
+    is_covered,
+    stage_params,
+)
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, LayerPlacements, StagePlan
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import make_pipeline, pipeline_problems
@@ -493,7 +502,7 @@ def _with_holes(move: Move, holes: Sequence[tuple[int, Box]]) -> Move:
         if rank not in move.src.ranks:
             continue
         at = move.src.ranks.index(rank)
-        held[at] = tuple(Held(part, h.place(part).offsets) for h in held[at] for part in without(h.box, hole))
+        held[at] = tuple(Held(part, h.place(part).offsets) for h in held[at] for part in cells_without(h.box, hole))
     return replace(move, src=replace(move.src, held=tuple(held)))
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from phalanx.plan.reshard.weight_waves import (
         Wave as Wave,
         divide as divide,
-        read_layout as read_layout,
-        rows_of as rows_of,
+        readers_layout as readers_layout,
+        wave_rows as wave_rows,
     )
 else:
     __getattr__ = lazy(__name__)

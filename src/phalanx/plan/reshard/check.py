@@ -49,12 +49,12 @@ class CheckedPlan(TimedPlan, Protocol):
     def copies(self, rank: int) -> tuple[MovePart, ...]: ...
 
 
-def plan_problems(plan: CheckedPlan) -> list[Problem]:
+def reshard_plan_problems(plan: CheckedPlan) -> list[Problem]:
     """Everything that is wrong with a plan."""
     delivery = _Delivery(plan)
     problems = delivery.run()
     problems += _staging_problems(plan)
-    problems += order_problems(plan)
+    problems += message_order_problems(plan)
     problems += time_problems(plan)
     return problems + bound_problems(plan)
 
@@ -283,7 +283,7 @@ def _staging_problems(plan: CheckedPlan) -> list[Problem]:
     return problems
 
 
-def order_problems(plan: CheckedPlan) -> list[Problem]:
+def message_order_problems(plan: CheckedPlan) -> list[Problem]:
     """Let every rank do its messages one at a time, each waiting for its other side."""
     ranks = range(len(plan.hosts.host_of_rank))
     programs = [plan.program(rank) for rank in ranks]

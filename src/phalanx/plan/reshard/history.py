@@ -48,7 +48,7 @@ def history_schedule(flows: FlowSet, hosts: Hosts, *, method: str) -> FlowSchedu
     return _in_order(tasks, hosts, solution, name=method)
 
 
-def crossing(tasks: Sequence[Flow]) -> list[int]:
+def crossing_tasks(tasks: Sequence[Flow]) -> list[int]:
     """Tasks with a host that lacks the slice."""
     return [i for i, task in enumerate(tasks) if task.needers]
 
@@ -81,14 +81,14 @@ def busy_times(
 
 def naive(tasks: Sequence[Flow]) -> Solution:
     """Always the first replica."""
-    return [(i, tasks[i].holders[0]) for i in crossing(tasks)]
+    return [(i, tasks[i].holders[0]) for i in crossing_tasks(tasks)]
 
 
 def size_balanced(tasks: Sequence[Flow], hosts: Hosts) -> Solution:
     """The holder with the least bytes so far."""
     load = [0] * hosts.count
     out = []
-    for i in crossing(tasks):
+    for i in crossing_tasks(tasks):
         sender = min(tasks[i].holders, key=lambda h: (load[h], h))
         load[sender] += tasks[i].num_bytes
         out.append((i, sender))
@@ -101,7 +101,7 @@ def greedy(
     """The paper's randomised greedy. `weights` replace the sizes of slices; the shipped code took those of whole source tiles."""
     sizes = [float(t.num_bytes) for t in tasks] if weights is None else list(weights)
     choose = random.Random(seed)
-    left = crossing(tasks)
+    left = crossing_tasks(tasks)
     load = [0.0] * (2 * hosts.count)
     out: Solution = []
     while left:
@@ -166,7 +166,7 @@ def depth_first(tasks: Sequence[Flow], hosts: Hosts, *, nodes: int = NODES) -> S
     best = size_balanced(tasks, hosts)
     best_s = busy_times(tasks, hosts, best)[1]
     left = nodes
-    stack: list[tuple[Solution, tuple[int, ...]]] = [([], tuple(crossing(tasks)))]
+    stack: list[tuple[Solution, tuple[int, ...]]] = [([], tuple(crossing_tasks(tasks)))]
     while stack and left > 0:
         left -= 1
         prefix, rest = stack.pop()
@@ -239,7 +239,7 @@ def _ring(tasks: Sequence[Flow], hosts: Hosts) -> FlowSchedule:
     """Parts are scattered in the first round and go round the receiving hosts in the others, all tasks side by side."""
     load = [0] * hosts.count
     streams: list[FlowStream] = []
-    for i in crossing(tasks):
+    for i in crossing_tasks(tasks):
         task = tasks[i]
         sender = min(task.holders, key=lambda h: (load[h], h))
         load[sender] += task.num_bytes

@@ -105,9 +105,9 @@ class ReshardPlan:
 
     def check(self) -> None:
         """Raise `PlanError` with all that an independent check finds."""
-        from phalanx.plan.reshard.check import plan_problems  # it reads this module's words
+        from phalanx.plan.reshard.check import reshard_plan_problems  # it reads this module's words
 
-        raise_if(plan_problems(self), PlanError, subject="the reshard plan")
+        raise_if(reshard_plan_problems(self), PlanError, subject="the reshard plan")
 
     def inverse(self, *, partial: bool = False) -> ReshardPlan:
         """The transposed plan, for gradients: layouts swapped. Replicas of the destination hold the same gradient, or (`partial`) terms of it."""

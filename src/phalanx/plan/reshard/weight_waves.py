@@ -64,7 +64,7 @@ def _cut(
         yield RowRange(name, start, stop), -(-(stop - start) // readers) * row_bytes
 
 
-def read_layout(shape: Sequence[int], rows: RowRange, *, readers: int) -> TensorLayout:
+def readers_layout(shape: Sequence[int], rows: RowRange, *, readers: int) -> TensorLayout:
     """The rows of a wave over ranks 0 .. readers-1, as even as they divide; local tensors hold those rows alone."""
     share = -(-(rows.stop - rows.start) // readers)
     held: list[tuple[Held, ...]] = []
@@ -78,7 +78,7 @@ def read_layout(shape: Sequence[int], rows: RowRange, *, readers: int) -> Tensor
     return TensorLayout(shape=tuple(shape), ranks=tuple(range(readers)), held=tuple(held), local_shapes=tuple(local))
 
 
-def rows_of(layout: TensorLayout, rows: RowRange) -> TensorLayout:
+def wave_rows(layout: TensorLayout, rows: RowRange) -> TensorLayout:
     """The same holders and local tensors, of these rows alone."""
     held = tuple(tuple(part for h in of_rank for part in _within(h, rows)) for of_rank in layout.held)
     return TensorLayout(

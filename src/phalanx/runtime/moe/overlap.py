@@ -53,7 +53,7 @@ from phalanx.runtime.moe.overlap_lists import (
 )
 from phalanx.runtime.moe.overlap_pacing import TilePace
 from phalanx.runtime.moe.overlap_transport import count_copies, routes, traffic_told, usable_hosts
-from phalanx.runtime.moe.streams import leaving_free, streams_of
+from phalanx.runtime.moe.streams import leaving_free, message_streams_of
 
 Choose = Callable[[DispatchPlan, WireBytes], TileSchedule]
 TILE_ROWS = 512
@@ -80,7 +80,7 @@ def run_overlapped(
     kept_TK = dispatcher.kept(
         weights_TK, experts_TK, token_index_T=call.token_index_T, part_T=call.part_T, op_prefix=op_prefix
     )
-    streams = streams_of(dispatcher.comms, x_TH.device)
+    streams = message_streams_of(dispatcher.comms, x_TH.device)
     known = host_of_rank if streams is None else None  # rounds have no gateways
     hosts = usable_hosts(dispatcher, known, forced=bool(through_hosts), per_token=per_token)
     copies = count_copies(dispatcher, experts_TK, kept_TK, hosts) if dispatcher.is_plain else None

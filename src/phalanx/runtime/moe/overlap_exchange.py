@@ -21,7 +21,7 @@ from phalanx.plan.moe.overlap.tiles import MessageEnd, MessageKind, RankPlan, Ti
 from phalanx.runtime.comm import Exchange, Message, backward_id
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.overlap_hosts import Gateways, HostWay
-from phalanx.runtime.moe.overlap_lists import Outgoing, entries_of_all, part_rows, places_of, row_by_row, tile_order
+from phalanx.runtime.moe.overlap_lists import Outgoing, entries_of_all, entry_places, part_rows, row_by_row, tile_order
 from phalanx.runtime.moe.overlap_streams import RoundMessages
 from phalanx.runtime.moe.streams import Streams
 
@@ -94,9 +94,9 @@ class InFlightExchange:
     def _token_places(self, num_tokens: int, copies: int) -> torch.Tensor:
         """(T, C) what comes back of each token, rank by rank, and where each row comes back by itself, slot by slot."""
         if self.per_token or not self.has_order:
-            return places_of(torch.cat([line.tokens_inbound for line in self.lines]), num_tokens, copies)
+            return entry_places(torch.cat([line.tokens_inbound for line in self.lines]), num_tokens, copies)
         tokens = [torch.div(line.pairs, self.top_k, rounding_mode="floor") for line in self.lines]
-        nth_TC = places_of(torch.cat(tokens), num_tokens, copies)
+        nth_TC = entry_places(torch.cat(tokens), num_tokens, copies)
         inbound = torch.cat([at + line.entries.inbound_of_row for at, line in zip(self.base, self.lines, strict=False)])
         return torch.where(nth_TC < 0, nth_TC, inbound[nth_TC.clamp(min=0)]) if len(inbound) else nth_TC
 
@@ -332,7 +332,7 @@ class InFlightExchange:
             device = entries.outbound_of_row.device
             pieces = [torch.arange(at, at + num, device=device) for at, num in geometry.of_source[source]]
             padded_n = torch.cat(pieces) if pieces else entries.outbound_of_row
-            nth = places_of(entries.inbound_of_row, entries.num, min(self.top_k, self.slots))
+            nth = entry_places(entries.inbound_of_row, entries.num, min(self.top_k, self.slots))
             found = padded_n[nth.clamp(min=0)] if len(padded_n) else nth
             self.row_places.append(torch.where(nth < 0, nth, found))
             self.padded_row.append(padded_n)

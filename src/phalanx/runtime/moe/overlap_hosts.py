@@ -39,10 +39,10 @@ from phalanx.runtime.moe.overlap_lists import (
     Entries,
     Outgoing,
     entries_of,
+    entry_places,
     host_outgoing,
     outbound_places,
     part_rows,
-    places_of,
     row_parts,
     tile_order,
 )
@@ -189,7 +189,7 @@ class Gateways:
             keys.append(key)
             base[rank], at = at, at + len(key)
             tables[rank] = torch.cat([outbound_n.to(torch.int32).unsqueeze(1), rows[:, 1:]], 1)
-        places_NC = places_of(torch.cat(keys), whole.entries.num, len(self.here))
+        places_NC = entry_places(torch.cat(keys), whole.entries.num, len(self.here))
         self.passed[source] = _Passed(whole, picked, entries, places_NC, base, at)
         return tables
 

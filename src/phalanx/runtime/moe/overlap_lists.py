@@ -221,7 +221,7 @@ def host_outgoing(tokens_n: torch.Tensor, part_n: torch.Tensor, parts: int) -> O
     return Outgoing(tokens_n[:0], tokens_N, tokens_N[inbound_N], entries)
 
 
-def places_of(keys_n: torch.Tensor, num_keys: int, copies: int) -> torch.Tensor:
+def entry_places(keys_n: torch.Tensor, num_keys: int, copies: int) -> torch.Tensor:
     """(num_keys, copies) int64: where in `keys_n` each key stands, in order, FILL where it stands fewer times. None stands more often."""
     out = torch.full((num_keys, max(copies, 1)), FILL, dtype=torch.int64, device=keys_n.device)
     if len(keys_n):

@@ -116,7 +116,7 @@ class Tuner:
         """
         shape = _shape(x_TH, experts, shared_ffn)
         key = _key(dispatcher, shape, x_TH, lanes, hosts)
-        samples = partial(measure, dispatcher, x_TH, experts, lanes, shape, hosts=hosts)
+        samples = partial(measure_layer, dispatcher, x_TH, experts, lanes, shape, hosts=hosts)
         found = self.known.get(key)
         if found is None:
             cost, error = self._kept(dispatcher, key) or self._measured(dispatcher, samples, shape, key)
@@ -131,7 +131,7 @@ class Tuner:
         return found
 
     def _chooser(self, shape: LayerShape, cost: OverlapCost) -> Chooser:
-        return Chooser(shape, cost, candidates(shape.hidden), tile_rows=TILE_ROWS, paired=self.paired)
+        return Chooser(shape, cost, schedule_candidates(shape.hidden), tile_rows=TILE_ROWS, paired=self.paired)
 
     def _kept(self, dispatcher: Dispatcher, key: str) -> tuple[OverlapCost, float] | None:
         """What an earlier run has left, if all ranks find the same."""
@@ -206,7 +206,7 @@ class Tuned:
             self.known.ratios.append((time.perf_counter() - self._begin_s) / self._predicted_s)
 
 
-def candidates(hidden: int) -> tuple[TileSchedule, ...]:
+def schedule_candidates(hidden: int) -> tuple[TileSchedule, ...]:
     """What a layer of this width is chosen a schedule from: no more blocks than its columns can be cut into."""
     units = column_units(hidden)
     return tuple(dict.fromkeys(replace(one, blocks=min(one.blocks, units)) for one in CANDIDATES))
@@ -243,7 +243,7 @@ def _read(record: dict[str, Any]) -> tuple[OverlapCost, float]:
 # ---- calibration -----------------------------------------------------------------------------------------------------------------
 
 
-def measure(
+def measure_layer(
     dispatcher: Dispatcher,
     x_TH: torch.Tensor,
     experts: ExpertWeights,

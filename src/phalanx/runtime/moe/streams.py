@@ -86,7 +86,7 @@ class CudaStreams:
         posted.kept.clear()
 
 
-def streams_of(comms: Collectives, device: torch.device) -> Streams | None:
+def message_streams_of(comms: Collectives, device: torch.device) -> Streams | None:
     """Streams of the device whose messages go by `comms`, made at the first call; None on a host. What is set as
     `comms.message_streams` before is taken."""
     if comms.message_streams is None and device.type == "cuda":
@@ -100,7 +100,7 @@ def leave_free(comms: Collectives, device: torch.device, *, multiprocessors: int
 
     Raises `ConfigError` where the device has no more than that, and what `leaving_free` raises, so that a run hears it before its first step.
     """
-    streams = streams_of(comms, device)
+    streams = message_streams_of(comms, device)
     if streams is None:
         rule = f"a GPU, and this is {device.type}"
         problem = Problem(where="dispatch.left_free", value=multiprocessors, rule=rule)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         Comparison as Comparison,
         MeasuredOp as MeasuredOp,
         RecordedStep as RecordedStep,
-        compare as compare,
+        compare_steps as compare_steps,
         table_of as table_of,
     )
     from phalanx.simulate.program.cost import ProgramOracle as ProgramOracle

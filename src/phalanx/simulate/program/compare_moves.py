@@ -14,7 +14,7 @@ from phalanx.plan.program import move_program
 from phalanx.plan.recovery import RecoveryPlanner, moves_again
 from phalanx.plan.reshard import equal_hosts, plan_reshard
 from phalanx.simulate.program.clock import CostOf, run_moves
-from phalanx.simulate.program.compare_run import Comparison, MeasuredOp, compare
+from phalanx.simulate.program.compare_run import Comparison, MeasuredOp, compare_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def compare_move(move: MeasuredMove, planner: RecoveryPlanner, cost: CostOf) -> 
                           subject="the comparison")  # fmt: skip
     everyone = range(move.ranks)
     programs = [move_program(plan, rank, ranks=everyone, op_id=move.op_id) for rank in everyone]
-    found = compare(run_moves(programs, cost), [move.messages], step_s=[move.seconds], beside=True)
+    found = compare_steps(run_moves(programs, cost), [move.messages], step_s=[move.seconds], beside=True)
     sent = {(p.rank, op.id): round(op.sent_bytes) for p in programs for op in p.collectives}
     between = {(p.rank, op.id) for p in programs for op in p.collectives if op.sends_to is not None}
     return MoveComparison(

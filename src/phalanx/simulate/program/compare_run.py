@@ -104,7 +104,7 @@ class Comparison:
         }
 
 
-def compare(
+def compare_steps(
     timeline: ProgramTimeline, steps: Sequence[RecordedStep], *, step_s: Sequence[float], beside: bool = False
 ) -> Comparison:
     """`step_s`: seconds of each recorded step. Of several steps medians count. `beside`: what travels beside work is timed too, because there is none."""

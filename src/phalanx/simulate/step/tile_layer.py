@@ -25,7 +25,7 @@ from phalanx.simulate.step.tile_time import (
     layer_passes,
     link_cost,
     num_tiles,
-    pieces_of,
+    tile_pieces,
 )
 
 Both = tuple[float, float]
@@ -98,7 +98,7 @@ class TiledExperts:
             left_free=self.mapping.overlap.left_free,
         )
         beside = shared[direction == "backward"]
-        return pieces_of(self.oracle, layer, shape, link, direction, shared_s=beside, slower=self._slower)
+        return tile_pieces(self.oracle, layer, shape, link, direction, shared_s=beside, slower=self._slower)
 
     @property
     def _slower(self) -> float:

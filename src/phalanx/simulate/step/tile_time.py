@@ -62,7 +62,7 @@ __all__ = [
     "layer_passes",
     "link_cost",
     "num_tiles",
-    "pieces_of",
+    "tile_pieces",
     "plan_of",
     "wire_of",
     "work_on",
@@ -283,7 +283,7 @@ class ExpertWidths:
     """Bytes of an element."""
 
 
-def pieces_of(
+def tile_pieces(
     oracle: Oracle,
     layer: TileLayer,
     shape: ExpertWidths,

@@ -33,7 +33,7 @@ from phalanx.plan.layout import StateLayouts, TensorLayout
 from phalanx.plan.mapping import Folding, fit_problems, parse_stage, stage_text
 from phalanx.plan.model import ModelSpec, buffers, parameters, resolve_model
 from phalanx.plan.pipeline import plain_pipeline
-from phalanx.plan.reshard import Move, Wave, divide, read_layout, rows_of
+from phalanx.plan.reshard import Move, Wave, divide, readers_layout, wave_rows
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.comm import Axis, Collectives
 from phalanx.runtime.processes import WorldInfo, close_world, init_world
@@ -102,8 +102,8 @@ class SyncPlan:
             Move(
                 name=rows.name,
                 itemsize=self.type_of(rows.name).itemsize,
-                src=read_layout(self.layouts[rows.name].shape, rows, readers=self.readers),
-                dst=rows_of(self.layouts[rows.name], rows),
+                src=readers_layout(self.layouts[rows.name].shape, rows, readers=self.readers),
+                dst=wave_rows(self.layouts[rows.name], rows),
             )
             for rows in wave
         ]

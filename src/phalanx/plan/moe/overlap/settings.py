@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.plan.moe.overlap.tiles import Order, TileSchedule, schedule_problems
+from phalanx.plan.moe.overlap.tiles import Order, TileSchedule, tile_schedule_problems
 
 Kind = Literal["serial", "coarse", "tiles", "fine", "auto", "fused"]
 RowsOf = Literal["pairs", "tokens"]
@@ -166,7 +166,7 @@ def _read_options(text: str) -> tuple[dict[str, Any], list[Problem]]:
             found[key] = None
             wrong(f"{key} = {value!r} must be {rule}", f"tiles:{example}")
     if not problems:
-        for problem in schedule_problems(TileSchedule(**{k: v for k, v in found.items() if k != "rows"})):
+        for problem in tile_schedule_problems(TileSchedule(**{k: v for k, v in found.items() if k != "rows"})):
             key = problem.where.removeprefix("schedule.")
             wrong(f"{key} = {_word(problem.value)} {problem.rule}", EXAMPLE)
     return found, problems

@@ -26,7 +26,7 @@ from phalanx.plan.moe.overlap.prediction.bytes import WireBytes
 from phalanx.plan.moe.overlap.prediction.clock import seconds_of
 from phalanx.plan.moe.overlap.prediction.cost import Joint, LayerShape, LayerWork, OverlapCost, TileTimes
 from phalanx.plan.moe.overlap.prediction.pair import PassTime, pair_s, pass_time
-from phalanx.plan.moe.overlap.tiles import TileOp, TileOutline, TileRows, TileSchedule, schedule_problems
+from phalanx.plan.moe.overlap.tiles import TileOp, TileOutline, TileRows, TileSchedule, tile_schedule_problems
 
 __all__ = [
     "MARGIN",
@@ -37,7 +37,7 @@ __all__ = [
     "LayerSample",
     "MatmulSample",
     "MessageSample",
-    "compare",
+    "compare_schedules",
     "fit",
 ]
 
@@ -132,7 +132,7 @@ class _Passes:
         return self.paired * pair_s(*times, self.forward.cost) + (1 - self.paired) * apart_s
 
 
-def compare(
+def compare_schedules(
     dispatch: DispatchPlan,
     shape: LayerShape,
     cost: OverlapCost,
@@ -153,7 +153,7 @@ def compare(
     with the most loaded slots first is tried too, and taken where it saves more than the share `HOT_MARGIN`. Raises `PlanError` with all that is wrong with the
     candidates.
     """
-    problems = [problem for candidate in candidates for problem in schedule_problems(candidate)]
+    problems = [problem for candidate in candidates for problem in tile_schedule_problems(candidate)]
     if not 0 <= margin < 1:
         problems.append(Problem(where="margin", value=margin, rule="a share of the serial time, below 1"))
     if not 0 <= paired <= 1 or (paired and direction != "forward"):
@@ -177,7 +177,7 @@ def compare(
 
 
 class Chooser:
-    """`compare` for batch after batch of one layer: batches of about equal counts share one choice, that for the batch which stands for them all (`batches.py`).
+    """`compare_schedules` for batch after batch of one layer: batches of about equal counts share one choice, that for the batch which stands for them all (`batches.py`).
 
     Counts are about equal if the rows between all pairs of ranks, and the slots in use, are the same in steps of `step` tiles, and totals to a few binary digits. Holds up to `most` choices and
     forgets the oldest. Where the cost has changed, make another chooser.
@@ -215,7 +215,7 @@ class Chooser:
             if len(self._found) >= self.most:
                 del self._found[next(iter(self._found))]
             batch, its_wire = typical(key)
-            self._found[key] = compare(
+            self._found[key] = compare_schedules(
                 batch,
                 self.shape,
                 self.cost,

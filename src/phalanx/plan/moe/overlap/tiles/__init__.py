@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         gateways as gateways,
         members as members,
     )
-    from phalanx.plan.moe.overlap.tiles.order import schedule_problems as schedule_problems
+    from phalanx.plan.moe.overlap.tiles.order import tile_schedule_problems as tile_schedule_problems
     from phalanx.plan.moe.overlap.tiles.outline import TileOutline as TileOutline, TileRows as TileRows
     from phalanx.plan.moe.overlap.tiles.plan import (
         backward_of as backward_of,

@@ -107,7 +107,7 @@ class Parts:
         return sorted(found, key=lambda pp: (self.is_far[pp[0]], pp[1], sign * (pp[0] - self.rank) % self.size))
 
 
-def schedule_problems(schedule: TileSchedule) -> list[Problem]:
+def tile_schedule_problems(schedule: TileSchedule) -> list[Problem]:
     """What is wrong with a schedule by itself."""
     problems = []
     for name in ("parts", "blocks"):

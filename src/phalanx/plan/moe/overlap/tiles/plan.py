@@ -25,7 +25,14 @@ from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.moe import DispatchPlan
 from phalanx.plan.moe.overlap.tiles.axis import BACKWARD, FORWARD, Layer, cuts_of
 from phalanx.plan.moe.overlap.tiles.hosts import message_parts, relay_parts
-from phalanx.plan.moe.overlap.tiles.order import NONE, JointSlot, Parts, forward_order, schedule_problems, with_weights
+from phalanx.plan.moe.overlap.tiles.order import (
+    NONE,
+    JointSlot,
+    Parts,
+    forward_order,
+    tile_schedule_problems,
+    with_weights,
+)
 from phalanx.plan.moe.overlap.tiles.types import ALL, RankPlan, Tile, TileSchedule
 
 __all__ = ["backward_of", "part_ends", "plan_overlap", "tile_sizes", "tiles_of"]
@@ -280,7 +287,7 @@ def backward_of(plan: RankPlan) -> RankPlan:
 def _problems(
     schedule: TileSchedule, size: int, rank: int, tile_rows: int, host_of_rank: Sequence[int] | None
 ) -> list[Problem]:
-    problems = schedule_problems(schedule)
+    problems = tile_schedule_problems(schedule)
     if not 0 <= rank < size:
         problems.append(Problem(where="rank", value=rank, rule=f"a position in a group of {size} ranks"))
     if tile_rows < 1:
