@@ -166,7 +166,7 @@ def test_a_file_that_is_no_tokenizer(tmp_path):
     path = tmp_path / "tokenizer.json"
     for content in ("{", "{}", "hello"):
         path.write_text(content)
-        with pytest.raises(DataError, match=r"no tokenizer\.json of Hugging Face"):
+        with pytest.raises(DataError, match=r"is not a Hugging Face tokenizer\.json"):
             read_tokenizer_file(path, eos_token=None)
 
 

@@ -65,7 +65,7 @@ def test_rounds_leave_in_their_order_whenever_their_messages_are_given():
             given.give(leg, torch.zeros(1))
         want = want or recorder.posts
         assert recorder.posts == want and len(want) == len(rounds())
-    assert [post[0] for post in want] == ["going"] * 2 + ["coming"] * 4 + ["dots"]
+    assert [post[0] for post in want] == ["outbound"] * 2 + ["inbound"] * 4 + ["dots"]
 
 
 def test_no_round_leaves_before_one_that_stands_before_it():
@@ -99,13 +99,13 @@ def test_empty_messages_are_not_sent_and_a_round_of_them_is_none():
     for leg in second.legs:
         given.give(leg, torch.zeros(0 if leg.peer == 1 else 1))
     exchanges[0].wait()
-    assert recorder.posts == [("going", [2], [2])] and not recorder.ordered
+    assert recorder.posts == [("outbound", [2], [2])] and not recorder.ordered
 
 
 def test_what_a_plan_does_not_have_is_refused():
     given = messages(Recorder())
-    with pytest.raises(PlanError, match=r"going 7\.0 to 1"):
-        given.give(MessageEnd("going", True, 1, 7), torch.zeros(1))
+    with pytest.raises(PlanError, match=r"outbound 7\.0 to 1"):
+        given.give(MessageEnd("outbound", True, 1, 7), torch.zeros(1))
     exchange = given.give(rounds()[1].legs[0], torch.zeros(1))
     with pytest.raises(PlanError, match="once"):
         given.give(rounds()[1].legs[0], torch.zeros(1))
