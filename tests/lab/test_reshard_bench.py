@@ -82,6 +82,7 @@ def test_options_that_make_no_sense_are_all_named() -> None:
         main(["--rate", "fast"])
 
 
+@pytest.mark.slow
 @pytest.mark.testbed
 def test_a_small_run_on_emulated_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Figures of so small a run mean nothing; what arrives and how often it enters a host does."""

@@ -48,12 +48,14 @@ def written(path: Path, **changes: str) -> Path:
 # ---- the bars -------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_table_3_methods_of_megatron(outcomes: tuple[RowOutcome, ...]) -> None:
     best = [o for o in table3(outcomes) if o.row.method.startswith("MCore")]
     assert len(best) == 8
     assert statistics_of(best)["mape"] <= 8
 
 
+@pytest.mark.slow
 def test_table_3_other_methods(outcomes: tuple[RowOutcome, ...]) -> None:
     others = [o for o in table3(outcomes) if not o.row.method.startswith("MCore")]
     found = statistics_of(others)
@@ -62,12 +64,14 @@ def test_table_3_other_methods(outcomes: tuple[RowOutcome, ...]) -> None:
     assert found["oom_right"] == 2
 
 
+@pytest.mark.slow
 def test_table_3_ranking_and_memory(outcomes: tuple[RowOutcome, ...]) -> None:
     found = statistics_of(table3(outcomes))
     assert found["kendall_tau"] >= 0.9
     assert found["false_oom"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gain"),
     [("Mixtral-8x22B", 3.0), ("Llama3-8x70B", 2.8), ("Qwen2-57B-A14B", 3.7), ("Mixtral-8x22B-G8T8", 11.7)],
@@ -78,6 +82,7 @@ def test_size_of_the_folding_gain(outcomes: tuple[RowOutcome, ...], model: str, 
     assert 0.5 * gain <= found <= 1.5 * gain
 
 
+@pytest.mark.slow
 def test_calibration_leaves_no_trend_on_its_rows(outcomes: tuple[RowOutcome, ...]) -> None:
     """The two fitted efficiencies of H100: median signed error of NVIDIA's dense runs near zero."""
     for precision in ("bf16", "fp8"):
@@ -90,6 +95,7 @@ def test_calibration_leaves_no_trend_on_its_rows(outcomes: tuple[RowOutcome, ...
         assert abs(statistics.median(e for e in errors if e is not None)) < 0.03
 
 
+@pytest.mark.slow
 def test_roles_do_not_mix(outcomes: tuple[RowOutcome, ...]) -> None:
     result = report(outcomes)
     assert result["roles"]["calibration"]["rows"] + result["roles"]["validation"]["rows"] == result["rows"] == 300
@@ -261,6 +267,7 @@ def test_every_kind_of_hardware_can_be_validated(tmp_path: Path) -> None:
         assert outcome_of(row).prediction is not None
 
 
+@pytest.mark.slow
 def test_kendall_counts_pairs_of_one_job(outcomes: tuple[RowOutcome, ...]) -> None:
     rows = sorted((o for o in table3(outcomes) if o.row.spec.name == "Qwen2-57B-A14B"), key=lambda o: o.measured)
     assert kendall_tau(rows) == 1
@@ -304,6 +311,7 @@ def test_a_search_says_where_the_fastest_mapping_stands(tmp_path: Path) -> None:
     assert place.behind is not None and place.behind >= 0
 
 
+@pytest.mark.slow
 def test_the_bars_of_the_page_are_counted_from_the_rows(outcomes: tuple[RowOutcome, ...]) -> None:
     text = bars_markdown(outcomes, [])
     assert "8 rows of MCore" in text and "4 of 4" in text and "2 of 2, 0 false" in text

@@ -320,6 +320,7 @@ def ports(count: int) -> list[int]:
         return [s.getsockname()[1] for s in found]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @needs_torchft
 def test_a_standby_takes_over_and_a_frozen_keeper_gives_up(lighthouse: str, tmp_path: Path) -> None:

@@ -175,8 +175,10 @@ def test_no_name_of_a_face_is_a_module_of_its_room() -> None:
 
 def test_a_class_name_means_one_thing(tmp_path: Path) -> None:
     assert shared_class_names(ROOT, LAB) == {}
-    (tmp_path / "other.py").write_text("class Folding: ...\n")
-    assert list(shared_class_names(ROOT, tmp_path)) == ["Folding"]
+    for tree in ("product", "lab"):
+        (tmp_path / tree).mkdir()
+        (tmp_path / tree / f"{tree}.py").write_text("class Folding: ...\n")
+    assert list(shared_class_names(tmp_path / "product", tmp_path / "lab")) == ["Folding"]
 
 
 def test_an_import_past_a_face_is_found() -> None:
