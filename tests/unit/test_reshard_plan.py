@@ -64,6 +64,13 @@ def test_random_plans_bring_everything(seed: int, method: str) -> None:
     plan.check()
 
 
+@pytest.mark.parametrize("method", ["depth_first", "greedy"])
+def test_hosts_that_send_and_pass_on_do_not_do_both_at_once(method: str) -> None:
+    """A plan was said to end below its bound: a host on both sides sent a slice of its own while it passed another one on."""
+    moves, hosts = random_moves(random.Random(23016))
+    plan_reshard(moves[:1], hosts, method=method).check()
+
+
 def test_source_boxes_that_overlap_without_being_equal() -> None:
     """Two hosts hold the rows 0:6 and 4:10 between them: what both have has both for holders."""
 

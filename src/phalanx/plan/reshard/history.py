@@ -64,15 +64,18 @@ def busy_times(
 ) -> tuple[list[float], float]:
     """Beginning of each step of a solution, and the end of the last: `max(ready(sender), ready(receivers))`, hosts keep to the order.
 
-    Sending and receiving sides are apart, as in a full-duplex link; `weights` replace the sizes (to see what a scheduler believed).
+    Sending and receiving sides are apart, as in a full-duplex link; a receiver that passes a slice on (all but the last) is busy on both, which shows where hosts
+    are sources and destinations. `weights` replace the sizes (to see what a scheduler believed).
     """
     sends, receives = [0.0] * hosts.count, [0.0] * hosts.count
     starts = []
     for i, sender in solution:
         task = tasks[i]
-        begin = max(sends[sender], *(receives[h] for h in task.needers))
+        sending = (sender, *task.needers[:-1])
+        begin = max(*(sends[h] for h in sending), *(receives[h] for h in task.needers))
         end = begin + (seconds(task, sender, hosts) if weights is None else weights[i])
-        sends[sender] = end
+        for host in sending:
+            sends[host] = end
         for host in task.needers:
             receives[host] = end
         starts.append(begin)
