@@ -13,10 +13,9 @@ from hypothesis import given, strategies as st
 import phalanx
 import phalanx_lab
 from phalanx.core.errors import PlanError, TestbedError
-from phalanx.core.units import parse_rate
 from phalanx_lab.testbed import links
 from phalanx_lab.testbed.access import machine_problems, refusal, ways_out
-from phalanx_lab.testbed.cluster import ClusterSpec, cluster_problems
+from phalanx_lab.testbed.cluster import ClusterSpec, cluster_problems, parse_rate
 from phalanx_lab.testbed.owner import VARIABLE, Owner, new_owner, parse_tag, processes_of, reap_stale
 from phalanx_lab.testbed.progress import StepWatcher
 from phalanx_lab.testbed.scenario import Progress, Scenario, ScenarioAction, load_scenario, parse_scenario

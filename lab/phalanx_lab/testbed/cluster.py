@@ -10,8 +10,8 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.core.units import format_rate, format_seconds
+from phalanx.core.errors import PlanError, Problem, ProblemsError, raise_if
+from phalanx.core.units import format_rate, format_seconds, read_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,3 +85,10 @@ def cluster_problems(spec: ClusterSpec) -> list[Problem]:
             rule = "must be finite and not negative"
             problems.append(Problem(where=f"cluster.{name}", value=latency, rule=rule, hint="use 0"))
     return problems
+
+
+def parse_rate(text: str, *, where: str, error: type[ProblemsError] = PlanError) -> float:
+    """Bits per second from `1gbit`, `200 Mbit/s`, `1e9`. Raises `error` naming `where`."""
+    rate, problem = read_rate(text, where=where)
+    raise_if([problem] if problem else [], error, subject=where)
+    return rate

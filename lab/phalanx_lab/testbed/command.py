@@ -17,8 +17,7 @@ import tyro
 
 from phalanx.core.errors import Problem, TestbedError
 from phalanx.core.files import check_writable, write_json
-from phalanx.core.units import parse_rate
-from phalanx_lab.testbed.cluster import ClusterSpec
+from phalanx_lab.testbed.cluster import ClusterSpec, parse_rate
 from phalanx_lab.testbed.measure import measure as measure_links
 from phalanx_lab.testbed.owner import reap_stale
 from phalanx_lab.testbed.play import play

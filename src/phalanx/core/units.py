@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 
-from phalanx.core.errors import PlanError, Problem, ProblemsError, raise_if
+from phalanx.core.errors import Problem
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
@@ -97,13 +97,6 @@ def read_bytes(text: str) -> int | None:
         return None
     count = int(float(match["number"]) * _BYTE_UNITS[match["unit"].lower().removesuffix("b")])
     return count if count > 0 else None
-
-
-def parse_rate(text: str, *, where: str, error: type[ProblemsError] = PlanError) -> float:
-    """Bits per second from `1gbit`, `200 Mbit/s`, `1e9`. Raises `error` naming `where`."""
-    rate, problem = read_rate(text, where=where)
-    raise_if([problem] if problem else [], error, subject=where)
-    return rate
 
 
 def read_rate(text: object, *, where: str) -> tuple[float, Problem | None]:

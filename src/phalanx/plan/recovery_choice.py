@@ -65,14 +65,13 @@ def choose_recovery(recipe: Recipe, *, launched: bool = False) -> RecoveryChoice
 def _without(recipe: Recipe, *, why_not: str) -> RecoveryChoice:
     plain = replace(recipe, resilience=replace(recipe.resilience, heal=False))
     lost = inert_settings(plain).keys() - inert_settings(recipe).keys()
-    given = [(s.name, value_of(recipe, s.name)) for s in describe_settings() if s.name in lost]
     rule = f"has no effect, because this run is not elastic: {why_not}"
-    defaults = {s.name: s.default for s in describe_settings()}
-    raise_if(
-        [Problem(where=k, value=v, rule=rule, hint="leave it out") for k, v in given if v != defaults[k]],
-        ConfigError,
-        subject="the recipe",
-    )
+    problems = [
+        Problem(where=s.name, value=value, rule=rule, hint="leave it out")
+        for s in describe_settings()
+        if s.name in lost and (value := value_of(recipe, s.name)) != s.default
+    ]
+    raise_if(problems, ConfigError, subject="the recipe")
     return RecoveryChoice(recipe=plain, why_not=why_not)
 
 

@@ -31,10 +31,10 @@ from rich.table import Table
 
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import check_writable, write_json
-from phalanx.core.units import format_bytes, format_rate, parse_rate
+from phalanx.core.units import format_bytes, format_rate
 from phalanx_lab.bench.reshard.nine import CASES, DEST_HOSTS, SOURCE_HOSTS
 from phalanx_lab.bench.reshard.rank import ReshardJob, host_main
-from phalanx_lab.testbed.cluster import ClusterSpec
+from phalanx_lab.testbed.cluster import ClusterSpec, parse_rate
 from phalanx_lab.testbed.testbed import Testbed
 
 METHODS = {"ours": "best", "naive": "naive", "gather": "local_all_gather", "sendrecv": "send_recv"}

@@ -105,13 +105,9 @@ class StateReport:
     flops_per_s: float = 0.0
     """Measured rate of its processor; 0: not measured."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for a report."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StateReport:
-        """Reads what `to_dict` writes. Raises `PlanError` where a state descriptor is none, `TypeError` where there are other fields."""
+        """Reads what `dataclasses.asdict` makes of one. Raises `PlanError` where a state descriptor is none, `TypeError` where there are other fields."""
         places = {
             name: None if data[name] is None else read_state_descriptor(data[name]) for name in ("descriptor", "then")
         }

@@ -116,17 +116,17 @@ class Tuner:
         """
         shape = _shape(x_TH, experts, shared_ffn)
         key = _key(dispatcher, shape, x_TH, lanes, hosts)
-        samples = partial(measure_layer, dispatcher, x_TH, experts, lanes, shape, hosts=hosts)
+        measured = partial(measure_layer, dispatcher, x_TH, experts, lanes, shape, hosts=hosts)
         found = self.known.get(key)
         if found is None:
-            cost, error = self._kept(dispatcher, key) or self._measured(dispatcher, samples, shape, key)
+            cost, error = self._kept(dispatcher, key) or self._measured(dispatcher, measured, shape, key)
             found = self.known[key] = Calibrated(cost, error, self._chooser(shape, cost), EVERY)
         elif dispatcher.comms.beside is None and len(found.ratios) >= found.every:
             mine = statistics.median(found.ratios)
             found.ratios.clear()
             told = dispatcher.comms.gather_objects(mine, dispatcher.ep_etp)
             if max(abs(math.log(ratio)) for ratio in told) > math.log(APART):
-                cost, error = self._measured(dispatcher, samples, shape, key)
+                cost, error = self._measured(dispatcher, measured, shape, key)
                 found = self.known[key] = Calibrated(cost, error, self._chooser(shape, cost), 2 * found.every)
         return found
 
