@@ -24,7 +24,7 @@ ALL = os.environ.get("PHALANX_TESTS") == "all"
 SEED = int(os.environ.get("PHALANX_SEED") or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d"))
 UNIT_S, RANK_S = 1.0, 5.0
 """Costs from which on a test without ranks, or with ranks, is named as expensive."""
-CORE_UNIT_S, CORE_RANK_S = 3.0, 1.0
+CORE_UNIT_S, CORE_RANK_S = 2.0, 1.0
 """Costs up to which a test without ranks, or with ranks, is in the core tier by itself."""
 UNKNOWN_S = 15.0
 """What a test counts whose cost is not stored: most of these are whole runs."""

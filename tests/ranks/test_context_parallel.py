@@ -293,6 +293,7 @@ def test_a_long_sequence_on_more_ranks_than_cores(tmp_path: Path) -> None:
     assert told["long"]["finite"] and told["long"]["cp"] == 4 and told["long"]["peak_bytes"] < 400e6
 
 
+@pytest.mark.slow
 def test_the_benchmark_refuses_what_cannot_be_shared() -> None:
     done = phalanx("bench", "context", "--degrees", "8", "--seq-len", "100", "--methods", "ulysses")
     assert done.returncode == 2

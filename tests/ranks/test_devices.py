@@ -412,6 +412,7 @@ def test_a_run_on_devices_is_elastic_where_asked_for_and_not_in_exact_mode() -> 
     assert [p.where for p in recipe_problems(exact)] == ["launch.device"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_an_elastic_run_without_gpus_says_so_once_and_ends(tmp_path: Path) -> None:

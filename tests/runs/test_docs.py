@@ -128,6 +128,7 @@ def test_shell_blocks_run(where: str, info: str, code: str, tmp_path: Path) -> N
     assert done.returncode == 0, f"{where}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("where", "info", "code"), blocks("python"), ids=[b[0] for b in blocks("python")])
 def test_python_blocks_run(where: str, info: str, code: str, tmp_path: Path) -> None:
     assert not info, f"{where}: unknown info string {info!r}"

@@ -90,6 +90,7 @@ def test_help_answers_at_once_and_imports_no_command() -> None:
     assert min(seconds) < 0.3
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "args",
     [
