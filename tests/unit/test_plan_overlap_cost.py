@@ -344,6 +344,41 @@ def test_noise_of_a_tenth_leaves_predictions_within_a_tenth_on_other_samples():
     assert np.median(errors_of(found.cost, others)) < 0.1
 
 
+def test_what_the_clock_misses_of_a_layer_corrects_those_that_are_cut_like_it():
+    rng = np.random.default_rng(5)
+    four, two = (TileSchedule(parts=parts, order="arrival", own_before=0.75) for parts in (4, 2))
+    dispatch, experts = routed(rng, ep=2, per_rank=2, top_k=2, tokens=600)
+    wire = wire_bytes(traffic_by_routing(dispatch, experts), "dedup", row_bytes=4096)
+    shape = dataclasses.replace(SHAPE, slots=2)
+
+    def layer(schedule, factor):
+        sample = LayerSample(dispatch, shape, schedule, wire, 64, 1.0)
+        return dataclasses.replace(sample, seconds=factor * sample.predicted_s(TRUE))
+
+    others = [s for s in samples_of(TRUE, rng, noise=0.0) if getattr(s, "direction", "forward") == "forward"]
+    plain = [s for s in others if not isinstance(s, LayerSample)]
+
+    def chosen(slow, quick):
+        cost = fit([*plain, layer(SERIAL, 1.0), layer(slow, 1.3), layer(quick, 0.9)]).cost
+        return cost, choose(dispatch, shape, cost, (four, two), wire=wire, tile_rows=64)
+
+    for slow, quick in ((two, four), (four, two)):
+        cost, schedule = chosen(slow, quick)
+        assert schedule.parts == quick.parts and cost.correction(slow) > 1.2 * cost.correction(quick)
+        assert len(cost.timed) == 3
+        like = dataclasses.replace(slow, own_before=0.25, blocks=2, hot_first=True)
+        assert cost.correction(like) == cost.correction(slow)
+    assert TRUE.correction(four) == 1.0
+
+
+def test_serial_order_is_like_no_other():
+    cost = dataclasses.replace(TRUE, timed=(("serial", 1, 1, 2.0), ("arrival", 4, 1, 0.5), ("own_first", 4, 1, 0.7)))
+    assert cost.correction(SERIAL) == 2.0
+    assert [cost.correction(TileSchedule(order=order)) for order in ("arrival", "own_first")] == [0.5, 0.7]
+    with pytest.raises(ConfigError, match=r"cost\.timed\[1\]"):
+        dataclasses.replace(TRUE, timed=(("serial", 1, 1, 2.0), ("arrival", 4, 1, 0.0)))
+
+
 def test_without_layers_only_links_and_products_are_fitted():
     rng = np.random.default_rng(4)
     found = fit(samples_of(TRUE, rng, noise=0.0, layers=0))

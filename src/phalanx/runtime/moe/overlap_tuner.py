@@ -3,8 +3,7 @@
 Decides nothing: it measures, fits (`plan/moe/overlap/prediction/choose.py`) and hands a `Chooser` to the layers that ask. Everything here is collective over the group of the
 asking layer: all of its ranks take the numbers of its first rank, so that all choose alike.
 
-A calibration is some messages around the group, some products, and some passes of the layer itself on random tokens (a second or two where a layer takes
-a fifth of one). It is kept in `folder` by machine, device, threads, group, hosts, shape and type. Every `EVERY` passes the group compares what it measured with what was predicted;
+A calibration is some messages around the group, some products, and some thirty passes of the layer itself on random tokens. It is kept in `folder` by machine, device, threads, group, hosts, shape and type. Every `EVERY` passes the group compares what it measured with what was predicted;
 where they are apart by more than `APART` on any rank, it calibrates again, and looks half as often from then on: what measuring again does not mend is not asked for ever.
 """
 
@@ -61,11 +60,11 @@ _UNKNOWN = OverlapCost(latency_s=0.0, bytes_per_s=math.inf, flops_by_rows=((1, 1
 """Costs where messages take no time and nothing is worth overlapping: serial order."""
 LAYERS = (
     TileSchedule(),
-    FINE,
     TileSchedule(order="own_first"),
+    *(replace(FINE, parts=parts) for parts in (1, 2, 4, 8)),
     TileSchedule(parts=4, blocks=2, order="arrival", own_before=0.5),
 )
-"""Schedules that are timed. The last, but for its blocks and its order, is the second: what a further block costs shows in it."""
+"""Schedules that are timed: every number of parts. The last, but for its blocks and its order, is `FINE`: what a further block costs shows in it."""
 
 
 @dataclass(eq=False)
@@ -237,7 +236,8 @@ def _key(
 
 def _read(record: dict[str, Any]) -> tuple[OverlapCost, float]:
     table = tuple((int(rows), float(rate)) for rows, rate in record["cost"].pop("flops_by_rows"))
-    return OverlapCost(flops_by_rows=table, **record["cost"]), float(record["median_error"])
+    timed = tuple((str(o), int(p), int(b), float(ratio)) for o, p, b, ratio in record["cost"].pop("timed"))
+    return OverlapCost(flops_by_rows=table, timed=timed, **record["cost"]), float(record["median_error"])
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------------------
@@ -253,16 +253,30 @@ def measure_layer(
     hosts: Sequence[int] | None = None,
 ) -> list[Sample]:
     """Messages, products and whole passes; the slowest rank counts. Collective over `ep_etp`."""
-    samples: list[Sample] = []
-    for size in MESSAGES:
-        seconds = _slowest(dispatcher, lambda size=size: _ring(dispatcher, size, x_TH.device))  # type: ignore[misc]
-        samples.append(MessageSample(size, seconds))
+    timed = [
+        *_messages(dispatcher, x_TH.device),
+        *_products(experts, x_TH),
+        *_layers(dispatcher, x_TH, experts, lanes, shape, hosts),
+    ]
+    seconds = _slowest(dispatcher, [call for call, _ in timed])
+    return [sample(took_s) for (_, sample), took_s in zip(timed, seconds, strict=True)]
+
+
+Timed = tuple[Callable[[], object], Callable[[float], Sample]]
+"""What is done, and the sample that its seconds make."""
+
+
+def _messages(dispatcher: Dispatcher, device: torch.device) -> list[Timed]:
+    return [(partial(_ring, dispatcher, size, device), partial(MessageSample, size)) for size in MESSAGES]
+
+
+def _products(experts: ExpertWeights, x_TH: torch.Tensor) -> list[Timed]:
     w13_FH = experts.w13_e2fH[0].detach().flatten(0, 1)
-    for rows in ROWS:
-        x_rH = torch.zeros(rows, shape.hidden, dtype=x_TH.dtype, device=x_TH.device)
-        seconds = _slowest(dispatcher, lambda x_rH=x_rH: torch.mm(x_rH, w13_FH.T))  # type: ignore[misc]
-        samples.append(MatmulSample(rows, 2.0 * rows * w13_FH.numel(), seconds))
-    return samples + _layers(dispatcher, x_TH, experts, lanes, shape, hosts)
+    inputs = [x_TH.new_zeros(rows, x_TH.shape[1]) for rows in ROWS]
+    return [
+        (partial(torch.mm, x_rH, w13_FH.T), partial(MatmulSample, len(x_rH), 2.0 * len(x_rH) * w13_FH.numel()))
+        for x_rH in inputs
+    ]
 
 
 def _layers(
@@ -272,7 +286,7 @@ def _layers(
     lanes: Lanes,
     shape: LayerShape,
     hosts: Sequence[int] | None,
-) -> list[Sample]:
+) -> list[Timed]:
     """Passes of the layer on tokens that are routed evenly, without its shared expert."""
     shape = replace(shape, shared_ffn=0)
     k, num = dispatcher.top_k, dispatcher.num_experts
@@ -287,24 +301,34 @@ def _layers(
         experts=ExpertWeights(experts.w13_e2fH.detach(), experts.w2_eHf.detach()),
         op_prefix="calibration.",
     )
-    samples: list[Sample] = []
     units = column_units(shape.hidden)
-    for schedule in dict.fromkeys(replace(one, blocks=min(one.blocks, units)) for one in LAYERS):
-        seen: list[tuple[DispatchPlan, WireBytes]] = []
+    schedules = dict.fromkeys(replace(one, blocks=min(one.blocks, units)) for one in LAYERS)
+    passes = [_Pass(schedule, shape) for schedule in schedules]
+    return [
+        (
+            partial(run_overlapped, call, dispatcher=dispatcher, schedule=one.chosen, lanes=lanes, host_of_rank=hosts),
+            one.sample,
+        )
+        for one in passes
+    ]
 
-        def chosen(
-            plan: DispatchPlan, wire: WireBytes, schedule: TileSchedule = schedule, seen: Any = seen
-        ) -> TileSchedule:
-            seen.append((plan, wire))
-            return schedule
 
-        def one(chosen: Any = chosen) -> None:
-            run_overlapped(call, dispatcher=dispatcher, schedule=chosen, lanes=lanes, host_of_rank=hosts)
+@dataclass(eq=False)
+class _Pass:
+    """A pass of a layer by a given schedule."""
 
-        seconds = _slowest(dispatcher, one)
-        plan, wire = seen[0]
-        samples.append(LayerSample(plan, shape, schedule, wire, TILE_ROWS, seconds))
-    return samples
+    schedule: TileSchedule
+    shape: LayerShape
+    seen: tuple[DispatchPlan, WireBytes] | None = None
+
+    def chosen(self, plan: DispatchPlan, wire: WireBytes) -> TileSchedule:
+        self.seen = plan, wire
+        return self.schedule
+
+    def sample(self, seconds: float) -> LayerSample:
+        assert self.seen is not None
+        plan, wire = self.seen
+        return LayerSample(plan, self.shape, self.schedule, wire, TILE_ROWS, seconds)
 
 
 def _ring(dispatcher: Dispatcher, size: int, device: torch.device) -> None:
@@ -326,15 +350,18 @@ def _finish(dispatcher: Dispatcher) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def _slowest(dispatcher: Dispatcher, call: Callable[[], object]) -> float:
-    """Median seconds of the slowest rank, after one call that does not count. On a device until it is done."""
-    call()
-    _finish(dispatcher)
-    seconds = []
-    for _ in range(REPEATS):
-        dispatcher.comms.barrier(dispatcher.ep_etp, op_id="calibration.barrier")
-        begin_s = time.perf_counter()
-        call()
-        _finish(dispatcher)
-        seconds.append(time.perf_counter() - begin_s)
-    return max(statistics.median(told) for told in dispatcher.comms.gather_objects(seconds, dispatcher.ep_etp))
+def _slowest(dispatcher: Dispatcher, calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of the slowest rank for each call, medians of some rounds after one that does not count. On a device until it is done.
+
+    The calls take turns: a machine whose speed changes is as slow for one as for the others, and the choice rests on what they take beside one another.
+    """
+    mine: list[list[float]] = [[] for _ in calls]
+    for _ in range(1 + REPEATS):
+        for call, seconds in zip(calls, mine, strict=True):
+            dispatcher.comms.barrier(dispatcher.ep_etp, op_id="calibration.barrier")
+            begin_s = time.perf_counter()
+            call()
+            _finish(dispatcher)
+            seconds.append(time.perf_counter() - begin_s)
+    told = dispatcher.comms.gather_objects(mine, dispatcher.ep_etp)
+    return [statistics.median([*map(max, zip(*ranks, strict=True))][1:]) for ranks in zip(*told, strict=True)]

@@ -5,7 +5,8 @@ by more than a margin. It depends on gathered counts, the cost and the share of 
 by itself, in whatever order its passes ask. Nothing compares what they found: seconds are floating-point numbers, and ranks on processors that round sums differently could part over a tie.
 
 Fitting: latency and rate of the link by least squares of the relative error, rates of products by the median for each number of rows, and what only shows in whole
-layers (overhead of operations and blocks, interference, copies) by a search for the least mean relative error of predicted layers.
+layers (overhead of operations and blocks, interference, copies) by a search for the least mean relative error of predicted layers. What remains between the clock
+and a layer that was timed corrects the seconds of schedules that cut a layer in the same way: the difference between two of them is often smaller than the clock's error.
 """
 
 from __future__ import annotations
@@ -163,17 +164,21 @@ def compare_schedules(
     make = partial(_Layer, dispatch, shape, cost, tile_rows=tile_rows, host_of_rank=host_of_rank)
     layer = make(direction=direction)
     clock = _Passes(layer, make(direction="backward"), paired=paired) if paired else layer
+
+    def predicted_s(schedule: TileSchedule, by: _Layer | _Passes = clock) -> float:
+        return cost.correction(schedule) * by.seconds(schedule, wire)
+
     tried = tuple(dict.fromkeys((SERIAL, *candidates)))
-    seconds = tuple((schedule, clock.seconds(schedule, wire)) for schedule in tried)
+    seconds = tuple((schedule, predicted_s(schedule)) for schedule in tried)
     best, least = min(seconds, key=lambda pair: pair[1])
     if best.order != "serial" and best.parts > 1 and not best.hot_first and dispatch.slots_per_rank > 1:
         hot = replace(best, hot_first=True)
-        with_hot = hot, clock.seconds(hot, wire)
+        with_hot = hot, predicted_s(hot)
         seconds += (with_hot,)
         if with_hot[1] < (1 - HOT_MARGIN) * least:
             best, least = with_hot
     chosen = best if least < (1 - margin) * seconds[0][1] else SERIAL
-    return ScheduleChoice(chosen, seconds, layer.seconds(chosen, wire) if paired else dict(seconds)[chosen])
+    return ScheduleChoice(chosen, seconds, predicted_s(chosen, layer) if paired else dict(seconds)[chosen])
 
 
 class Chooser:
@@ -318,7 +323,17 @@ def fit(samples: Sequence[Sample]) -> Fit:
     cost = _with(cost, found)
     errors = errors_of(cost, samples)
     of_layers = [error for error, sample in zip(errors, samples, strict=True) if isinstance(sample, LayerSample)]
-    return Fit(cost, errors, median(of_layers or errors), found)
+    return Fit(replace(cost, timed=_timed(cost, layers)), errors, median(of_layers or errors), found)
+
+
+def _timed(cost: OverlapCost, layers: Sequence[LayerSample]) -> tuple[tuple[str, int, int, float], ...]:
+    """How far forward passes are from the clock, by the way in which they are cut."""
+    ratios: dict[tuple[str, int, int], list[float]] = {}
+    for sample in layers:
+        if sample.direction == "forward":
+            way = sample.schedule.order, sample.schedule.parts, sample.schedule.blocks
+            ratios.setdefault(way, []).append(sample.seconds / sample.predicted_s(cost))
+    return tuple((*way, median(found)) for way, found in ratios.items())
 
 
 def errors_of(cost: OverlapCost, samples: Sequence[Sample]) -> tuple[float, ...]:

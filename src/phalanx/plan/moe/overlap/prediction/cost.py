@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import inf
+from math import inf, log2
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.plan.moe.overlap.tiles import RankPlan, Tile, TileOp, parts_of
+from phalanx.plan.moe.overlap.tiles import RankPlan, Tile, TileOp, TileSchedule, parts_of
 
 __all__ = ["LayerShape", "OverlapCost", "LayerWork", "TileTimes", "work_of"]
 
@@ -73,9 +73,20 @@ class OverlapCost:
     near_bytes_per_s: float | None = None
     """Bytes per second of a message inside a host, which leaves the link between hosts alone; None: it takes that link like any
     other."""
+    timed: tuple[tuple[str, int, int, float], ...] = ()
+    """(order, parts, blocks, measured over predicted seconds) of whole layers: what the clock does not know of a way to cut a layer. Empty: the clock alone."""
 
     def __post_init__(self) -> None:
         raise_if([*self._problems()], ConfigError, subject="cost of overlap")
+
+    def correction(self, schedule: TileSchedule) -> float:
+        """What to multiply the clock's seconds of `schedule` by: the ratio of the timed schedule that is most like it; 1 where none is. Serial order is like no other."""
+        ratios = [
+            ((abs(log2(parts / schedule.parts)), blocks != schedule.blocks, order != schedule.order), ratio)
+            for order, parts, blocks, ratio in self.timed
+            if (order == "serial") == (schedule.order == "serial")
+        ]
+        return min(ratios)[1] if ratios else 1.0
 
     def _problems(self) -> list[Problem]:
         problems = [
@@ -87,6 +98,11 @@ class OverlapCost:
             Problem(where=f"cost.{name}", value=value, rule="above 0")
             for name in ("bytes_per_s", "copy_bytes_per_s", "near_bytes_per_s")
             if (value := getattr(self, name)) is not None and not value > 0
+        ]
+        problems += [
+            Problem(where=f"cost.timed[{at}]", value=one, rule="parts, blocks and the ratio above 0")
+            for at, one in enumerate(self.timed)
+            if not (one[1] > 0 and one[2] > 0 and one[3] > 0)
         ]
         rows = [rows for rows, _ in self.flops_by_rows]
         if not rows or any(b <= a for a, b in pairwise((0, *rows))) or any(not f > 0 for _, f in self.flops_by_rows):
