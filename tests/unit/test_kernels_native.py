@@ -1,6 +1,6 @@
 """Compiled kernels: built once and only where that is possible; exact where the others are; a NaN or an infinity is never lost.
 
-That they agree with the plain versions is tested with those (`lanes = "compiled"` in tests/test_kernels_*.py).
+That they agree with the plain versions is tested with those (`lanes = "compiled"` in tests/unit/test_kernels_*.py).
 """
 
 from __future__ import annotations
