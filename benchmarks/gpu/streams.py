@@ -58,7 +58,6 @@ from phalanx.plan.mapping.folding import make_folding  # noqa: E402
 from phalanx.plan.mapping.placement import plain_placement  # noqa: E402
 from phalanx.plan.moe.dispatch import DispatchPlan, DispatchSpec  # noqa: E402
 from phalanx.plan.moe.overlap.prediction.bytes import WireBytes  # noqa: E402
-from phalanx.plan.moe.overlap.prediction.choose import Fit, fit  # noqa: E402
 from phalanx.plan.moe.overlap.prediction.cost import LayerShape  # noqa: E402
 from phalanx.plan.moe.overlap.settings import FINE  # noqa: E402
 from phalanx.plan.moe.overlap.tiles.plan import backward_of, plan_overlap  # noqa: E402
@@ -68,7 +67,7 @@ from phalanx.runtime.comm.groups import GroupCache, build_groups  # noqa: E402
 from phalanx.runtime.moe.dispatch import Dispatcher  # noqa: E402
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall, run_experts  # noqa: E402
 from phalanx.runtime.moe.overlap import TILE_ROWS, run_overlapped  # noqa: E402
-from phalanx.runtime.moe.overlap_tuner import measure_layer  # noqa: E402
+from phalanx.runtime.moe.overlap_tuner import Tuner  # noqa: E402
 from phalanx.runtime.moe.streams import message_streams_of  # noqa: E402
 from phalanx.runtime.processes.world import WorldInfo, close_world, init_world, read_world  # noqa: E402
 from phalanx_lab.bench.layer.device_division import DeviceShare, choose_left_free  # noqa: E402
@@ -190,8 +189,7 @@ def calibration(layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
     if layer.axis.size == 1:
         return {"left_out": "one rank sends nothing"}
     experts = ExpertWeights(layer.w13, layer.w2)
-    samples = measure_layer(layer.dispatcher, layer.x, experts, SERIAL, shape_of(layer))
-    found: Fit = layer.comms.gather_objects(fit(samples), layer.axis)[0]
+    found = Tuner().of(layer.dispatcher, layer.x, experts, SERIAL)
     state["cost"] = found.cost
     return {"cost": asdict(found.cost), "median_error": found.median_error}
 

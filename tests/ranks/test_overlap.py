@@ -12,6 +12,7 @@ import test_dispatch as dense
 import torch
 from moe_help import context, moe_spec
 from tiers import some, times
+from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import RunError
 from phalanx.kernels.cpu import tiles
@@ -420,6 +421,26 @@ def asked_for(rank, cache, folding):
     with torch.no_grad():
         layer(torch.randn(8, 16, dtype=torch.float64), ForwardInfo(), dense.batch_of(8))
     return [known.chooser.shape.shared_ffn for known in ctx.tuner.known.values()]
+
+
+def calibrated_in_a_checkpoint(rank, cache, folding):
+    """Gradients of a layer that calibrates in a pass which is recomputed, and of one that knows its calibration, without recomputation."""
+    ctx = context(dense.LAYER, folding=folding, rank=rank, cache=cache, dispatch=DispatchSpec(overlap="auto"))
+    layer = MoE(ctx, 0)
+    dense.fill(layer, ctx)
+    x = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+    def run(x):
+        return layer(x, ForwardInfo(), dense.batch_of(8))[0]
+
+    outputs = (checkpoint(run, x, use_reentrant=False), run(x))
+    return [torch.autograd.grad(y.square().sum(), x)[0].numpy() for y in outputs]
+
+
+@pytest.mark.ranks
+def test_a_calibration_in_a_pass_that_is_recomputed_keeps_nothing():
+    for first, second in run_ranks(2, calibrated_in_a_checkpoint, dense.make_folding(world=2, ep=2)):
+        assert first.any() and (first == second).all()
 
 
 def passes_without_tokens(rank, cache, folding):

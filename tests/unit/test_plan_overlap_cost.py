@@ -19,9 +19,11 @@ from phalanx.plan.moe.overlap.prediction.choose import (
     LayerSample,
     MatmulSample,
     MessageSample,
+    ScheduleChoice,
     compare_schedules,
     errors_of,
     fit,
+    worth_timing,
 )
 from phalanx.plan.moe.overlap.prediction.cost import LayerShape, OverlapCost
 from phalanx.plan.moe.overlap.prediction.pair import PassTime, link_s, pair_s, paired_share
@@ -344,7 +346,7 @@ def test_noise_of_a_tenth_leaves_predictions_within_a_tenth_on_other_samples():
     assert np.median(errors_of(found.cost, others)) < 0.1
 
 
-def test_what_the_clock_misses_of_a_layer_corrects_those_that_are_cut_like_it():
+def test_what_the_clock_misses_of_a_timed_schedule_corrects_it_and_no_other():
     rng = np.random.default_rng(5)
     four, two = (TileSchedule(parts=parts, order="arrival", own_before=0.75) for parts in (4, 2))
     dispatch, experts = routed(rng, ep=2, per_rank=2, top_k=2, tokens=600)
@@ -357,26 +359,27 @@ def test_what_the_clock_misses_of_a_layer_corrects_those_that_are_cut_like_it():
 
     others = [s for s in samples_of(TRUE, rng, noise=0.0) if getattr(s, "direction", "forward") == "forward"]
     plain = [s for s in others if not isinstance(s, LayerSample)]
-
-    def chosen(slow, quick):
-        cost = fit([*plain, layer(SERIAL, 1.0), layer(slow, 1.3), layer(quick, 0.9)]).cost
-        return cost, choose(dispatch, shape, cost, (four, two), wire=wire, tile_rows=64)
-
     for slow, quick in ((two, four), (four, two)):
-        cost, schedule = chosen(slow, quick)
-        assert schedule.parts == quick.parts and cost.correction(slow) > 1.2 * cost.correction(quick)
-        assert len(cost.timed) == 3
-        like = dataclasses.replace(slow, own_before=0.25, blocks=2, hot_first=True)
-        assert cost.correction(like) == cost.correction(slow)
+        cost = fit([*plain, layer(SERIAL, 1.0), layer(slow, 1.3), layer(quick, 0.9)]).cost
+        assert choose(dispatch, shape, cost, (four, two), wire=wire, tile_rows=64).parts == quick.parts
+        assert cost.correction(slow) > 1.2 * cost.correction(quick)
+        assert [schedule for schedule, _ in cost.timed] == [SERIAL, slow, quick]
+        assert cost.correction(dataclasses.replace(slow, hot_first=True)) == cost.correction(slow)
+        assert cost.correction(dataclasses.replace(slow, own_before=0.25)) == 1.0
     assert TRUE.correction(four) == 1.0
 
 
-def test_serial_order_is_like_no_other():
-    cost = dataclasses.replace(TRUE, timed=(("serial", 1, 1, 2.0), ("arrival", 4, 1, 0.5), ("own_first", 4, 1, 0.7)))
-    assert cost.correction(SERIAL) == 2.0
-    assert [cost.correction(TileSchedule(order=order)) for order in ("arrival", "own_first")] == [0.5, 0.7]
+def test_ratios_of_timed_schedules_are_above_0():
     with pytest.raises(ConfigError, match=r"cost\.timed\[1\]"):
-        dataclasses.replace(TRUE, timed=(("serial", 1, 1, 2.0), ("arrival", 4, 1, 0.0)))
+        dataclasses.replace(TRUE, timed=((SERIAL, 2.0), (TileSchedule(order="arrival"), 0.0)))
+
+
+def test_what_is_worth_timing_has_the_fastest_and_every_way_to_cut_a_layer():
+    ways = [TileSchedule(parts=parts, order="arrival", own_before=own) for parts in (1, 2, 4) for own in (0.5, 1.0)]
+    hot = dataclasses.replace(ways[2], hot_first=True)
+    seconds = [(SERIAL, 9.0), (hot, 0.5), *zip(ways, (8.0, 7.0, 1.0, 2.0, 6.0, 5.0), strict=True)]
+    worth = worth_timing(ScheduleChoice(ways[2], tuple(seconds), 1.0), 2)
+    assert worth == (SERIAL, ways[2], ways[3], ways[5], ways[1])
 
 
 def test_without_layers_only_links_and_products_are_fitted():

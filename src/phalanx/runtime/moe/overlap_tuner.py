@@ -3,7 +3,8 @@
 Decides nothing: it measures, fits (`plan/moe/overlap/prediction/choose.py`) and hands a `Chooser` to the layers that ask. Everything here is collective over the group of the
 asking layer: all of its ranks take the numbers of its first rank, so that all choose alike.
 
-A calibration is some messages around the group, some products, and some thirty passes of the layer itself on random tokens. It is kept in `folder` by machine, device, threads, group, hosts, shape and type. Every `EVERY` passes the group compares what it measured with what was predicted;
+A calibration is some messages around the group, some products, and some passes of the layer itself on random tokens: a few schedules first, for the clock that says which others are
+worth timing, then those in turns, the slower half of them leaving after some rounds (successive halving, arXiv 1502.07943). A run chooses among the schedules that were timed. It is kept in `folder` by machine, device, threads, group, hosts, shape and type. Every `EVERY` passes the group compares what it measured with what was predicted;
 where they are apart by more than `APART` on any rank, it calibrates again, and looks half as often from then on: what measuring again does not mend is not asked for ever.
 """
 
@@ -39,7 +40,9 @@ from phalanx.plan.moe.overlap.prediction import (
     OverlapCost,
     Sample,
     WireBytes,
+    compare_schedules,
     fit,
+    worth_timing,
 )
 from phalanx.plan.moe.overlap.tiles import TileSchedule
 from phalanx.runtime.comm import Message
@@ -55,16 +58,22 @@ MESSAGES = (1 << 12, 1 << 18, 1 << 20, 1 << 22)
 """Bytes."""
 ROWS = (16, 64, 128, 256, 512)
 REPEATS = 3
+ROUNDS = (3, 3, 6)
+"""Passes of each schedule until the slower half of them leaves."""
+FASTEST = 6
+"""Schedules that are timed because the clock finds them fast."""
+LEFT = 3
+"""Schedules that are timed to the end."""
 TRIES = 3
 _UNKNOWN = OverlapCost(latency_s=0.0, bytes_per_s=math.inf, flops_by_rows=((1, 1e9),))
 """Costs where messages take no time and nothing is worth overlapping: serial order."""
 LAYERS = (
     TileSchedule(),
     TileSchedule(order="own_first"),
-    *(replace(FINE, parts=parts) for parts in (1, 2, 4, 8)),
+    FINE,
     TileSchedule(parts=4, blocks=2, order="arrival", own_before=0.5),
 )
-"""Schedules that are timed: every number of parts. The last, but for its blocks and its order, is `FINE`: what a further block costs shows in it."""
+"""Schedules by which the clock is fitted. The last, but for its blocks and its order, is `FINE`: what a further block costs shows in it."""
 
 
 @dataclass(eq=False)
@@ -115,7 +124,7 @@ class Tuner:
         """
         shape = _shape(x_TH, experts, shared_ffn)
         key = _key(dispatcher, shape, x_TH, lanes, hosts)
-        measured = partial(measure_layer, dispatcher, x_TH, experts, lanes, shape, hosts=hosts)
+        measured = partial(_Calibration, dispatcher, x_TH, experts, lanes, shape, hosts)
         found = self.known.get(key)
         if found is None:
             cost, error = self._kept(dispatcher, key) or self._measured(dispatcher, measured, shape, key)
@@ -130,7 +139,8 @@ class Tuner:
         return found
 
     def _chooser(self, shape: LayerShape, cost: OverlapCost) -> Chooser:
-        return Chooser(shape, cost, schedule_candidates(shape.hidden), tile_rows=TILE_ROWS, paired=self.paired)
+        timed = [schedule for schedule, _ in cost.timed]
+        return Chooser(shape, cost, timed, tile_rows=TILE_ROWS, paired=self.paired)
 
     def _kept(self, dispatcher: Dispatcher, key: str) -> tuple[OverlapCost, float] | None:
         """What an earlier run has left, if all ranks find the same."""
@@ -146,20 +156,15 @@ class Tuner:
         return None
 
     def _measured(
-        self, dispatcher: Dispatcher, measured: Callable[[], list[Sample]], shape: LayerShape, key: str
+        self, dispatcher: Dispatcher, calibration: Callable[[], _Calibration], shape: LayerShape, key: str
     ) -> tuple[OverlapCost, float]:
         begin_s = time.perf_counter()
+        first = None
         for _ in range(TRIES):
             self.calibrations += 1
-            with torch.no_grad():
-                samples = measured()
-            found = None
-            with suppress(
-                ConfigError
-            ):  # times that make no sense: on a very busy machine larger messages may seem faster
-                found = fit(samples)
-            mine = None if found is None else (found.cost, found.median_error)
-            first = dispatcher.comms.gather_objects(mine, dispatcher.ep_etp)[0]
+            # hooks of its own: what is kept here is not counted by a checkpoint (recomputation) that the pass may be in
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda kept: kept):
+                first = calibration().found()
             if first is not None:
                 break
         cost, error = first or (_UNKNOWN, math.inf)
@@ -230,138 +235,174 @@ def _key(
     threads = (lanes.count, torch.get_num_threads() if lanes.count == 1 else 1, lanes.rows is not None)
     rounded = replace(shape, tokens=1 << max(shape.tokens - 1, 0).bit_length())
     group = (dispatcher.ep_etp.ranks, tuple(hosts or ()), dispatcher.top_k)
-    facts = (platform.node(), device, threads, group, asdict(rounded), str(x_TH.dtype), TILE_ROWS, LAYERS)
+    facts = (platform.node(), device, threads, group, asdict(rounded), str(x_TH.dtype), TILE_ROWS, LAYERS, ROUNDS)
     return "overlap-" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _read(record: dict[str, Any]) -> tuple[OverlapCost, float]:
     table = tuple((int(rows), float(rate)) for rows, rate in record["cost"].pop("flops_by_rows"))
-    timed = tuple((str(o), int(p), int(b), float(ratio)) for o, p, b, ratio in record["cost"].pop("timed"))
+    timed = tuple((TileSchedule(**schedule), float(ratio)) for schedule, ratio in record["cost"].pop("timed"))
     return OverlapCost(flops_by_rows=table, timed=timed, **record["cost"]), float(record["median_error"])
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------------------
 
 
-def measure_layer(
-    dispatcher: Dispatcher,
-    x_TH: torch.Tensor,
-    experts: ExpertWeights,
-    lanes: Lanes,
-    shape: LayerShape,
-    *,
-    hosts: Sequence[int] | None = None,
-) -> list[Sample]:
-    """Messages, products and whole passes; the slowest rank counts. Collective over `ep_etp`."""
-    timed = [
-        *_messages(dispatcher, x_TH.device),
-        *_products(experts, x_TH),
-        *_layers(dispatcher, x_TH, experts, lanes, shape, hosts),
-    ]
-    seconds = _slowest(dispatcher, [call for call, _ in timed])
-    return [sample(took_s) for (_, sample), took_s in zip(timed, seconds, strict=True)]
+class _Calibration:
+    """What is measured for layers of one shape; the slowest rank counts. Everything here is collective over `ep_etp`."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        x_TH: torch.Tensor,
+        experts: ExpertWeights,
+        lanes: Lanes,
+        shape: LayerShape,
+        hosts: Sequence[int] | None,
+    ) -> None:
+        self.dispatcher, self.x_TH, self.experts, self.lanes = dispatcher, x_TH.detach(), experts, lanes
+        self.shape, self.hosts = replace(shape, shared_ffn=0), hosts
+        self.call = self._call()
+
+    def found(self) -> tuple[OverlapCost, float] | None:
+        """The cost and the median error of its layers; None where the times make no sense."""
+        candidates = schedule_candidates(self.shape.hidden)
+        units = column_units(self.shape.hidden)
+        layers = [_Pass(replace(one, blocks=min(one.blocks, units)), self) for one in LAYERS]
+        timed = [*self._messages(), *self._products()]
+        rounds = self._in_turns([*(call for call, _ in timed), *layers], 1 + REPEATS)
+        seconds = [statistics.median(each[1:]) for each in rounds]
+        plain = [sample(took_s) for (_, sample), took_s in zip(timed, seconds, strict=False)]
+        known = [one.sample(took_s) for one, took_s in zip(layers, seconds[len(timed) :], strict=True)]
+        cost = self._agreed([*plain, *known])
+        if cost is None:
+            return None
+        plan, wire = layers[0].batch
+        choice = compare_schedules(plan, self.shape, cost[0], candidates, wire=wire, tile_rows=TILE_ROWS)
+        worth = [*dict.fromkeys((*worth_timing(choice, FASTEST), *(one.schedule for one in layers)))]
+        worth = self.dispatcher.comms.gather_objects(worth, self.dispatcher.ep_etp)[0]
+        return self._agreed([*plain, *self._compared([_Pass(schedule, self) for schedule in worth])])
+
+    def _agreed(self, samples: Sequence[Sample]) -> tuple[OverlapCost, float] | None:
+        """What the first rank finds."""
+        mine = None
+        with suppress(ConfigError):  # times that make no sense: on a very busy machine larger messages may seem faster
+            found = fit(samples)
+            mine = found.cost, found.median_error
+        told: tuple[OverlapCost, float] | None = self.dispatcher.comms.gather_objects(mine, self.dispatcher.ep_etp)[0]
+        return told
+
+    def _compared(self, passes: Sequence[_Pass]) -> list[LayerSample]:
+        """Seconds of each pass as if all had been timed in the same rounds.
+
+        In a round the machine is as fast for one as for the other, so what counts is how far each is from the mean of those that stay.
+        """
+        self._in_turns(passes, 1)
+        logs: list[list[float]] = [[] for _ in passes]
+        staying, relative = [*range(len(passes))], [0.0] * len(passes)
+        level: list[float] = []
+        for rounds in ROUNDS:
+            for at, seconds in zip(staying, self._in_turns([passes[at] for at in staying], rounds), strict=True):
+                logs[at] += map(math.log, seconds)
+            level = [statistics.fmean(of_round) for of_round in zip(*(logs[at] for at in staying), strict=True)]
+            relative = [
+                statistics.median(mine - all_s for mine, all_s in zip(each, level, strict=False)) for each in logs
+            ]
+            fastest = sorted(staying, key=relative.__getitem__)[: max(LEFT, (len(staying) + 1) // 2)]
+            staying = self.dispatcher.comms.gather_objects(fastest, self.dispatcher.ep_etp)[0]
+        usual = statistics.median(level)
+        return [one.sample(math.exp(usual + far)) for one, far in zip(passes, relative, strict=True)]
+
+    def _in_turns(self, calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+        """Seconds of the slowest rank for each call, by round. On a device until it is done.
+
+        The calls take turns: a machine whose speed changes is as slow for one as for the others, and the choice rests on what they take beside one another.
+        """
+        comms, axis = self.dispatcher.comms, self.dispatcher.ep_etp
+        mine: list[list[float]] = [[] for _ in calls]
+        for _ in range(rounds):
+            for call, seconds in zip(calls, mine, strict=True):
+                comms.barrier(axis, op_id="calibration.barrier")
+                begin_s = time.perf_counter()
+                call()
+                if isinstance(comms.message_streams, CudaStreams):
+                    torch.cuda.current_stream().synchronize()
+                seconds.append(time.perf_counter() - begin_s)
+        told = comms.gather_objects(mine, axis)
+        return [[*map(max, zip(*ranks, strict=True))] for ranks in zip(*told, strict=True)]
+
+    def _messages(self) -> list[Timed]:
+        return [(partial(self._ring, size), partial(MessageSample, size)) for size in MESSAGES]
+
+    def _ring(self, size: int) -> None:
+        """A message to the next rank and one from the last, at once on all ranks."""
+        axis, comms = self.dispatcher.ep_etp, self.dispatcher.comms
+        gone, come = torch.zeros(2, size, dtype=torch.uint8, device=self.x_TH.device)
+        following, previous = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+        sends, receives = [Message(gone, following, _TAG)], [Message(come, previous, _TAG)]
+        comms.start_exchange(
+            sends, receives, axis, op_id="calibration.ring"
+        ).wait()  # one group: or NCCL would deadlock
+
+    def _products(self) -> list[Timed]:
+        w13_FH = self.experts.w13_e2fH[0].detach().flatten(0, 1)
+        inputs = [self.x_TH.new_zeros(rows, self.x_TH.shape[1]) for rows in ROWS]
+        return [
+            (partial(torch.mm, x_rH, w13_FH.T), partial(MatmulSample, len(x_rH), 2.0 * len(x_rH) * w13_FH.numel()))
+            for x_rH in inputs
+        ]
+
+    def _call(self) -> MoeCall:
+        """The layer on tokens whose experts are drawn, each as likely as the other, without its shared expert.
+
+        As in a run some tokens have two experts on one rank and others on two, which decides how much travels, and what the backward pass needs is kept.
+        """
+        x_TH, k, num = self.x_TH.detach(), self.dispatcher.top_k, self.dispatcher.num_experts
+        draw = torch.Generator().manual_seed(self.dispatcher.ep_etp.index)
+        experts_TK = torch.rand(len(x_TH), num, generator=draw).topk(k).indices
+        return MoeCall(
+            x_TH=x_TH.requires_grad_(),
+            weights_TK=torch.full((len(x_TH), k), 1 / k, device=x_TH.device),
+            experts_TK=experts_TK.to(x_TH.device),
+            experts=ExpertWeights(
+                self.experts.w13_e2fH.detach().requires_grad_(), self.experts.w2_eHf.detach().requires_grad_()
+            ),
+            op_prefix="calibration.",
+        )
 
 
 Timed = tuple[Callable[[], object], Callable[[float], Sample]]
 """What is done, and the sample that its seconds make."""
 
 
-def _messages(dispatcher: Dispatcher, device: torch.device) -> list[Timed]:
-    return [(partial(_ring, dispatcher, size, device), partial(MessageSample, size)) for size in MESSAGES]
-
-
-def _products(experts: ExpertWeights, x_TH: torch.Tensor) -> list[Timed]:
-    w13_FH = experts.w13_e2fH[0].detach().flatten(0, 1)
-    inputs = [x_TH.new_zeros(rows, x_TH.shape[1]) for rows in ROWS]
-    return [
-        (partial(torch.mm, x_rH, w13_FH.T), partial(MatmulSample, len(x_rH), 2.0 * len(x_rH) * w13_FH.numel()))
-        for x_rH in inputs
-    ]
-
-
-def _layers(
-    dispatcher: Dispatcher,
-    x_TH: torch.Tensor,
-    experts: ExpertWeights,
-    lanes: Lanes,
-    shape: LayerShape,
-    hosts: Sequence[int] | None,
-) -> list[Timed]:
-    """Passes of the layer on tokens that are routed evenly, without its shared expert."""
-    shape = replace(shape, shared_ffn=0)
-    k, num = dispatcher.top_k, dispatcher.num_experts
-    tokens = torch.arange(len(x_TH), device=x_TH.device).unsqueeze(1)
-    step = torch.arange(k, device=x_TH.device) * max(1, num // k)
-    experts_TK = (tokens + step) % num
-    weights_TK = torch.full((len(x_TH), k), 1 / k, device=x_TH.device)
-    call = MoeCall(
-        x_TH=x_TH.detach(),
-        weights_TK=weights_TK,
-        experts_TK=experts_TK,
-        experts=ExpertWeights(experts.w13_e2fH.detach(), experts.w2_eHf.detach()),
-        op_prefix="calibration.",
-    )
-    units = column_units(shape.hidden)
-    schedules = dict.fromkeys(replace(one, blocks=min(one.blocks, units)) for one in LAYERS)
-    passes = [_Pass(schedule, shape) for schedule in schedules]
-    return [
-        (
-            partial(run_overlapped, call, dispatcher=dispatcher, schedule=one.chosen, lanes=lanes, host_of_rank=hosts),
-            one.sample,
-        )
-        for one in passes
-    ]
-
-
 @dataclass(eq=False)
 class _Pass:
-    """A pass of a layer by a given schedule."""
+    """A pass of a layer by a given schedule. Calling it does it."""
 
     schedule: TileSchedule
-    shape: LayerShape
+    of: _Calibration
     seen: tuple[DispatchPlan, WireBytes] | None = None
 
-    def chosen(self, plan: DispatchPlan, wire: WireBytes) -> TileSchedule:
+    def __call__(self) -> object:
+        of = self.of
+        return run_overlapped(
+            of.call, dispatcher=of.dispatcher, schedule=self._chosen, lanes=of.lanes, host_of_rank=of.hosts
+        )
+
+    def _chosen(self, plan: DispatchPlan, wire: WireBytes) -> TileSchedule:
         self.seen = plan, wire
         return self.schedule
 
-    def sample(self, seconds: float) -> LayerSample:
+    @property
+    def batch(self) -> tuple[DispatchPlan, WireBytes]:
+        """What the last pass was asked a schedule for."""
         assert self.seen is not None
-        plan, wire = self.seen
-        return LayerSample(plan, self.shape, self.schedule, wire, TILE_ROWS, seconds)
+        return self.seen
 
-
-def _ring(dispatcher: Dispatcher, size: int, device: torch.device) -> None:
-    """A message to the next rank and one from the last, at once on all ranks."""
-    axis, comms = dispatcher.ep_etp, dispatcher.comms
-    gone, come = torch.zeros(2, size, dtype=torch.uint8, device=device)
-    following, previous = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
-    sends, receives = [Message(gone, following, _TAG)], [Message(come, previous, _TAG)]
-    comms.start_exchange(sends, receives, axis, op_id="calibration.ring").wait()  # one group: or NCCL would deadlock
+    def sample(self, seconds: float) -> LayerSample:
+        plan, wire = self.batch
+        return LayerSample(plan, self.of.shape, self.schedule, wire, TILE_ROWS, seconds)
 
 
 _TAG = 1 << 20
 """Tag of no message of a layer."""
-
-
-def _finish(dispatcher: Dispatcher) -> None:
-    """Wait until a device has done what it was given; a host has."""
-    if isinstance(dispatcher.comms.message_streams, CudaStreams):
-        torch.cuda.current_stream().synchronize()
-
-
-def _slowest(dispatcher: Dispatcher, calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds of the slowest rank for each call, medians of some rounds after one that does not count. On a device until it is done.
-
-    The calls take turns: a machine whose speed changes is as slow for one as for the others, and the choice rests on what they take beside one another.
-    """
-    mine: list[list[float]] = [[] for _ in calls]
-    for _ in range(1 + REPEATS):
-        for call, seconds in zip(calls, mine, strict=True):
-            dispatcher.comms.barrier(dispatcher.ep_etp, op_id="calibration.barrier")
-            begin_s = time.perf_counter()
-            call()
-            _finish(dispatcher)
-            seconds.append(time.perf_counter() - begin_s)
-    told = dispatcher.comms.gather_objects(mine, dispatcher.ep_etp)
-    return [statistics.median([*map(max, zip(*ranks, strict=True))][1:]) for ranks in zip(*told, strict=True)]

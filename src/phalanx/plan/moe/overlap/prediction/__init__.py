@@ -26,7 +26,9 @@ if TYPE_CHECKING:
         MatmulSample as MatmulSample,
         MessageSample as MessageSample,
         Sample as Sample,
+        compare_schedules as compare_schedules,
         fit as fit,
+        worth_timing as worth_timing,
     )
     from phalanx.plan.moe.overlap.prediction.clock import seconds_of as seconds_of
     from phalanx.plan.moe.overlap.prediction.cost import (

@@ -5,8 +5,8 @@ by more than a margin. It depends on gathered counts, the cost and the share of 
 by itself, in whatever order its passes ask. Nothing compares what they found: seconds are floating-point numbers, and ranks on processors that round sums differently could part over a tie.
 
 Fitting: latency and rate of the link by least squares of the relative error, rates of products by the median for each number of rows, and what only shows in whole
-layers (overhead of operations and blocks, interference, copies) by a search for the least mean relative error of predicted layers. What remains between the clock
-and a layer that was timed corrects the seconds of schedules that cut a layer in the same way: the difference between two of them is often smaller than the clock's error.
+layers (overhead of operations and blocks, interference, copies) by a search for the least mean relative error of predicted layers. Two schedules are often closer to
+one another than the clock is to either: what remains between the clock and a layer that was timed corrects that schedule's seconds, and `worth_timing` says which ones to time.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ __all__ = [
     "MessageSample",
     "compare_schedules",
     "fit",
+    "worth_timing",
 ]
 
 SERIAL = TileSchedule()
@@ -326,14 +327,23 @@ def fit(samples: Sequence[Sample]) -> Fit:
     return Fit(replace(cost, timed=_timed(cost, layers)), errors, median(of_layers or errors), found)
 
 
-def _timed(cost: OverlapCost, layers: Sequence[LayerSample]) -> tuple[tuple[str, int, int, float], ...]:
-    """How far forward passes are from the clock, by the way in which they are cut."""
-    ratios: dict[tuple[str, int, int], list[float]] = {}
+def _timed(cost: OverlapCost, layers: Sequence[LayerSample]) -> tuple[tuple[TileSchedule, float], ...]:
+    """How far forward passes are from the clock, by schedule."""
+    ratios: dict[TileSchedule, list[float]] = {}
     for sample in layers:
         if sample.direction == "forward":
-            way = sample.schedule.order, sample.schedule.parts, sample.schedule.blocks
-            ratios.setdefault(way, []).append(sample.seconds / sample.predicted_s(cost))
-    return tuple((*way, median(found)) for way, found in ratios.items())
+            ratios.setdefault(sample.schedule, []).append(sample.seconds / sample.predicted_s(cost))
+    return tuple((schedule, median(found)) for schedule, found in ratios.items())
+
+
+def worth_timing(choice: ScheduleChoice, most: int) -> tuple[TileSchedule, ...]:
+    """What to time before one of these schedules is taken for good: serial order, the `most` that the clock finds fastest, and the fastest for each number of parts and
+    blocks, in which it errs most. Which slots come first depends on the batch's load, so it is left to the clock."""
+    ranked = [schedule for schedule, _ in sorted(choice.seconds, key=lambda pair: pair[1]) if not schedule.hot_first]
+    of_each: dict[tuple[int, int], TileSchedule] = {}
+    for schedule in ranked:
+        of_each.setdefault((schedule.parts, schedule.blocks), schedule)
+    return tuple(dict.fromkeys((SERIAL, *ranked[:most], *of_each.values())))
 
 
 def errors_of(cost: OverlapCost, samples: Sequence[Sample]) -> tuple[float, ...]:

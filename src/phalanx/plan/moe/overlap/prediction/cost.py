@@ -7,10 +7,10 @@ seconds, rates bytes or floating-point operations per second.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import inf, log2
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -73,20 +73,15 @@ class OverlapCost:
     near_bytes_per_s: float | None = None
     """Bytes per second of a message inside a host, which leaves the link between hosts alone; None: it takes that link like any
     other."""
-    timed: tuple[tuple[str, int, int, float], ...] = ()
-    """(order, parts, blocks, measured over predicted seconds) of whole layers: what the clock does not know of a way to cut a layer. Empty: the clock alone."""
+    timed: tuple[tuple[TileSchedule, float], ...] = ()
+    """Schedules by which whole layers were timed, and measured over predicted seconds: what the clock does not know of each. Empty: the clock alone."""
 
     def __post_init__(self) -> None:
         raise_if([*self._problems()], ConfigError, subject="cost of overlap")
 
     def correction(self, schedule: TileSchedule) -> float:
-        """What to multiply the clock's seconds of `schedule` by: the ratio of the timed schedule that is most like it; 1 where none is. Serial order is like no other."""
-        ratios = [
-            ((abs(log2(parts / schedule.parts)), blocks != schedule.blocks, order != schedule.order), ratio)
-            for order, parts, blocks, ratio in self.timed
-            if (order == "serial") == (schedule.order == "serial")
-        ]
-        return min(ratios)[1] if ratios else 1.0
+        """What to multiply the clock's seconds of `schedule` by; 1 where it was not timed. Which slots come first makes no other schedule of it."""
+        return dict(self.timed).get(replace(schedule, hot_first=False), 1.0)
 
     def _problems(self) -> list[Problem]:
         problems = [
@@ -100,9 +95,9 @@ class OverlapCost:
             if (value := getattr(self, name)) is not None and not value > 0
         ]
         problems += [
-            Problem(where=f"cost.timed[{at}]", value=one, rule="parts, blocks and the ratio above 0")
-            for at, one in enumerate(self.timed)
-            if not (one[1] > 0 and one[2] > 0 and one[3] > 0)
+            Problem(where=f"cost.timed[{at}]", value=ratio, rule="a ratio above 0")
+            for at, (_, ratio) in enumerate(self.timed)
+            if not ratio > 0
         ]
         rows = [rows for rows, _ in self.flops_by_rows]
         if not rows or any(b <= a for a, b in pairwise((0, *rows))) or any(not f > 0 for _, f in self.flops_by_rows):
