@@ -102,7 +102,7 @@ def test_metrics_shows_failures_and_what_was_done_twice(tmp_path: Path, capsys: 
     assert main(["metrics", str(tmp_path), "--json", str(tmp_path / "f.json")]) == 0
     shown = capsys.readouterr().out
     assert "laptop: 5 of 300 steps (interrupted, 1 start)" in shown
-    assert "3 other teams, 1 after a loss, 500 ms (median; at most 500 ms) from a loss to the next step" in shown
+    assert "3 new generations, 1 after a loss, 500 ms (median; at most 500 ms) from a loss to the next step" in shown
     assert "after step 3: local.0.ab: killed by SIGKILL; 1 member (dp3|ep1): told in 10.0 ms" in shown
     assert "went back to the checkpoint of step 4" in shown
     found = json.loads((tmp_path / "f.json").read_text())
@@ -113,7 +113,7 @@ def test_metrics_shows_failures_and_what_was_done_twice(tmp_path: Path, capsys: 
 def test_one_log_can_still_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_run(tmp_path)
     assert main(["metrics", str(tmp_path), "--rank", "1"]) == 0
-    assert "other team" not in capsys.readouterr().out
+    assert "new generation" not in capsys.readouterr().out
 
 
 @pytest.mark.unit

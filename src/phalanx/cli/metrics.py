@@ -170,7 +170,7 @@ def _words(f: dict[str, Any]) -> str:
 
 
 def recovery_words(recoveries: Sequence[dict[str, Any]]) -> str:
-    """How often the team changed, and how long that took."""
+    """How often the membership changed, and how long that took."""
     lost = [r for r in recoveries if r["lost_s"]]
     times = sorted(r["since_lost_s"] for r in lost if r["since_lost_s"] is not None)
     shown = (
@@ -179,7 +179,7 @@ def recovery_words(recoveries: Sequence[dict[str, Any]]) -> str:
         else ""
     )
     number = len(recoveries)
-    return f"  {number} other team{'s' if number != 1 else ''}, {len(lost)} after a loss{shown}"
+    return f"  {number} new generation{'s' if number != 1 else ''}, {len(lost)} after a loss{shown}"
 
 
 def names_markdown() -> str:

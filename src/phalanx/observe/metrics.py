@@ -55,7 +55,7 @@ def hidden_of(event: StepEnded) -> tuple[float, ...]:
 
 
 def _recovered(event: TeamFormed, value: float) -> float | None:
-    """Nothing of the team that the run begins with."""
+    """Nothing of the generation that the run begins with."""
     return value if event.generation > 1 else None
 
 
@@ -93,14 +93,14 @@ METRICS: tuple[Metric, ...] = (
            lambda e: e.slowness),
     Metric("recovery/told_s", TeamFormed, "s", "from when the supervisor knew of a loss until this member was told",
            lambda e: e.told_s if e.lost_s else None),
-    Metric("recovery/noticed_s", TeamFormed, "s", "from when this member saw its team broken until the new one was connected",
+    Metric("recovery/noticed_s", TeamFormed, "s", "from when this member saw its process groups broken until the new one was connected",
            lambda e: _recovered(e, e.noticed_s)),
     Metric("recovery/formed_s", TeamFormed, "s", "of that, barrier and groups", lambda e: _recovered(e, e.formed_s)),
     Metric("recovery/built_s", TeamFormed, "s", "modules and buffers for the new mapping", lambda e: _recovered(e, e.built_s)),
     Metric("recovery/moved_s", TeamFormed, "s", "state to those who lack it, checksums included",
            lambda e: _recovered(e, e.moved_s)),
     Metric("recovery/moved_bytes", TeamFormed, "B", "state that came to this member", lambda e: _recovered(e, e.moved_bytes)),
-    Metric("recovery/resumed_s", TrainingResumed, "s", "from when this member saw its team broken to the next committed step",
+    Metric("recovery/resumed_s", TrainingResumed, "s", "from when this member saw its process groups broken to the next committed step",
            lambda e: e.seconds),
     Metric("recovery/since_lost_s", TrainingResumed, "s", "from when the supervisor knew of a loss to the next committed step",
            lambda e: e.since_lost_s or None),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -26,6 +27,8 @@ from phalanx.plan.moe.overlap.tiles import ALL, Tile
 
 COLUMNS = BLOCK_COLUMNS
 """Least columns of a unit of the second product."""
+ONE_BUFFER = 1 << 20
+"""Most elements of a buffer that all slots share."""
 
 
 def column_units(hidden: int) -> int:
@@ -70,6 +73,8 @@ class TilePlace:
     at: int
     size: int
     pieces: tuple[TilePiece, ...]
+    in_slot: slice
+    """Its rows among those of its slot."""
 
     @property
     def padded(self) -> slice:
@@ -108,7 +113,7 @@ class Geometry:
                     pieces = _pieces(tile, [rows[slot] for rows in rows_PG], [starts[slot] for starts in starts_PG])
                 else:
                     pieces = (TilePiece(tile.source, starts_PG[tile.source][slot] + tile.first_row, tile.rows, 0),)
-                places.append(TilePlace(tile, at, size, pieces))
+                places.append(TilePlace(tile, at, size, pieces, slice(at - first, at - first + size)))
                 at += size
             at = first + padded_rows(at - first, dtype)
             self.slots.append(slice(first, at))
@@ -150,13 +155,11 @@ def _pieces(tile: Tile, rows_P: Sequence[int], starts_P: Sequence[int]) -> tuple
 
 @dataclass(frozen=True, eq=False)
 class SourceRows:
-    """Rows of one source: which entry each takes, and its weight."""
+    """Rows of one source: which entry each takes."""
 
     entries_nH: torch.Tensor
     index: torch.Tensor
     """int64, by row of the source."""
-    weights: torch.Tensor
-    """Weights of the rows, in the type of the products."""
 
 
 def _gather_pieces(place: TilePlace, sources: Sequence[SourceRows], x_mH: torch.Tensor) -> None:
@@ -164,20 +167,24 @@ def _gather_pieces(place: TilePlace, sources: Sequence[SourceRows], x_mH: torch.
     for piece in place.pieces:
         rows = sources[piece.source]
         torch.index_select(rows.entries_nH, 0, rows.index[piece.rows], out=x_mH[piece.inside])
-    x_mH[place.tile.rows :].zero_()
-
-
-def _weigh(place: TilePlace, sources: Sequence[SourceRows], t_mF: torch.Tensor) -> None:
-    """Each row times its weight."""
-    for piece in place.pieces:
-        t_mF[piece.inside].mul_(sources[piece.source].weights[piece.rows].unsqueeze(1))
+    if place.tile.rows < place.size:
+        x_mH[place.tile.rows :].zero_()
 
 
 class TileProducts:
-    """Operands and buffers of one layer and batch, in one direction after the other."""
+    """Operands and buffers of one layer and batch, in one direction after the other. `weights_P1`: (P, 1) weights of the rows, in the type of the products."""
 
-    def __init__(self, geometry: Geometry, w13_e2fH: torch.Tensor, w2_eHf: torch.Tensor, lanes: Lanes) -> None:
-        self.geometry, self.lanes = geometry, lanes
+    def __init__(
+        self,
+        geometry: Geometry,
+        w13_e2fH: torch.Tensor,
+        w2_eHf: torch.Tensor,
+        lanes: Lanes,
+        *,
+        weights_P1: torch.Tensor,
+    ) -> None:
+        self.geometry, self.lanes, self.weights_P1 = geometry, lanes, weights_P1
+        self.native = lanes.rows_for(w2_eHf)
         self.w13_shape = w13_e2fH.shape
         self.w13_eFH, self.w2_eHf = w13_e2fH.flatten(1, 2), w2_eHf
         self.width, self.hidden = w2_eHf.shape[2], w2_eHf.shape[1]
@@ -191,15 +198,19 @@ class TileProducts:
         return x_mH
 
     def _by_slot(self, columns: int, *, space: bool = False) -> list[torch.Tensor]:
-        """Room for the rows of each slot. One buffer for all would be mapped and cleared anew at every call: heaps keep nothing that large."""
-        like = self.w2_eHf
+        """Room for the rows of each slot. One large buffer for all would be mapped and cleared anew at every call: heaps keep nothing that large."""
         rows = [slot.stop - slot.start for slot in self.geometry.slots]
-        return [spaced(n, columns, like) if space else like.new_empty(n, columns) for n in rows]
+        make = partial(spaced, columns=columns, like=self.w2_eHf) if space else partial(self._room, columns)
+        if self.geometry.size * columns <= ONE_BUFFER:
+            return list(make(self.geometry.size).split(rows))
+        return [make(n) for n in rows]
+
+    def _room(self, columns: int, rows: int) -> torch.Tensor:
+        return self.w2_eHf.new_empty(rows, columns)
 
     def _of(self, buffers: Sequence[torch.Tensor], place: TilePlace) -> torch.Tensor:
         """The tile's rows."""
-        start = place.at - self.geometry.slots[place.tile.slot].start
-        return buffers[place.tile.slot][start : start + place.size]
+        return buffers[place.tile.slot][place.in_slot]
 
     # ---- forward --------------------------------------------------------------------------------------------------------------
 
@@ -219,12 +230,11 @@ class TileProducts:
         gate_up_mF, h_mf = self._of(self.gate_up_e, place), self._of(self.h_e, place)
         torch.mm(self._gather(place, sources, lane), self.w13_eFH[place.tile.slot].T, out=gate_up_mF)
         self._activate(gate_up_mF, h_mf)
-        _weigh(place, sources, h_mf)
+        h_mf.mul_(self.weights_P1[place.padded])
 
     def _activate(self, gate_up_mF: torch.Tensor, h_mf: torch.Tensor) -> None:
-        native = self.lanes.rows_for(gate_up_mF, h_mf)
-        if native is not None:
-            native.swiglu_forward(gate_up_mF, h_mf)
+        if self.native is not None:
+            self.native.swiglu_forward(gate_up_mF, h_mf)
         else:
             torch.mul(F.silu(gate_up_mF[:, : self.width]), gate_up_mF[:, self.width :], out=h_mf)
 
@@ -268,8 +278,9 @@ class TileProducts:
         dh_mf = self._dh[lane][: place.size]
         torch.mm(self._gather(place, grads, lane), self.w2_eHf[slot], out=dh_mf)
         self._activate_backward(gate_up_mF, dh_mf, h_mf, d_mF, self.dots_P[place.padded])
-        _weigh(place, sources, h_mf)
-        _weigh(place, sources, d_mF)
+        weights_m1 = self.weights_P1[place.padded]
+        h_mf.mul_(weights_m1)
+        d_mF.mul_(weights_m1)
 
     def _activate_backward(
         self,
@@ -279,9 +290,8 @@ class TileProducts:
         d_mF: torch.Tensor,
         dots_m: torch.Tensor,
     ) -> None:
-        native = self.lanes.rows_for(gate_up_mF, dh_mf, h_mf, d_mF)
-        if native is not None:
-            native.swiglu_backward(gate_up_mF, dh_mf, h_mf, d_mF, dots_m)
+        if self.native is not None:
+            self.native.swiglu_backward(gate_up_mF, dh_mf, h_mf, d_mF, dots_m)
             return
         gate_mf, up_mf = gate_up_mF[:, : self.width], gate_up_mF[:, self.width :]
         silu_mf = F.silu(gate_mf)

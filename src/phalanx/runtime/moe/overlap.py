@@ -18,7 +18,7 @@ Legend: T tokens of this rank, K experts of a token, H hidden, e local slots, n 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -41,7 +41,7 @@ from phalanx.plan.moe.overlap.tiles import (
     tiles_of,
 )
 from phalanx.runtime.comm import Exchange, backward_id
-from phalanx.runtime.moe.dispatch import Dispatcher
+from phalanx.runtime.moe.dispatch import Dispatcher, SendList
 from phalanx.runtime.moe.experts import MoeCall
 from phalanx.runtime.moe.overlap_exchange import ExchangePath, InFlightExchange
 from phalanx.runtime.moe.overlap_hosts import Gateways
@@ -76,50 +76,14 @@ def run_overlapped(
     each; None: whatever sends fewer bytes. `host_of_rank`: by position in `ep_etp`, where it is known which ranks share a host. `through_hosts`: a token goes to each
     other host once, and is passed on there; None: where that sends fewer bytes between hosts. `call.beside` is computed while entries travel, and its result added to that of the experts.
     """
-    x_TH, weights_TK, experts_TK, op_prefix = call.x_TH, call.weights_TK, call.experts_TK, call.op_prefix
-    kept_TK = dispatcher.kept(
-        weights_TK, experts_TK, token_index_T=call.token_index_T, part_T=call.part_T, op_prefix=op_prefix
-    )
+    x_TH, weights_TK = call.x_TH, call.weights_TK
     streams = message_streams_of(dispatcher.comms, x_TH.device)
     known = host_of_rank if streams is None else None  # rounds have no gateways
     hosts = usable_hosts(dispatcher, known, forced=bool(through_hosts), per_token=per_token)
-    copies = count_copies(dispatcher, experts_TK, kept_TK, hosts) if dispatcher.is_plain else None
-    plan, send, told = dispatcher.exact_list(experts_TK, kept_TK, op_prefix, told=copies)
-    traffic = traffic_told(dispatcher, plan, told if copies is not None else None, hosts)
-    row_bytes = x_TH.shape[1] * x_TH.element_size()
-    among = routes(per_token, through_hosts if hosts else False, counted=copies is not None)
-    route = choose_transport(traffic, row_bytes=row_bytes, among=among).route
-    per_token = route != "all_to_all"
-    if not isinstance(schedule, TileSchedule):
-        schedule = schedule(plan, wire_bytes(traffic, route, row_bytes=row_bytes))
-    schedule = replace(schedule, blocks=min(schedule.blocks, column_units(x_TH.shape[1])))
-    own = dispatcher.ep_etp.index
-    forward = plan_overlap(
-        plan,
-        schedule,
-        rank=own,
-        tile_rows=TILE_ROWS,
-        direction="forward",
-        host_of_rank=hosts or None,
-        through_hosts=route == "dedup_host",
-        has_shared=call.beside is not None,
+    batch = _plan_batch(
+        call, dispatcher, schedule, hosts=hosts, per_token=per_token, through_hosts=through_hosts if hosts else False
     )
-    joint = [] if forward.hosts else joint_slots(plan, tile_rows=TILE_ROWS)
-    orders = slot_orders(plan, schedule, joint=joint)
-    outs = _outgoing(
-        dispatcher, plan, forward, send.pair_of_row_R, orders=orders, num_tokens=x_TH.shape[0], per_token=per_token
-    )
-    ways = Gateways(forward, plan, outs, top_k=dispatcher.top_k, tile_rows=TILE_ROWS) if forward.hosts else None
-    flight = InFlightExchange(
-        dispatcher,
-        forward,
-        outs,
-        op_prefix,
-        num_tokens=x_TH.shape[0],
-        per_token=per_token,
-        has_order=any(order is not None for order in orders),
-        ways=ways,
-    )
+    flight = _exchange_of(call, dispatcher, batch)
     flight.streams = streams
     flight.exchange_meta(weights_TK.detach(), x_TH.dtype)
     w13, w2 = call.experts.w13_e2fH, call.experts.w2_eHf
@@ -131,7 +95,75 @@ def run_overlapped(
         w13, w2 = w13.detach(), w2.detach()
     ticket = _Work.apply(ticket, x_TH.detach(), w13, w2, flight)
     y_TH: torch.Tensor = _Arrive.apply(ticket, flight)
-    return y_TH if extra is None else y_TH + extra, send.dropped
+    return y_TH if extra is None else y_TH + extra, batch.send.dropped
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """How one batch goes through a layer: who sends which rows, by which route, in which order."""
+
+    plan: DispatchPlan
+    send: SendList
+    schedule: TileSchedule
+    forward: RankPlan
+    per_token: bool
+
+
+def _plan_batch(
+    call: MoeCall,
+    dispatcher: Dispatcher,
+    schedule: TileSchedule | Choose,
+    *,
+    hosts: tuple[int, ...],
+    per_token: bool | None,
+    through_hosts: bool | None,
+) -> _Batch:
+    """Collective over `ep_etp`. `hosts`: by position there, empty where nothing can go through them."""
+    experts_TK, row_bytes = call.experts_TK, call.x_TH.shape[1] * call.x_TH.element_size()
+    kept_TK = dispatcher.kept(
+        call.weights_TK, experts_TK, token_index_T=call.token_index_T, part_T=call.part_T, op_prefix=call.op_prefix
+    )
+    copies = count_copies(dispatcher, experts_TK, kept_TK, hosts) if dispatcher.is_plain else None
+    plan, send, told = dispatcher.exact_list(experts_TK, kept_TK, call.op_prefix, told=copies)
+    traffic = traffic_told(dispatcher, plan, told if copies is not None else None, hosts)
+    among = routes(per_token, through_hosts, counted=copies is not None)
+    route = choose_transport(traffic, row_bytes=row_bytes, among=among).route
+    if not isinstance(schedule, TileSchedule):
+        schedule = schedule(plan, wire_bytes(traffic, route, row_bytes=row_bytes))
+    schedule = replace(schedule, blocks=min(schedule.blocks, column_units(call.x_TH.shape[1])))
+    forward = plan_overlap(
+        plan,
+        schedule,
+        rank=dispatcher.ep_etp.index,
+        tile_rows=TILE_ROWS,
+        direction="forward",
+        host_of_rank=hosts or None,
+        through_hosts=route == "dedup_host",
+        has_shared=call.beside is not None,
+    )
+    return _Batch(plan, send, schedule, forward, per_token=route != "all_to_all")
+
+
+def _exchange_of(call: MoeCall, dispatcher: Dispatcher, batch: _Batch) -> InFlightExchange:
+    """Nothing of it is under way yet."""
+    plan, forward, num_tokens = batch.plan, batch.forward, len(call.x_TH)
+    joint = [] if forward.hosts else joint_slots(plan, tile_rows=TILE_ROWS)
+    orders = slot_orders(plan, batch.schedule, joint=joint)
+    outs = _outgoing(
+        dispatcher, plan, forward, batch.send.pair_of_row_R,
+        orders=orders, num_tokens=num_tokens, per_token=batch.per_token,
+    )  # fmt: skip
+    ways = Gateways(forward, plan, outs, top_k=dispatcher.top_k, tile_rows=TILE_ROWS) if forward.hosts else None
+    return InFlightExchange(
+        dispatcher,
+        forward,
+        outs,
+        call.op_prefix,
+        num_tokens=num_tokens,
+        per_token=batch.per_token,
+        has_order=any(order is not None for order in orders),
+        ways=ways,
+    )
 
 
 def _outgoing(
@@ -226,9 +258,9 @@ class _Work(torch.autograd.Function):
         way = flight.under_way
         geometry = Geometry(flight.plan.tiles, flight.slots, x_TH.dtype, joint_tiles=flight.plan.joint_tiles)
         flight.place_rows(geometry)
-        work = TileProducts(geometry, w13, w2, flight.lanes)
+        work = TileProducts(geometry, w13, w2, flight.lanes, weights_P1=flight.weights_P1)
         work.open_forward(flight.plan.blocks)
-        rows = [SourceRows(*three) for three in zip(way.entries, flight.index, flight.row_weights, strict=True)]
+        rows = [SourceRows(*two) for two in zip(way.entries, flight.index, strict=True)]
         pace = TilePace(flight.comms, flight.prefix + "experts", way.plan)
         for op in way.plan.ops:
             if op.kind == "wait":
@@ -253,10 +285,10 @@ class _Work(torch.autograd.Function):
         w13, w2, *rest = ctx.saved_tensors
         gate_up_e, entries = rest[: ctx.num_kept], rest[ctx.num_kept :]
         flight, way, geometry = ctx.flight, ctx.flight.under_way, ctx.geometry
-        work = TileProducts(geometry, w13, w2, flight.lanes)
+        work = TileProducts(geometry, w13, w2, flight.lanes, weights_P1=flight.weights_P1)
         work.open_backward(way.plan.blocks, gate_up_e)
-        rows = [SourceRows(*three) for three in zip(entries, flight.index, flight.row_weights, strict=True)]
-        grads = [SourceRows(g, r.index, r.weights) for g, r in zip(way.entries, rows, strict=True)]
+        rows = [SourceRows(*two) for two in zip(entries, flight.index, strict=True)]
+        grads = [SourceRows(*two) for two in zip(way.entries, flight.index, strict=True)]
         weights = work.open_weights() if ctx.needs_input_grad[2] or ctx.needs_input_grad[3] else None
         told = set()
         pace = TilePace(flight.comms, backward_id(flight.prefix + "experts"), way.plan)

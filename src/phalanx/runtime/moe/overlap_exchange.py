@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from phalanx.kernels.cpu.deferred import Target
@@ -325,17 +326,24 @@ class InFlightExchange:
             way.sent.append(self._send(sums, op.peer, tag, self._leg_id(way, "inbound")))
 
     def place_rows(self, geometry: Geometry) -> None:
-        """Padded rows of each inbound entry, by source, slots ascending."""
+        """Padded rows of each inbound entry, by source, slots ascending, and the weights of all of them, 0 where there is none."""
         self.row_places: list[torch.Tensor] = []
         self.padded_row: list[torch.Tensor] = []
-        for source, entries in enumerate(self.ins):
-            device = entries.outbound_of_row.device
-            pieces = [torch.arange(at, at + num, device=device) for at, num in geometry.of_source[source]]
-            padded_n = torch.cat(pieces) if pieces else entries.outbound_of_row
-            nth = entry_places(entries.inbound_of_row, entries.num, min(self.top_k, self.slots))
-            found = padded_n[nth.clamp(min=0)] if len(padded_n) else nth
-            self.row_places.append(torch.where(nth < 0, nth, found))
+        self.weights_P1 = self.row_weights[self.own].new_zeros(geometry.size, 1)
+        for source, (entries, weights) in enumerate(zip(self.ins, self.row_weights, strict=True)):
+            pieces = [np.arange(at, at + num) for at, num in geometry.of_source[source]]
+            padded_n = (
+                torch.from_numpy(np.concatenate(pieces)).to(weights.device) if pieces else entries.outbound_of_row
+            )
+            self.weights_P1[padded_n, 0] = weights
             self.padded_row.append(padded_n)
+            if entries.num == len(padded_n):  # each has one row
+                self.row_places.append(
+                    torch.empty_like(padded_n).index_copy_(0, entries.inbound_of_row, padded_n)[:, None]
+                )
+                continue
+            nth = entry_places(entries.inbound_of_row, entries.num, min(self.top_k, self.slots))
+            self.row_places.append(torch.where(nth < 0, nth, padded_n[nth.clamp(min=0)]))
 
     def arrive(self, way: ExchangePath) -> torch.Tensor:
         """(T, H) sums over the ranks, in their order."""

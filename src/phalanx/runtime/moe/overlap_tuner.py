@@ -59,7 +59,8 @@ MESSAGES = (1 << 12, 1 << 18, 1 << 20, 1 << 22)
 ROWS = (16, 64, 128, 256, 512)
 REPEATS = 3
 ROUNDS = (3, 3, 6)
-"""Passes of each schedule until the slower half of them leaves."""
+"""Passes of each schedule until the slower half of them leaves; fewer where they would take longer than `COMPARE_S`."""
+COMPARE_S = 60.0
 FASTEST = 6
 """Schedules that are timed because the clock finds them fast."""
 LEFT = 3
@@ -297,11 +298,12 @@ class _Calibration:
 
         In a round the machine is as fast for one as for the other, so what counts is how far each is from the mean of those that stay.
         """
-        self._in_turns(passes, 1)
+        once_s = sum(statistics.fmean(seconds) for seconds in self._in_turns(passes, 1))
+        share = min(1.0, COMPARE_S / (once_s * sum(count / 2**left for left, count in enumerate(ROUNDS))))
         logs: list[list[float]] = [[] for _ in passes]
         staying, relative = [*range(len(passes))], [0.0] * len(passes)
         level: list[float] = []
-        for rounds in ROUNDS:
+        for rounds in (max(1, round(share * count)) for count in ROUNDS):
             for at, seconds in zip(staying, self._in_turns([passes[at] for at in staying], rounds), strict=True):
                 logs[at] += map(math.log, seconds)
             level = [statistics.fmean(of_round) for of_round in zip(*(logs[at] for at in staying), strict=True)]

@@ -233,8 +233,7 @@ def _splits_backward(schedule: str) -> bool:
 
 def mapping_problems(mapping: Mapping, job: Job) -> list[Problem]:
     """Why a job cannot run so; all reasons."""
-    f, s = mapping.folding, job.spec
-    problems = folding_problems(f)
+    problems = folding_problems(mapping.folding)
     for where, value in (
         ("seq_len", job.seq_len),
         ("global_batch", job.global_batch),
@@ -247,8 +246,12 @@ def mapping_problems(mapping: Mapping, job: Job) -> list[Problem]:
     if mapping.overlap.chunks < 1:
         value = mapping.overlap.chunks
         problems.append(Problem(where="dispatch.overlap", value=value, rule="needs at least 1 chunk", hint="coarse:2"))
-    if problems:
-        return problems
+    return problems or [*_size_problems(mapping, job), *_batch_problems(mapping, job)]
+
+
+def _size_problems(mapping: Mapping, job: Job) -> list[Problem]:
+    """Degrees against the sizes of the model."""
+    f, s = mapping.folding, job.spec
     rules = [
         (s.num_heads % f.tp == 0, "folding.tp", f.tp, f"must divide num_heads = {s.num_heads}"),
         (
@@ -273,22 +276,23 @@ def mapping_problems(mapping: Mapping, job: Job) -> list[Problem]:
             f"pp x virtual must not exceed the {s.num_layers} layers, embedding and head",
         ),
     ]
-    problems += [Problem(where=where, value=value, rule=rule) for ok, where, value, rule in rules if not ok]
-    unit = mapping.micro_batch * (1 if mapping.shares == "any" else f.dp)
+    return [Problem(where=where, value=value, rule=rule) for ok, where, value, rule in rules if not ok]
+
+
+def _batch_problems(mapping: Mapping, job: Job) -> list[Problem]:
+    """Whether the batch can be cut into micro-batches, and the schedule can run them."""
+    f, size = mapping.folding, mapping.micro_batch
+    unit = size * (1 if mapping.shares == "any" else f.dp)
     if job.global_batch % unit:
-        rule = f"must be a multiple of micro_batch {mapping.micro_batch}" + (
-            f" x dp {f.dp}" if unit > mapping.micro_batch else ""
-        )
-        near = max(1, round(job.global_batch / unit)) * unit
-        hint = f"nearest legal: {near}"
-        problems.append(Problem(where="train.global_batch", value=job.global_batch, rule=rule, hint=hint))
-    elif f.pp > 1 or mapping.schedule not in SCHEDULES:
-        m = mapping.num_microbatches(job)
-        problems += schedule_problems(
-            mapping.schedule,
-            pp=f.pp,
-            virtual=mapping.virtual,
-            num_microbatches=m,
-            extra_warmup=mapping.extra_warmup,
-        )
-    return problems
+        rule = f"must be a multiple of micro_batch {size}" + (f" x dp {f.dp}" if unit > size else "")
+        hint = f"nearest legal: {max(1, round(job.global_batch / unit)) * unit}"
+        return [Problem(where="train.global_batch", value=job.global_batch, rule=rule, hint=hint)]
+    if f.pp == 1 and mapping.schedule in SCHEDULES:
+        return []
+    return schedule_problems(
+        mapping.schedule,
+        pp=f.pp,
+        virtual=mapping.virtual,
+        num_microbatches=mapping.num_microbatches(job),
+        extra_warmup=mapping.extra_warmup,
+    )

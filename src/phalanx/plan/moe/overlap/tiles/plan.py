@@ -115,18 +115,26 @@ def slots_of(rows_G: Sequence[int], tile_rows: int, slots: Sequence[int] | None 
     return [slot for slot in ordered for _ in tile_sizes(rows_G[slot], tile_rows)]
 
 
+THIN = 8
+"""Slots whose rows of all sources are at most this part of a tile, in the mean of a rank, are all joint: calling a product of so few rows costs more
+than what it can hide."""
+
+
 def joint_slots(dispatch: DispatchPlan, *, tile_rows: int) -> list[tuple[int, ...]]:
     """Local slots of each ep coordinate whose rows of all sources are multiplied together, ascending.
 
     Rows of the first slots, half of all, stay apart: they are what can be computed before everything has come, and after the last
-    has left. Of the others those are joint
-    that have fewer tiles so. Depends on nothing but counts and `tile_rows`.
+    has left. Of the others, and of all of a rank whose slots are thin (`THIN`), those are joint that have fewer
+    tiles so. Depends on nothing but counts and `tile_rows`.
     """
     loads_G = dispatch.rows_PG.sum(0)
     saves_G = -(-loads_G // tile_rows) < (-(-dispatch.rows_PG // tile_rows)).sum(0)  # `tile_sizes` makes as many tiles
     loads_EG = loads_G.reshape(dispatch.ep, -1)
     before_EG = loads_EG.cumsum(1) - loads_EG
-    is_joint = saves_G.reshape(dispatch.ep, -1) & (2 * before_EG >= loads_EG.sum(1, keepdims=True))
+    all_E1 = loads_EG.sum(1, keepdims=True)
+    is_joint = saves_G.reshape(dispatch.ep, -1) & (
+        (2 * before_EG >= all_E1) | (THIN * all_E1 <= tile_rows * dispatch.slots_per_rank)
+    )
     return [tuple(of_ep.nonzero()[0].tolist()) for of_ep in is_joint]
 
 
@@ -187,43 +195,48 @@ def plan_overlap(
         problems.append(Problem(where="host_of_rank", value=None, rule=rule))
     problems += cuts_of(layer or (FORWARD if direction == "forward" else BACKWARD)).problems(schedule)
     raise_if(problems, PlanError, subject="overlap")
-    joint = [] if through_hosts else joint_slots(dispatch, tile_rows=tile_rows)
+    hosts = tuple(host_of_rank) if host_of_rank is not None else (0,) * size
+    plan = _without_ops(dispatch, schedule, rank, tile_rows, hosts if through_hosts else ())
+    plan = replace(plan, ops=forward_order(schedule, parts_of(plan, hosts), has_shared=has_shared))
+    return plan if direction == "forward" else backward_of(plan)
+
+
+def _without_ops(
+    dispatch: DispatchPlan, schedule: TileSchedule, rank: int, tile_rows: int, hosts: tuple[int, ...]
+) -> RankPlan:
+    """Tiles and parts of the forward pass; `hosts`: by rank, empty where nothing is forwarded inside them."""
+    size = dispatch.ep * dispatch.etp
+    joint = [] if hosts else joint_slots(dispatch, tile_rows=tile_rows)
     sizes, slots = rows_of(dispatch, rank=rank), slot_orders(dispatch, schedule, joint=joint)
     own_slots = slots[rank // dispatch.etp]
     tiles = tuple(
         tiles_of(rows, source=source, tile_rows=tile_rows, slots=own_slots) for source, rows in enumerate(sizes.come)
     )
-    ends = tuple(part_ends(of_source, schedule.parts) for of_source in tiles)
     go_ends = [
         ends_of_sizes(cut_rows(rows, tile_rows, order), schedule.parts)
         for rows, order in zip(sizes.go, slots, strict=True)
     ]
-    peer_part_ends = tuple(go_ends[peer // dispatch.etp] for peer in range(size))
-    hosts = tuple(host_of_rank) if host_of_rank is not None else (0,) * size
     relay: tuple[int, ...] = ()
-    if through_hosts:
+    if hosts:
         here = [other for other in range(size) if hosts[other] == hosts[rank]]
         counts = part_counts(dispatch, schedule, tile_rows=tile_rows, ranks=here)
         relay = relay_parts(hosts, rank, lambda source, peer: counts[source, peer])
-    plan = RankPlan(
+    own_joint = joint[rank // dispatch.etp] if joint else ()
+    return RankPlan(
         rank=rank,
         size=size,
         direction="forward",
         tiles=tiles,
-        part_ends=ends,
-        peer_part_ends=peer_part_ends,
+        part_ends=tuple(part_ends(of_source, schedule.parts) for of_source in tiles),
+        peer_part_ends=tuple(go_ends[peer // dispatch.etp] for peer in range(size)),
         blocks=schedule.blocks,
         ops=(),
         num_slots=dispatch.slots_per_rank,
         schedule=schedule,
-        hosts=hosts if through_hosts else (),
+        hosts=hosts,
         relay_parts=relay,
-        joint_tiles=joint_tiles(sizes.come, joint[rank // dispatch.etp], tile_rows=tile_rows, slots=own_slots)
-        if joint
-        else (),
+        joint_tiles=joint_tiles(sizes.come, own_joint, tile_rows=tile_rows, slots=own_slots) if joint else (),
     )
-    plan = replace(plan, ops=forward_order(schedule, parts_of(plan, hosts), has_shared=has_shared))
-    return plan if direction == "forward" else backward_of(plan)
 
 
 def parts_of(plan: RankPlan, hosts: Sequence[int] = ()) -> Parts:
