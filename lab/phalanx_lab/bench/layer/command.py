@@ -59,6 +59,7 @@ from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.testbed import Testbed
 
 LONGEST_S = 1500.0
+"""Seconds that a layer may take; with `--cells`, that a cell may take in the mean."""
 COMPUTE = f"compute {SERIAL}"
 OURS_ALONE = ("compute tiles", "compute dedup")
 """What our tiles compute with nothing travelling: the rest of our time is what is not hidden, and what the transport takes from computing."""
@@ -163,7 +164,8 @@ def measure(options: LayerArgs) -> dict[str, Any]:
         job_file.write_text(json.dumps({**asdict(options), "json": None}))
         with Testbed(ClusterSpec(hosts=2, ranks_per_host=1), grain=links.COARSE, own_cores=True) as bed:
             command = [sys.executable, "-m", "phalanx", "bench", "layer", "--rank-of", str(job_file)]
-            ended = serve(bed, command, job_file, timeout_s=LONGEST_S)
+            measured = len(layer_cells.part_of(options.part)) if options.cells else 1
+            ended = serve(bed, command, job_file, timeout_s=LONGEST_S * measured)
             found: dict[str, Any] = told(job_file, ended)
     return found if options.cells else _result(options, found)
 
