@@ -394,7 +394,7 @@ def kill(tree: Tree, mutant: Mutant, side: str, failing: list[str], args: Sequen
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rev", help="the commit that is compared with HEAD, such as 48a5eed")
-    parser.add_argument("--json", type=Path, default=HERE / "benchmarks" / "results" / "mutants.json", metavar="FILE")
+    parser.add_argument("--json", type=Path, default=SCRATCH.parent / "mutants.json", metavar="FILE")
     parser.add_argument("--count", type=int, default=40, help="how many functions in all")
     parser.add_argument("--only", type=int, metavar="N", help="stop after N more")
     parser.add_argument("--seed", type=int, default=0)

@@ -345,7 +345,7 @@ def test_a_calibration_is_kept_and_renewed_where_it_no_longer_fits(tmp_path):
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
     kept = run_ranks(2, tuned_layer, folding, tmp_path, 1e-3)
     assert kept[0][0] == calibrations - 1  # the first was found
-    next(tmp_path.iterdir()).write_text("{}")
+    next(tmp_path.iterdir()).write_text('{"cost": "damaged"}')
     assert run_ranks(2, tuned_layer, folding, tmp_path, 1e-3)[0][0] == calibrations
 
 

@@ -152,7 +152,7 @@ class Tuner:
         told = dispatcher.comms.gather_objects(hashlib.sha256(text.encode()).hexdigest(), dispatcher.ep_etp)
         if not text or len(set(told)) > 1:
             return None
-        with suppress(ValueError, TypeError, KeyError, ConfigError):
+        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError, ConfigError):
             return _read(json.loads(text))
         return None
 
