@@ -52,8 +52,8 @@ MEASURED = re.compile(
 )
 """Fields of events and attributes that hold what a machine took, which differs from run to run."""
 TAKEN = re.compile("_s$")
-FIGURES = re.compile(r"[0-9][0-9.,]*( ?[a-zA-Z/%]+)?")
-"""In what is printed: with their units, which follow the size."""
+FIGURES = re.compile(r" *[0-9][0-9.,]*( ?[a-zA-Z/%]+)?")
+"""In what is printed: with their units, which follow the size, and with what fills up their column."""
 OBSERVED = ("event ", "file ", "traced ", "printed", "served", "torch")
 """How the keys begin of what anybody could observe."""
 PASS_S = 1e-3
@@ -79,13 +79,14 @@ def seen_of(words: list[str], *, rank: int, cache: GroupCache, folder: Path) -> 
     with contextlib.redirect_stdout(printed), _processes_left_out(rank, cache, seen, events):
         start(read_recipe(request, world=None), {})
     assert any(key.startswith(("ranks", "supervisor")) for key in seen), "processes were not left out"
-    seen["printed"] = FIGURES.sub("#", printed.getvalue())
+    seen["printed"] = "\n".join(sorted(FIGURES.sub("#", printed.getvalue()).splitlines()))
+    # lines in no order, and events by kind: a checkpoint that is written beside the steps is told between any two of them
     traced = collections.Counter(_traced(e) for e in events if isinstance(e, Collective | Operation))
     seen.update({f"traced {text}": str(times) for text, times in traced.items()})
     counted = collections.Counter[str]()
     for event in (e for e in events if not isinstance(e, Collective | Operation)):
         kind = type(event).__name__
-        counted[kind] += 1  # by kind: a checkpoint that is written beside the steps is told between any two of them
+        counted[kind] += 1
         fields = {k: v for k, v in vars(event).items() if not MEASURED.search(k)}
         _walk(fields, f"event {kind} {counted[kind]}", seen, set())
     files = (str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())

@@ -96,8 +96,10 @@ def _transfer(rank: int, cache: GroupCache) -> tuple[float, float]:
 
 @pytest.mark.ranks
 def test_a_transfer_takes_what_it_takes() -> None:
-    for slow, fast in run_ranks(3, _transfer):
-        assert 0.008 < slow < 0.05 and 0 < fast < slow / 2
+    """The last stage has done its part before the last messages arrive, so the longest on any rank is what counts, as in `choose`."""
+    found = run_ranks(3, _transfer)
+    assert 0.008 < max(slow for slow, _ in found) < 0.05
+    assert all(0 < fast < slow / 2 for slow, fast in found), found
 
 
 def _choice(rank: int, cache: GroupCache, slow: bool, memory_gb: float | None) -> Any:
