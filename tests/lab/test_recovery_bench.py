@@ -82,7 +82,7 @@ def test_poisson_is_a_function_of_its_seed_and_leaves_enough() -> None:
 def test_one_after_another() -> None:
     trace = every(10.0, slots=8, leave=4, seed=3)
     trace.check()
-    assert trace.num_losses == 4 and trace.duration_s == 50.0 and trace.mean_slots == pytest.approx(6.0)
+    assert trace.num_losses == 4 and trace.duration_s == 50.0
     assert trace.scaled(0.5).changes[0].at_s == 5.0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +35,35 @@ class Service:
                 raise PeerError(f"generation {generation} is over")
 
         return Writer(generation=generation, life=life, check=check)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("fails", [1, 2, 3, 4])
+def test_a_checkpoint_that_is_replaced_is_whole_until_the_new_one_is(
+    fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The power fails before one of the renames of the second save of a step, or before what is replaced is removed."""
+    folder, calls = CheckpointFolder(tmp_path), list[str]()
+    folder.commit(write(folder, "before", step=25))
+    folder.commit(write(folder, "before"))
+    state = write(folder, "after")
+
+    def failing(call: Callable[..., None]) -> Callable[..., None]:
+        def work(*words: Any, **options: Any) -> None:
+            calls.append(str(words))
+            if len(calls) == fails:
+                raise KeyboardInterrupt
+            call(*words, **options)
+
+        return work
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("os.rename", failing(os.rename))
+        patched.setattr("shutil.rmtree", failing(shutil.rmtree))
+        folder.commit(state)
+    folder.clean()
+    assert folder.steps() == [25, STEP] and folder.is_sound(25) and folder.is_sound(STEP)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000025", "step-00000100"]
 
 
 def write(folder: CheckpointFolder, text: str, *, step: int = STEP) -> Any:

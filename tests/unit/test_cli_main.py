@@ -299,7 +299,7 @@ def test_metrics_of_a_run_that_has_not_stepped_or_does_not_exist(
     assert main(["metrics", str(tmp_path)]) == 2
     assert "has logged no step yet; wait for its first step" in capsys.readouterr().err
     assert main(["metrics", str(tmp_path / "no")]) == 2
-    assert "is not a readable event log; give the folder of a run" in capsys.readouterr().err
+    assert "cannot be read: No such file or directory; give the folder of a run" in capsys.readouterr().err
     assert main(["metrics"]) == 2
     assert "give the folder of a run, or --names" in capsys.readouterr().err
 
@@ -344,3 +344,14 @@ def test_a_small_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         write_atomically(tmp_path / "pin", b"2")
     assert [p.name for p in tmp_path.iterdir()] == ["pin"] and (tmp_path / "pin").read_text() == "1"
+
+
+@pytest.mark.parametrize("words", [("settings",), ("train", "--dry-run", "--model.preset", "tiny")])
+def test_a_reader_that_has_seen_enough_is_no_failure(words: tuple[str, ...]) -> None:
+    """As `| head -1` is: under `set -o pipefail` it would be the script's."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "wb") as pipe:
+        command = [sys.executable, "-m", "phalanx", *words]
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=360)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -126,6 +126,7 @@ def test_overrides(words: list[str], section: str, key: str, value: object) -> N
     [
         ("--train.stepz", "3", "is not a setting", "did you mean '--train.steps'?"),
         ("--train.lr", "3", "is not a setting", "did you mean '--optim.lr'?"),
+        ("--train.step", "3", "is not a setting", "did you mean '--train.steps' or '--checkpoint.step'?"),
         ("--steps", "3", "is not a setting", "did you mean '--train.steps'?"),
         ("--trian.steps", "3", "is not a setting", "did you mean '--train.steps'?"),
         ("--train.steps", "ten", "must be a whole number", ""),

@@ -103,6 +103,8 @@ def run_command(name: str, args: Sequence[str], *, debug: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # rich ends so, and has silenced the output
+            return 0
         # argument parsers leave this way after --help or a wrong argument
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)

@@ -91,6 +91,8 @@ def main(args: list[str]) -> int:
         "reshard": reshard,
         "placement": placement,
     }
+    if args[:2] == ["model", "--preset"]:  # what `plan folding` calls it
+        args = ["model", *args[2:]]
     return tyro.extras.subcommand_cli_from_dict(
         commands, prog="phalanx plan", description=__doc__, args=args, config=(tyro.conf.OmitArgPrefixes,)
     )
@@ -200,7 +202,8 @@ def mapping_is_positive(mapping: Folding) -> bool:
 def _print_problems(result: dict[str, Any]) -> None:
     if result["legal"]:
         return
-    print(f"{len(result['problems'])} problem(s) with the folding:", file=sys.stderr)
+    count = len(result["problems"])
+    print(f"phalanx plan folding: {count} problem{'s' if count != 1 else ''} with the folding:", file=sys.stderr)
     for problem in result["problems"]:
         print(f"  - {problem}", file=sys.stderr)
     if result["nearest"] is not None:

@@ -33,6 +33,10 @@ SHOWN_FAILURES = 12
 """Lines printed of one case; the JSON file has all."""
 
 
+MOST_RANKS = 64
+"""A world of processes on one machine: more would take hours, and a processor has not so many cores."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class VerifyArgs:
     """Prove mappings against one rank."""
@@ -86,8 +90,9 @@ def split_overrides(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _problems(args: VerifyArgs, overrides: Sequence[str]) -> list[Problem]:
     out = _step_problems(args, has_recipe=args.recipe is not None or bool(overrides))
-    if args.ranks is not None and args.ranks < 1:
-        out.append(Problem(where="--ranks", value=args.ranks, rule="must be at least 1", hint="try 4"))
+    if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
+        rule = f"must lie between 1 and {MOST_RANKS}: each is a process of this machine"
+        out.append(Problem(where="--ranks", value=args.ranks, rule=rule, hint="try 4"))
     if args.plant is not None and (args.recipe is not None or overrides):
         rule = "faults are planted in the built-in cases, so it has no effect with a recipe"
         out.append(Problem(where="--plant", value=args.plant, rule=rule, hint="leave the recipe out"))

@@ -279,7 +279,7 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Write while training goes on; the run waits for its last checkpoint only."""
     write_rate: float = 0.0
-    """MB/s that all ranks of the run together write at most; 0: no limit. For storage that others need too. A save that somebody waits for (the last one, one before members leave, one that is still written when the next is due) has no limit, unless all are waited for (checkpoint.asynchronous = false)."""
+    """MB/s that all ranks of the run together write at most; 0: no limit. For storage that others need too. A save that somebody waits for (the last one, one before members leave, one that is still written when the next is due) has no limit, unless all are waited for (checkpoint.asynchronous = false, or checkpoint.interval = 0)."""
     resume: bool = True
     """Go on from the newest checkpoint of the run folder."""
     step: int | None = None

@@ -195,14 +195,13 @@ def _same_key(reading: _Reading, key: str, prefix: str = "") -> str:
 
 
 def _nearest_setting(reading: _Reading, name: str, *, prefix: str) -> str:
-    """A hint for an unknown `section.key`: the same key elsewhere, else similar names, else what the section has."""
+    """A hint for an unknown `section.key`: similar ones of the section, and the same key elsewhere; else similar names, else what the section has."""
     section, _, key = name.partition(".")
     inside = {s.key: s.name for s in reading.settings.values() if s.section == section}
     similar = [inside[k] for k in difflib.get_close_matches(key, inside, n=2, cutoff=0.6)]
     reading.broken |= set(similar)
-    if same := _same_key(reading, key or section, prefix):
-        return same
-    close = similar or difflib.get_close_matches(name, reading.settings, n=2, cutoff=0.75)
+    same = [s.name for s in reading.settings.values() if s.key == (key or section)]
+    close = [*similar, *same] or difflib.get_close_matches(name, reading.settings, n=2, cutoff=0.75)
     if close:
         return "did you mean " + " or ".join(repr(prefix + n) for n in close) + "?"
     return "legal: " + ", ".join(prefix + n for n in inside.values() or (f"{s}.KEY" for s in sections()))

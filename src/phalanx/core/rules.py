@@ -126,7 +126,7 @@ LIMITS: Mapping[str, Limit] = {
     "observe.prometheus_port": Limit(least=1, most=65535),
     "launch.ranks": COUNT,
     "launch.threads": COUNT,
-    "launch.timeout_s": Limit(above=0, most=1e6),
+    "launch.timeout_s": Limit(least=1, most=1e6),
 }
 
 

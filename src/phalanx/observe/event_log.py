@@ -100,7 +100,7 @@ def read_events(path: Path) -> Iterator[Record]:
                     yield _decode(path, number, line)
     except OSError as error:
         hint = "give the folder of a run, such as runs/laptop"
-        problem = Problem(where=str(path), value=error.strerror, rule="is not a readable event log", hint=hint)
+        problem = Problem(where=str(path), value=None, rule=f"cannot be read: {error.strerror}", hint=hint)
         raise DataError([problem], subject="the event log") from error
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from phalanx.plan.layout import Box
+from phalanx.plan.layout import Box, box_text
 from phalanx.runtime.state import BoxTensor, ReducedGradients
 from phalanx.train.step import StepParts, StepResult
 from phalanx.verify.reference import Reference, model_boxes
@@ -98,7 +98,7 @@ def _scalars(got: StepResult, want: StepResult) -> dict[str, float]:
 
 def _unequal(boxes: Iterable[BoxTensor], want: Mapping[str, torch.Tensor], what: str) -> list[str]:
     return [
-        f"{what} {box.name} {_place(box.box)} is not equal"
+        f"{what} {box.name} {box_text(box.box)} is not equal"
         for box in boxes
         if not torch.equal(box.tensor, want[box.name][box.box.slices()])
     ]
@@ -114,10 +114,6 @@ def _unequal_counts(got: StepResult, want: StepResult) -> list[str]:
     if got.tokens != want.tokens:
         out.append(f"the step has {got.tokens} tokens, not {want.tokens}")
     return out
-
-
-def _place(box: Box) -> str:
-    return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(box.offsets, box.sizes, strict=True)) + "]"
 
 
 def uncovered(shapes: Mapping[str, tuple[int, ...]], reports: Iterable[RankReport]) -> list[str]:

@@ -77,13 +77,6 @@ class Trace:
         """Moments at which slots are lost."""
         return sum(bool(c.lost) for c in self.changes)
 
-    @property
-    def mean_slots(self) -> float:
-        """Slots that are there, mean over time."""
-        parts = self.present()
-        ends = [at_s for at_s, _ in parts[1:]] + [self.duration_s]
-        return sum((end - at) * len(there) for (at, there), end in zip(parts, ends, strict=True)) / self.duration_s
-
 
 def every(interval_s: float, *, slots: int, leave: int, seed: int = 0) -> Trace:
     """One slot lost for good after each interval until `leave` are there, and one more interval (the paper: every 5 minutes, 10 nodes to 5)."""

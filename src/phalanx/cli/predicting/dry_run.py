@@ -358,14 +358,13 @@ def memory_notes(recipe: Recipe, estimates: list[MemoryEstimate], machine: Machi
     if recipe.launch.device == "cuda":
         return [*lines, "machine      tensors of a GPU alone, as its allocator counts them; not measured on one yet"]
     need = machine.local_ranks * fullest.peak_bytes
+    ranks = "1 rank needs" if machine.local_ranks == 1 else f"{machine.local_ranks} ranks need"
     if machine.available_bytes is None:
         return [
             *lines,
-            f"machine      {machine.local_ranks} ranks need {format_bytes(need)}; how much there is, the system does not say",
+            f"machine      {ranks} {format_bytes(need)}; how much there is, the system does not say",
         ]
-    words = (
-        f"{machine.local_ranks} ranks need {format_bytes(need)}, {format_bytes(machine.available_bytes)} are available"
-    )
+    words = f"{ranks} {format_bytes(need)}, {format_bytes(machine.available_bytes)} are available"
     if need <= machine.available_bytes:
         return [*lines, f"machine      {words}"]
     hint = 'lower train.micro_batch or train.seq_len, set train.recompute = "full", or use fewer ranks'

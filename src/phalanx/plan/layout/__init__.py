@@ -13,7 +13,11 @@ from phalanx.core.faces import lazy
 if TYPE_CHECKING:
     from phalanx.plan.layout.activations import activation_layout as activation_layout
     from phalanx.plan.layout.box_cells import cells as cells, cells_without as cells_without, is_covered as is_covered
-    from phalanx.plan.layout.check import box_problems as box_problems, coverage_problems as coverage_problems
+    from phalanx.plan.layout.check import (
+        box_problems as box_problems,
+        box_text as box_text,
+        coverage_problems as coverage_problems,
+    )
     from phalanx.plan.layout.holders import ExpertState as ExpertState, HolderPlan as HolderPlan, Run as Run
     from phalanx.plan.layout.parameters import (
         Box as Box,

@@ -12,7 +12,6 @@ carries, as the executor finds them from the places of all bytes (test). Not lis
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -96,11 +95,8 @@ class _Lowering:
             receives_from=None if sends else peer,
             beside=True,
             needs=tuple(sorted(needs)),
-            sent_bytes=sum(map(self._num_bytes, hop.parts)) if sends else 0.0,
+            sent_bytes=sum(part.num_bytes(self.plan.moves) for part in hop.parts) if sends else 0.0,
         )
-
-    def _num_bytes(self, part: MovePart) -> int:
-        return math.prod(part.box.sizes) * self.plan.moves[part.move].itemsize
 
     def _bringing(self, part: MovePart) -> set[str]:
         """Messages that brought what is sent on: none where the rank had it."""

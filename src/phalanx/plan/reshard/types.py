@@ -52,6 +52,10 @@ class MovePart(NamedTuple):
     box: Box
     term: int = WHOLE
 
+    def num_bytes(self, moves: Sequence[Move]) -> int:
+        """What it takes in a message, `moves` being those of its plan."""
+        return self.box.num_elements * moves[self.move].itemsize
+
 
 class Hop(NamedTuple):
     """A message between two ranks: its parts end to end, each in row-major order."""

@@ -32,7 +32,7 @@ LATEST_FILE = "latest"
 ABANDONED = "abandoned"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
-_WRITING, _DELETING = ".writing-", ".deleting-"
+_WRITING, _DELETING, _REPLACED = ".writing-", ".deleting-", ".replaced-"
 _WRITTEN_BY = re.compile(r"-g(\d+)-([0-9a-f]+)$")
 
 
@@ -269,10 +269,13 @@ class CheckpointFolder:
         write_flushed(written / STATE_FILE, state.to_json())
         flush_folder(written)
         self._check()  # as late as can be: what is written is in a folder that no other writer knows
+        replaced = self.path / f"{_REPLACED}{final.name}"
         if final.exists():  # the run went back to an earlier step and came by again
-            self._delete([state.step])
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(final, replaced)  # whole, until the new one has its name: `clean` gives it back
         os.rename(written, final)
         flush_folder(self.path)
+        shutil.rmtree(replaced, ignore_errors=True)
         self._check()  # a newer generation may have saved a later step
         write_flushed(self.path / LATEST_FILE, final.name + "\n")
         return final
@@ -299,10 +302,16 @@ class CheckpointFolder:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def clean(self) -> list[str]:
-        """Remove what an interrupted write or deletion left, but nothing of a later generation; returns the names."""
+        """Remove what an interrupted write or deletion left, but nothing of a later generation; returns the names. A checkpoint that was to be replaced is one again."""
         if not self.path.is_dir():
             return []
         self._check()
+        for path in self.path.glob(f"{_REPLACED}*"):
+            final = self.path / path.name.removeprefix(_REPLACED)
+            if final.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.rename(path, final)
         left = [p for p in self.path.iterdir() if p.name.startswith((_WRITING, _DELETING)) or p.suffix == ".tmp"]
         left = [p for p in left if self.writer is None or self.writer.may_remove(p.name)]
         for path in left:

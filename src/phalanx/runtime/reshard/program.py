@@ -11,7 +11,6 @@ end to end; what a rank sends lies, by this order of preference, in its own sour
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,7 +221,7 @@ class _Placing:
                     needs |= self.feeding[piece.number]
                 elif piece.store == "dest":
                     needs |= self._bringing(part)
-            stop = at + self._part_bytes(part)
+            stop = at + part.num_bytes(self.plan.moves)
             placed.append(Placed(part, at, stop, pieces))
             at = stop
         for number in reads:
@@ -232,7 +231,7 @@ class _Placing:
     def _receive(self, hop: Hop, tag: int, number: int) -> Step:
         placed, at = [], 0
         for part in hop.parts:
-            stop = at + self._part_bytes(part)
+            stop = at + part.num_bytes(self.plan.moves)
             if part.term == WHOLE:
                 pieces = self.dest.pieces("dest", part.move, part.box)
                 self.arrivals[part.move].exact[part.box] = number
@@ -306,9 +305,6 @@ class _Placing:
             kept=kept,
             readers=self.readers[number],
         )
-
-    def _part_bytes(self, part: MovePart) -> int:
-        return math.prod(part.box.sizes) * self.plan.moves[part.move].itemsize
 
     def _covered(self, part: MovePart, pieces: tuple[PartPiece, ...], what: str) -> tuple[PartPiece, ...]:
         if _elements(pieces) == part.box.num_elements:
