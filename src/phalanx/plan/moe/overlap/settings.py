@@ -179,13 +179,13 @@ def setting_problems(text: str) -> list[Problem]:
         if number.isdecimal() and 2 <= int(number) <= MOST_CHUNKS:
             return []
         rule = f"coarse takes a number of chunks from 2 to {MOST_CHUNKS}"
-        return [Problem(where=WHERE, value=text, rule=rule, hint="try coarse:2")]
+        return [Problem(where=WHERE, value=text, rule=rule, hint="coarse:2")]
     if kind == "tiles" and colon:
         return _read_options(text)[1]
     if kind in ("serial", "tiles", "fine", "auto", "fused") and not colon:
         return []
     rule = "must be serial, coarse:N, tiles, tiles:KEY=VALUE,..., fine, auto or fused"
-    return [Problem(where=WHERE, value=text, rule=rule, hint="try auto")]
+    return [Problem(where=WHERE, value=text, rule=rule, hint="auto")]
 
 
 def parse_overlap(text: str) -> OverlapSetting:
