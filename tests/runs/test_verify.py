@@ -600,7 +600,7 @@ def test_settings_are_told_from_arguments() -> None:
         (("--plant", "all", "--folding.ep", "2"), "has no effect with a recipe"),
         (("--plant", "no-edp-reductoin"), "did you mean 'no-edp-reduction'"),
         (("--plant", "no-edp-reduction", "--ranks", "1"), "exists in no mapping of 1 rank;"),
-        (("--ranks", "0"), "must be at least 1"),
+        (("--ranks", "0"), "must lie between 1 and 64"),
         (
             ("--overlap", "fien"),
             "--overlap = 'fien': must be serial, coarse:N, tiles, tiles:KEY=VALUE,..., fine, auto or fused",
