@@ -75,9 +75,7 @@ def test_a_broken_line_in_the_middle_is_named(line: bytes, tmp_path: Path) -> No
 
 
 def test_a_run_without_a_log_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"rank-0.jsonl: cannot be read: No such file or directory; give the folder"
-    ):
+    with pytest.raises(DataError, match=r"rank-0.jsonl: cannot be read: No such file or directory; give the folder"):
         read_history(tmp_path)
 
 
