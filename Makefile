@@ -20,7 +20,6 @@ train: env      ## train a small MoE model on the Python sources of this machine
 test: env       ## run the tests that every change must pass
 	sh scripts/system-packages.sh
 	-sh scripts/etcd.sh
-	-sh scripts/lighthouse.sh
 	sh scripts/tests.sh $(TIER)
 
 test-all:       ## run every test with every case, once

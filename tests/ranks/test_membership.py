@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from membership_help import MemoryService
 
 from phalanx.runtime.membership.keys import KeysStore, Service, ServiceLost
@@ -26,7 +27,7 @@ from phalanx.runtime.membership.membership import (
     Membership,
     MembershipError,
 )
-from phalanx.runtime.membership.service import start_store
+from phalanx.runtime.membership.service import start_network_store, start_store
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,18 +156,20 @@ def test_a_member_that_was_put_out_is_not_in_the_first_generation_of_a_new_life(
 
 
 class StoreHost:
-    """A TCPStore that can be killed and started again at its place."""
+    """A store of our own that can be killed and started again at its place."""
 
-    def __init__(self) -> None:
-        self.process = start_store()
+    def __init__(self, kind: str) -> None:
+        self.process = start_store() if kind == "socket" else start_network_store("127.0.0.1", 0)
         self.service: Service = self.process.address
 
     def kill(self) -> None:
-        self.process.stop()
+        self.process.kill()
 
     def again(self) -> None:
-        address = self.process.address
-        self.process = start_store(address.host, address.port)
+        self.process.start()
+
+    def close(self) -> None:
+        self.process.stop()
 
     keeps_values = False
 
@@ -202,6 +205,9 @@ class EtcdHost:
         self.process.kill()
         self.process.wait()
 
+    def close(self) -> None:
+        self.kill()
+
     keeps_values = True
 
 
@@ -218,17 +224,17 @@ def etcd_program() -> str | None:
     return shutil.which("etcd") or (str(fetched) if fetched.exists() else None)
 
 
-@pytest.fixture(params=["TCPStore", "etcd"])
+@pytest.fixture(params=["socket", "tls", "etcd"])
 def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreHost | EtcdHost]:
-    if request.param == "TCPStore":
-        found: StoreHost | EtcdHost = StoreHost()
+    if request.param != "etcd":
+        found: StoreHost | EtcdHost = StoreHost(request.param)
     else:
         program = etcd_program()
         if program is None:
             pytest.skip("no etcd here: `sh scripts/etcd.sh` fetches it from the distribution's packages")
         found = EtcdHost(program, tmp_path / "etcd")
     yield found
-    found.kill()
+    found.close()
 
 
 @pytest.mark.ranks
@@ -300,5 +306,5 @@ def test_a_store_of_keys_is_a_store() -> None:
     one.set("a", b"\x00\xff")
     assert two.get("a") == b"\x00\xff" and two.check(["a"]) and two.multi_get(["a"]) == [b"\x00\xff"]
     assert one.compare_set("d", "", "1") == b"1" and two.compare_set("d", "", "2") == b"1"
-    with pytest.raises(LookupError, match="never was not set"):
+    with pytest.raises(dist.DistStoreError, match="never was not set"):
         one.get("never")

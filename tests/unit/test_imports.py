@@ -81,8 +81,16 @@ def test_relative_imports_are_not_used() -> None:
     assert [f"{path}:{n.lineno}" for path, n in found] == [], "relative imports hide the arrow from this test"
 
 
-def test_environment_is_read_in_two_places_only() -> None:
-    others = [p for p in FILES if package_of(p) not in ENVIRONMENT and p != ROOT / "runtime" / "processes" / "world.py"]
+OF_THE_USER = {
+    ROOT / "runtime" / "processes" / "world.py",
+    ROOT / "runtime" / "membership" / "credentials.py",
+    ROOT / "core" / "files.py",
+}
+"""Who this process is among all; where secrets are, which no recipe may name; the user's runtime folder."""
+
+
+def test_environment_is_read_in_few_places_only() -> None:
+    others = [p for p in FILES if package_of(p) not in ENVIRONMENT and p not in OF_THE_USER]
     assert [f"{path}:{n.lineno}" for path in others for n in nodes_of(path) if _reads_environment(n)] == []
 
 
@@ -101,6 +109,59 @@ def _reads_environment(node: ast.AST) -> bool:
     if isinstance(node, ast.ImportFrom):
         return any(alias.name in names for alias in node.names)
     return getattr(node, "attr", getattr(node, "id", "")) in names
+
+
+WAYS_IN = {
+    "runtime/checkpoint/planner.py": "tables of contents of torch's checkpoints, by a reader that knows a few types and calls nothing else",
+    "runtime/checkpoint/helper_process.py": "a pipe to a process that this one started",
+    "verify/store.py": "a folder of mode 0700 that this program made",
+    "core/faces.py": "modules of this package, by the names in its own faces",
+    "cli/main.py": "commands of this package",
+    "cli/lab.py": "the laboratory, where it is installed",
+    "verify/session.py": "modules that hold planted faults, by name of the lab",
+    "kernels/native/build.py": "kernels that this program compiled",
+    "kernels/native/rows.py": "the same, as a type",
+    "runtime/processes/launch.py": "the C library",
+    "runtime/processes/allocator.py": "the C library",
+}
+"""Files in which data may become code, and whose data it is."""
+DANGEROUS = {
+    "pickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "yaml",
+    "import_module",
+    "CDLL",
+    "cpp_extension",
+    "all_gather_object",
+    "broadcast_object_list",
+}
+CALLS = {"eval", "exec", "compile", "__import__"}
+
+
+def _executes(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        names = [alias.name.split(".")[0] for alias in node.names] + [getattr(node, "module", "") or ""]
+        return any(name in DANGEROUS for name in names)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in CALLS
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
+        return isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+    return isinstance(node, ast.Attribute) and node.attr in DANGEROUS
+
+
+def test_data_become_code_in_known_places_only() -> None:
+    """Whoever adds one says here whose data it is; a stranger's never."""
+    found = {str(p.relative_to(ROOT)) for p in FILES if any(_executes(node) for node in nodes_of(p))}
+    assert found == set(WAYS_IN)
+
+
+@pytest.mark.parametrize(
+    "text", ["import pickle", "from pickle import loads", "eval('1')", "torch.load('x')", "dist.all_gather_object(a, b)", "importlib.import_module('x')"]
+)  # fmt: skip
+def test_any_such_place_is_seen(text: str) -> None:
+    assert any(_executes(node) for node in ast.walk(ast.parse(text)))
 
 
 def test_the_rule_catches_a_wrong_arrow() -> None:

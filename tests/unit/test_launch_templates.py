@@ -15,6 +15,7 @@ from phalanx.core.recipe import load_recipe
 from phalanx.core.settings import describe_settings
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.recovery.recipe import wanted_ranks
+from phalanx.runtime.membership.credentials import VARIABLE
 from phalanx.runtime.membership.membership import TooFewMembers
 from phalanx.runtime.membership.supervisor import REMOVED_CODE
 
@@ -91,13 +92,19 @@ def test_kubernetes_objects_fit_together(tmp_path: Path) -> None:
     import yaml
 
     objects = {o["kind"]: o for o in yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())}
-    assert set(objects) == {"ConfigMap", "PersistentVolumeClaim", "Service", "Job"}
+    assert set(objects) == {"ConfigMap", "PersistentVolumeClaim", "Service", "NetworkPolicy", "Job"}
     job, pod = objects["Job"]["spec"], objects["Job"]["spec"]["template"]["spec"]
     assert job["completions"] == job["parallelism"] and job["completionMode"] == "Indexed"
     assert pod["subdomain"] == objects["Service"]["metadata"]["name"] == objects["Job"]["metadata"]["name"]
     assert objects["Service"]["spec"]["selector"] == {"job-name": objects["Job"]["metadata"]["name"]}
     (container,) = pod["containers"]
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    policy, template = objects["NetworkPolicy"]["spec"], objects["Job"]["spec"]["template"]
+    peers = [rule["podSelector"]["matchLabels"] for way in policy["ingress"] for rule in way["from"]]
+    assert peers == [policy["podSelector"]["matchLabels"]] == [template["metadata"]["labels"]]
+    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] != 0
+    (secret,) = (v["secret"] for v in pod["volumes"] if "secret" in v)
+    assert secret["defaultMode"] & 0o037 == 0 and VARIABLE in {e["name"] for e in container["env"]}
     script = container["args"][0]
     assert subprocess.run(["sh", "-n"], input=script, text=True).returncode == 0
     recipe = tmp_path / "recipe.toml"

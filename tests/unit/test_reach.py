@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from phalanx.runtime.membership.host_agent import FORMS_S, TOGETHER_S, HostAgent
-from phalanx.runtime.membership.keys import Keys, TcpService
+from phalanx.runtime.membership.keys import Keys, UnixService
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
 from phalanx.runtime.membership.reachability import (
     Answers,
@@ -99,13 +99,13 @@ def test_a_listener_answers_for_a_process_that_does_nothing(nowhere: str) -> Non
 
 
 @pytest.fixture
-def service() -> Iterator[TcpService]:
+def service() -> Iterator[UnixService]:
     store = start_store()
     yield store.address
     store.stop()
 
 
-def test_who_is_gone_is_removed_at_once(service: TcpService) -> None:
+def test_who_is_gone_is_removed_at_once(service: UnixService) -> None:
     listeners = {uid: ProbeListener("127.0.0.1", 9) for uid in ("a.0", "b.0")}
     keys = service.connect()
     for uid, listener in listeners.items():
@@ -119,7 +119,7 @@ def test_who_is_gone_is_removed_at_once(service: TcpService) -> None:
     listeners["a.0"].close()
 
 
-def test_two_that_do_not_reach_each_other_put_one_out_once(service: TcpService, nowhere: str) -> None:
+def test_two_that_do_not_reach_each_other_put_one_out_once(service: UnixService, nowhere: str) -> None:
     """a and b reach the service and c, and not each other; both probe, report and propose at the same time."""
     listeners = {uid: ProbeListener("127.0.0.1", 9) for uid in ("a.0", "b.0", "c.0")}
     keys = service.connect()
@@ -163,7 +163,7 @@ class Blind:
         return [self.get(key) for key in keys]
 
 
-def test_a_host_that_was_cut_off_does_not_bring_its_old_members_back(service: TcpService) -> None:
+def test_a_host_that_was_cut_off_does_not_bring_its_old_members_back(service: UnixService) -> None:
     """Its supervisor and its worker were away while generation 2 was without them; both read that when they are back."""
     keys = service.connect()
     membership = Membership(keys)
@@ -192,7 +192,7 @@ def test_a_host_that_was_cut_off_does_not_bring_its_old_members_back(service: Tc
         agent._check_missed(membership, back)
 
 
-def test_a_first_generation_does_not_wait_for_a_host_that_gave_up(service: TcpService) -> None:
+def test_a_first_generation_does_not_wait_for_a_host_that_gave_up(service: UnixService) -> None:
     """Neither for its workers, which had announced themselves, nor for a worker that died before there was a generation."""
     rule = FirstRule(wanted=2, minimum=2, gather_s=60.0)
     gone, stays = HostAgent("a", service, rule, limit_s=60.0), HostAgent("b", service, rule, limit_s=60.0)
@@ -220,7 +220,7 @@ def test_a_first_generation_does_not_wait_for_a_host_that_gave_up(service: TcpSe
     assert now is not None and set(now.uids) == {"a.0.y", "b.0.y"}
 
 
-def test_workers_of_a_host_join_together(service: TcpService) -> None:
+def test_workers_of_a_host_join_together(service: UnixService) -> None:
     membership = Membership(service.connect())
     members = [Member(f"{uid}.x", uid[0]) for uid in ("b.0", "a.0", "a.1")]
     for member in members:
@@ -239,7 +239,7 @@ def test_workers_of_a_host_join_together(service: TcpService) -> None:
 
 
 @pytest.mark.parametrize("stepped", [True, False])
-def test_a_worker_leaves_a_generation_alone_that_has_not_made_a_step(service: TcpService, stepped: bool) -> None:
+def test_a_worker_leaves_a_generation_alone_that_has_not_made_a_step(service: UnixService, stepped: bool) -> None:
     """Whoever interrupts one that forms makes the others form again: two stops in one. But not for ever: steps may take long."""
     membership = Membership(service.connect())
     members = [Member(f"{uid}.x", uid[0]) for uid in ("b.0", "a.0")]

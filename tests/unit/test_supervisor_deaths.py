@@ -15,9 +15,7 @@ from phalanx.core.events import Event
 from phalanx.runtime.membership import supervisor
 from phalanx.runtime.membership.membership import Member
 from phalanx.runtime.membership.supervisor import ServiceRestarted, Supervisor, SupervisorSettings
-from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker import STALE_CODE, Worker
-from phalanx.runtime.processes import listening_socket
 
 pytestmark = pytest.mark.unit
 
@@ -166,34 +164,24 @@ def test_a_worker_that_is_forked_while_a_second_stop_comes_is_not_waited_for() -
     assert not found._has_work
 
 
-def test_a_service_whose_port_is_taken_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_store_that_ends_or_hangs_is_replaced_at_its_address(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[Event] = []
-    settings = SupervisorSettings(slots=1, wanted=1, agent=AgentSettings(service_s=60.0))
-    found = Supervisor(lambda agent: 0, settings, tell=told.append)
+    monkeypatch.setattr(supervisor, "HUNG_S", 0.1)
+    found = Supervisor(lambda agent: 0, SupervisorSettings(slots=1, wanted=1), tell=told.append)
     store = found.store
     assert store is not None
     try:
-        os.kill(store.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, store.pid, os.WEXITED | os.WNOWAIT)
-        monkeypatch.setattr(supervisor, "SERVICE_RETRY_S", 0.0)
-        with listening_socket(port=store.address.port):
+        epoch, pid, address = found.service.connect().epoch, store.pid, store.address
+        found.host_agent.tick()
+        os.kill(pid, number)
+        end_s = time.monotonic() + 60.0
+        while not told and time.monotonic() < end_s:
+            found.host_agent.tick()
             found._keep_service()
-            assert found.store is store and not told
-        found._keep_service()
-        assert found.store is not store and [type(event) for event in told] == [ServiceRestarted]
+        assert [type(event) for event in told] == [ServiceRestarted]
+        assert store.pid != pid and store.address == address and found.service.connect().epoch != epoch
     finally:
-        assert found.store is not None
-        found.store.stop()
-
-
-def test_a_service_that_stays_away_ends_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = SupervisorSettings(slots=1, wanted=1, agent=AgentSettings(service_s=0.0))
-    found = Supervisor(lambda agent: 0, settings)
-    store = found.store
-    assert store is not None
-    store.stop()
-    monkeypatch.setattr(supervisor, "SERVICE_RETRY_S", 0.0)
-    with listening_socket(port=store.address.port):
-        found._keep_service()
-        with pytest.raises(RunError, match="could not be restarted for 0 s"):
-            found._keep_service()
+        store.stop()

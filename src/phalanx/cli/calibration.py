@@ -10,7 +10,6 @@ Legend: m rows, n and k the sides of a weight, S tokens of a sequence, A heads, 
 from __future__ import annotations
 
 import os
-import pickle
 import platform
 import statistics
 import tempfile
@@ -23,8 +22,10 @@ from typing import Any
 
 import torch
 
+from phalanx.core import messages
 from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
+from phalanx.core.messages import message
 from phalanx.kernels.cpu.attention import causal_attention
 from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
@@ -64,6 +65,7 @@ IDLE_S = 4e-3
 LINK_BYTES = tuple(1 << i for i in range(8, 24, 3))
 
 
+@message
 @dataclass(frozen=True)
 class JobMeasured:
     """What stands for a host of the job, and in what its hosts differ."""
@@ -80,13 +82,13 @@ def measure(*, ranks: int) -> JobMeasured:
         def main(info: WorldInfo, stop: StopRequest) -> int:
             found = measure_job(info)
             if found is not None:
-                path.write_bytes(pickle.dumps(found))
+                path.write_bytes(messages.encode(found))
             return 0
 
         code = run_local(main, ranks=ranks, threads=threads_per_rank(ranks))
         if code:
             raise RunError(f"a rank of the measurement ended with {code}")
-        found: JobMeasured = pickle.loads(path.read_bytes())
+        found: JobMeasured = messages.decode(path.read_bytes())
     return found
 
 

@@ -1,10 +1,12 @@
-"""phalanx train [RECIPE.toml] [--section.key VALUE ...] [--dry-run]
+"""phalanx train [RECIPE.toml] [--section.key VALUE ...] [--dry-run] [--trust]
 
 Trains the model of a recipe: on ranks of this machine (launch.ranks), or as one rank where torchrun started this program. The
 same command goes on with a run that was stopped. Without a recipe every setting has its default; `phalanx settings` lists them.
 
   --section.key VALUE   changes a setting, as in --train.steps 1000 --launch.ranks 2
   --dry-run             print ranks, groups, parameters, memory per rank and steps; start nothing
+  --trust               let the recipe file write anywhere and name a membership service; else it may only write below the present folder, and the
+                        command line says the rest
   --help                this text
 
 Ctrl-C finishes the step, saves and ends; a second one, or one before training has begun, ends at once.
@@ -43,6 +45,8 @@ class Request:
     recipe_path: str | None
     overrides: tuple[str, ...]
     dry_run: bool
+    trust: bool = False
+    """The recipe file may say what else only the command line may (`TRUSTED`)."""
 
 
 def main(args: list[str]) -> int:
@@ -104,9 +108,10 @@ def _show(recipe: Recipe, launched: WorldInfo | None) -> None:
 
 def read_args(args: Sequence[str]) -> Request:
     """A recipe first, if any; then overrides. Raises `ConfigError` for anything else."""
-    rest, dry_run = [a for a in args if a != "--dry-run"], "--dry-run" in args
+    rest = [a for a in args if a not in ("--dry-run", "--trust")]
     path = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    return Request(recipe_path=path, overrides=tuple(rest), dry_run=dry_run)
+    flags = {"dry_run": "--dry-run" in args, "trust": "--trust" in args}
+    return Request(recipe_path=path, overrides=tuple(rest), **flags)
 
 
 def read_recipe(request: Request, *, world: int | None, several_machines: bool = False) -> Recipe:
@@ -126,7 +131,45 @@ def read_recipe(request: Request, *, world: int | None, several_machines: bool =
 
     recipe = load_recipe(request.recipe_path, request.overrides, check=check, auto_dtype=auto_dtype)
     raise_if(_launch_problems(request, recipe, world), ConfigError, subject="the recipe")
+    raise_if(_trust_problems(request, recipe), ConfigError, subject="the recipe")
     return recipe if world is None else replace(recipe, launch=replace(recipe.launch, ranks=world))
+
+
+def _trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
+    """A recipe file comes from anywhere: where it writes, and whose run it joins, is for the command line to say."""
+    if request.recipe_path is None or request.trust:
+        return []
+    given = {word.split("=")[0].removeprefix("--") for word in request.overrides if word.startswith("--")}
+    home = Path(recipe.run.folder) / recipe.run.name
+    its_own = Path(request.recipe_path).resolve().parent == home.resolve()  # the file that a run keeps in its folder
+    found = []
+    for name, value, fine in (
+        ("run.folder", recipe.run.folder, its_own or _is_below(recipe.run.folder)),
+        ("data.cache", recipe.data.cache, recipe.data.cache is None or _is_below(recipe.data.cache)),
+        ("resilience.service", recipe.resilience.service, recipe.resilience.service is None),
+        ("launch.keep_service", recipe.launch.keep_service, not recipe.launch.keep_service),
+    ):
+        if not fine and name not in given:
+            does = (
+                "writes outside of the present folder"
+                if isinstance(value, str) and "service" not in name
+                else "joins or keeps a run of several hosts"
+            )
+            rule = f"{does}, which a recipe file alone may not decide"
+            found.append(
+                Problem(
+                    where=name,
+                    value=value,
+                    rule=rule,
+                    hint=f"repeat it on the command line (--{name} {value}), or add --trust if the file is your own",
+                )
+            )
+    return found
+
+
+def _is_below(folder: str) -> bool:
+    """Whether a path of a recipe stays below the present folder."""
+    return Path(folder).resolve().is_relative_to(Path.cwd().resolve())
 
 
 def _launch_problems(request: Request, recipe: Recipe, world: int | None) -> list[Problem]:
@@ -168,19 +211,10 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
     if choice.is_elastic:
         from phalanx.train.recovery import train_elastic
 
-        return train_elastic(choice.recipe, threads=threads, port=_asked_port(environ), kept=recipe)
+        return train_elastic(choice.recipe, threads=threads, kept=recipe)
     if ranks > 1 and recipe.observe.console != "none":
         print(f"elastic recovery: {choice.explain()}", flush=True)
     if ranks == 1:
         return run_one(body, WorldInfo(), threads=threads)
     import_now()  # once, and not by each rank with its first save
-    return run_local(body, ranks=ranks, threads=threads, port=_asked_port(environ))
-
-
-def _asked_port(environ: Mapping[str, str]) -> int:
-    """MASTER_PORT if it is set, else 0: the system finds a free one."""
-    text = environ.get("MASTER_PORT", "0")
-    if not text.isdecimal() or int(text) > 65535:
-        problem = Problem(where="MASTER_PORT", value=text, rule="must be a port from 1 to 65535", hint="unset it")
-        raise ConfigError([problem], subject="launch environment")
-    return int(text)
+    return run_local(body, ranks=ranks, threads=threads)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from phalanx.core.messages import message
+
 Lane = Literal["host", "compute", "wait"]
 
 
@@ -250,6 +252,7 @@ class WarmupChosen(Event):
     """Reason in words."""
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Event):
     """Text that the model wrote after `step` steps."""

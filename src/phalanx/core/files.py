@@ -1,8 +1,12 @@
-"""Result files (`--json F` and the like): their folder is made, and what cannot be written is one clear message."""
+"""Result files (`--json F` and the like): their folder is made, and what cannot be written is one clear message. And the folder that nobody but this user can reach."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import stat
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,3 +59,18 @@ def write_text(path: Path, text: str) -> None:
 
 def _cannot_write(path: Path, error: OSError) -> RunError:
     return RunError(f"cannot write {path}: {error.strerror}; name another file")
+
+
+def private_folder() -> Path:
+    """A folder of this user alone, of mode 0700: `$XDG_RUNTIME_DIR/phalanx`, else one below the folder for temporary files. Raises `RunError` where another user could reach into it."""
+    given = os.environ.get("XDG_RUNTIME_DIR", "")
+    base = Path(given) if given and os.path.isdir(given) and os.access(given, os.W_OK) else Path(tempfile.gettempdir())
+    folder = base / ("phalanx" if base == Path(given) else f"phalanx-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise RunError(
+            f"{folder}: must be a folder of your own that nobody else can reach (mode 0700); remove it, or set XDG_RUNTIME_DIR to such a folder"
+        )
+    return folder

@@ -600,10 +600,6 @@ def _several_hosts_clashes(recipe: Recipe) -> list[_Clash]:
         elif address.is_etcd and launch.keep_service:
             rule = "has no effect: etcd is kept by others"
             found.append(_clash("launch.keep_service", True, rule, "leave it out", "resilience.service"))
-        elif address.standbys and launch.keep_service:
-            rule = "cannot be one of several: a lighthouse says which of them keeps the values"
-            hint = "leave it out, and start `phalanx service --lighthouse URL` next to this host"
-            found.append(_clash("launch.keep_service", True, rule, hint, "resilience.service"))
         if r.wanted is None:
             rule = "must be set: launch.ranks counts this host only"
             found.append(_clash("resilience.wanted", None, rule, "launch.ranks times the number of hosts"))

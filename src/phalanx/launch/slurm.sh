@@ -4,6 +4,8 @@
 #   sbatch --nodes=4 slurm.sh recipes/laptop.toml                      a run on 4 nodes
 #   PHALANX_SERVICE=node17:29400 sbatch --nodes=2 slurm.sh SAME.toml   2 more nodes for a run that is under way
 #
+# Hosts of the run know each other by a file of mode 0600 that only you can read, on a file system that all nodes see; the first job writes it.
+#
 # The run shrinks when a node dies (--no-kill keeps the job, --kill-on-bad-exit=0 the step) and grows when another job brings nodes. Preemption sends SIGTERM
 # first: the node's ranks then hand over what only they hold, and leave. All nodes need the same run.folder (a shared file system).
 # Exit code 75: fewer ranks than RANKS_MINIMUM were left for too long; what they held is saved, and the job is queued again to go on.
@@ -24,11 +26,13 @@ WANTED=${WANTED:-$((RANKS * SLURM_JOB_NUM_NODES))}  # of the whole run when it b
 RANKS_MINIMUM=${RANKS_MINIMUM:-$RANKS}              # with fewer the run waits
 MODE=${MODE:-fast}                                  # or exact: the bits of an undisturbed run
 PORT=${PORT:-29400}
+export PHALANX_CREDENTIALS="${PHALANX_CREDENTIALS:-$HOME/.phalanx-credentials.pem}"
 
 service_pid=
 if [ -z "${PHALANX_SERVICE:-}" ]; then
     # Beside the ranks, not inside one of them. It lives as long as this script, which SLURM ends with the first node.
     PHALANX_SERVICE=$(hostname -s):$PORT
+    [ -e "$PHALANX_CREDENTIALS" ] || phalanx service --new-credentials "$PHALANX_CREDENTIALS"
     phalanx service "$PHALANX_SERVICE" &
     service_pid=$!
 fi

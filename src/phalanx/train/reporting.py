@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Literal
 
 from phalanx.core.events import Emit, Note, RunEnded, RunStarted, Sampled, SamplesTaken, StepEnded, Validated
+from phalanx.core.messages import message
 from phalanx.data import MicroBatch, PreparedData
 from phalanx.observe import RunSummary, print_summary, program_name
 from phalanx.plan.mapping import AnyFolding
@@ -39,6 +40,7 @@ class RunProgress:
     """(step, loss) of the last one."""
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a run ended."""

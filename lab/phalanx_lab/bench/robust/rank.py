@@ -13,16 +13,19 @@ import contextlib
 import ctypes
 import gc
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
 from phalanx.core.errors import RunError
+from phalanx.core.files import private_folder
 from phalanx.core.process import resident_bytes
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.placement import plain_placement
@@ -33,7 +36,6 @@ from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
 from phalanx.runtime.moe.routed import routed_experts
 from phalanx.runtime.processes.allocator import keep_freed_memory
-from phalanx.runtime.processes.launch import listening_socket
 from phalanx.runtime.processes.world import WorldInfo, init_world
 from phalanx_lab.bench.cluster import TrainingCluster
 
@@ -267,18 +269,11 @@ def forked(world: int, body: Body) -> Iterator[ForkedRanks]:
     """`world` ranks that run `body(end, info)`; whatever of them still runs at the end of the block is killed."""
     ranks = ForkedRanks(TrainingCluster(), [])
     with ranks.cluster, contextlib.ExitStack() as ends:
-        with listening_socket() as listener:
-            for rank in range(world):
-                info = WorldInfo(
-                    rank=rank,
-                    world=world,
-                    local_rank=rank,
-                    local_world=world,
-                    master_port=listener.getsockname()[1],
-                    listen_fd=listener.fileno() if rank == 0 else None,
-                )
-                mine, theirs = Pipe()
-                ranks.cluster.start(str(rank), partial(body, theirs, info))
-                theirs.close()
-                ranks.ends.append(ends.enter_context(mine))
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(dir=private_folder())))
+        for rank in range(world):
+            info = WorldInfo(rank=rank, world=world, local_rank=rank, local_world=world, meeting=folder / "meeting")
+            mine, theirs = Pipe()
+            ranks.cluster.start(str(rank), partial(body, theirs, info))
+            theirs.close()
+            ranks.ends.append(ends.enter_context(mine))
         yield ranks

@@ -74,14 +74,15 @@ class ChaosCluster(TrainingCluster):
         slots: int,
         folder: Path,
         board: PhaseBoard,
-        service: Service | None = None,
+        service: Service | StoreProcess | None = None,
     ) -> None:
         super().__init__()
         self.main, self.settings, self.folder, self.board = main, settings, folder, board
         self.slots = slots
         self.names = [f"h{i}" for i in range(hosts)]
-        self.store: StoreProcess | None = start_store() if service is None else None
-        self.service: Service = service if self.store is None else self.store.address  # type: ignore[assignment]
+        service = start_store() if service is None else service
+        self.store = service if isinstance(service, StoreProcess) else None
+        self.service: Service = service.address if isinstance(service, StoreProcess) else service
         self.faults: list[InjectedFault] = []
         self.away_s: list[float] = []
         """How long what each fault took away stays away."""
@@ -286,12 +287,8 @@ class ChaosCluster(TrainingCluster):
         store = self.store
         if store is None:
             raise RunError("this cluster does not keep the service")
-        store.stop()
-
-        def restart() -> None:
-            self.store = start_store(store.address.host, store.address.port)
-
-        self.later(back_s, restart)
+        store.kill()
+        self.later(back_s, store.start)
 
 
 def users_of(folder: Path) -> list[int]:

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 from phalanx.core.errors import PhalanxError
-from phalanx.runtime.membership.keys import TcpService
+from phalanx.runtime.membership.keys import TlsService
 from phalanx.train.recovery.run import train_elastic
 from phalanx.train.recovery.watch import PHASES
 from phalanx_lab.bench.storm.board import PhaseBoard
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     """REQUEST: JSON; with `stop` the run is told to end and nothing else happens."""
     request = json.loads(argv[0])
     if "stop" in request:
-        keys = TcpService("127.0.0.1", request["port"]).connect()
+        keys = TlsService("127.0.0.1", request["port"]).connect()
         keys.put("stop", request["stop"])
         return 0
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

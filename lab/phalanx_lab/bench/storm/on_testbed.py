@@ -18,7 +18,8 @@ from typing import Self
 
 from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
-from phalanx.runtime.membership.keys import ServiceLost, TcpService
+from phalanx.runtime.membership.credentials import VARIABLE
+from phalanx.runtime.membership.keys import ServiceLost, TlsService
 from phalanx.train.recovery.watch import PHASES
 from phalanx_lab.bench.storm.board import PhaseBoard
 from phalanx_lab.bench.storm.chaos_cluster import ChaosCluster
@@ -47,7 +48,7 @@ class TestbedChaosCluster(ChaosCluster):
 
     def __init__(self, setup: StormSetup, folder: Path) -> None:
         board = PhaseBoard(setup.ranks, PHASES, path=folder / "board")
-        where = TcpService(links.address(setup.hosts), PORT)
+        where = TlsService(links.address(setup.hosts), PORT)
 
         super().__init__(hosts=setup.hosts, slots=setup.slots, folder=folder, board=board, service=where)
         self.setup = replace(setup, service=f"{where.host}:{PORT}")
@@ -61,7 +62,7 @@ class TestbedChaosCluster(ChaosCluster):
         self.bed = Testbed(spec, folder=self.folder / "bed")
         try:
             command = [sys.executable, "-m", "phalanx", "service", f"0.0.0.0:{PORT}"]
-            self.keeper = self.bed.run(command, env=_environment(), hosts=[self.setup.hosts], name="service")
+            self.keeper = self.bed.run(command, env=_environment(self.folder), hosts=[self.setup.hosts], name="service")
             self._await_service()
             for name in self.names:
                 self.start_host(name)
@@ -95,7 +96,9 @@ class TestbedChaosCluster(ChaosCluster):
             "start": self._starts,
         }
         command = [sys.executable, "-m", "phalanx_lab.bench.storm.host", json.dumps(request)]
-        self.jobs[name] = self.bed.run(command, env=_environment(), hosts=[index], name=f"{name}-{self._starts}")
+        self.jobs[name] = self.bed.run(
+            command, env=_environment(self.folder), hosts=[index], name=f"{name}-{self._starts}"
+        )
         self.pids[name] = self.bed.host(index).pid
         self.codes.pop(name, None)
 
@@ -178,7 +181,9 @@ class TestbedChaosCluster(ChaosCluster):
 
     def stop_run(self, why: str) -> None:
         command = [sys.executable, "-m", "phalanx_lab.bench.storm.host", json.dumps({"stop": why, "port": PORT})]
-        job = self.bed.run(command, env=_environment(), hosts=[self.setup.hosts], name=f"stop-{len(self.bed.jobs)}")
+        job = self.bed.run(
+            command, env=_environment(self.folder), hosts=[self.setup.hosts], name=f"stop-{len(self.bed.jobs)}"
+        )
         if not job.wait(STOP_S).ok:
             raise ServiceLost("the run could not be told to end")
 
@@ -189,9 +194,10 @@ class TestbedChaosCluster(ChaosCluster):
         return [p.read_text(errors="replace") for p in sorted((self.folder / "bed").glob("*/rank-*.log"))]
 
 
-def _environment() -> dict[str, str]:
-    """Hosts import what this program has imported."""
-    return {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+def _environment(folder: Path) -> dict[str, str]:
+    """Hosts import what this program has imported, and share the credentials that the service makes."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", VARIABLE: str(folder / "credentials.pem")}
 
 
 def _status(pid: int) -> dict[str, str]:

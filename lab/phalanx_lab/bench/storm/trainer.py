@@ -19,7 +19,8 @@ from phalanx.core.recipe import load_recipe
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.recipe import run_problems
 from phalanx.runtime.checkpoint.manager import CheckpointManager, import_now
-from phalanx.runtime.membership.keys import Service
+from phalanx.runtime.membership.keys import Service, TlsService
+from phalanx.runtime.membership.service import start_network_store
 from phalanx.runtime.processes.launch import run_local
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.placement.rebalancer import Rebalancer
@@ -122,11 +123,14 @@ class TrainerChaosCluster(ChaosCluster):
     """Hosts are processes of this machine, forked with everything imported."""
 
     def __init__(self, setup: StormSetup, folder: Path, *, service: Service | None = None) -> None:
+        """`service`: the one at `setup.service`; None: keep one."""
         board = PhaseBoard(setup.ranks, PHASES)
         import_now()
-        super().__init__(hosts=setup.hosts, slots=setup.slots, folder=folder, board=board, service=service)
-        where = self.service
-        self.setup = setup if setup.service else replace(setup, service=f"{where.host}:{where.port}")  # type: ignore[attr-defined]
+        kept = start_network_store("127.0.0.1", 0) if service is None else service
+        super().__init__(hosts=setup.hosts, slots=setup.slots, folder=folder, board=board, service=kept)
+        if isinstance(self.service, TlsService):
+            setup = replace(setup, service=f"{self.service.host}:{self.service.port}")
+        self.setup = setup
 
     def _host(self, name: str, start: int) -> int:
         first = self.names.index(name) * self.slots

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from phalanx.core.errors import PlanError, Problem
+from phalanx.core.messages import message
 from phalanx.plan.layout.holders import ExpertState, HolderBlock, HolderPlan, Run, plan_holders
 from phalanx.plan.layout.shard_copies import Keepers, keepers_of
 from phalanx.plan.mapping import GRADIENT_RULES, AnyFolding, AnyPlacement, GradientRule, Stage
 from phalanx.plan.model import ModelSpec, ParamSpec, parameters
 
 
+@message
 @dataclass(frozen=True)
 class Box:
     """Part of a tensor: `offsets[d] <= index[d] < offsets[d] + sizes[d]`."""

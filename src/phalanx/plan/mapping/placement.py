@@ -21,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.messages import message
 from phalanx.plan.mapping.folding import Folding
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """`slots[edp][ep]` = experts held there, in slot order. Every (edp, ep) has the same number of slots."""
@@ -94,6 +96,7 @@ class Placement:
         )
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class LayerPlacements:
     """A placement for each layer with experts that some rank of a pipeline stage holds, over the same ranks with the same number of slots."""

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.messages import message
 from phalanx.core.units import format_bytes
 from phalanx.plan.mapping import LayerPlacements, Placement
 from phalanx.plan.placement.search import (
@@ -92,6 +93,7 @@ class Costs:
     """Bytes of the state of one expert: master weights and both moments."""
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
     """A decision. `migrations` has one for each stage with experts, none where `action` is keep; gain and cost are then those of the best that was found."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.messages import message
 from phalanx.plan.layout import Box, TensorLayout
 
 WHOLE = -1
@@ -45,6 +46,7 @@ class Hosts:
         raise_if(_host_problems(self), PlanError, subject="hosts")
 
 
+@message
 class MovePart(NamedTuple):
     """A box of the logical tensor of move number `move`: whole values, or (`term` >= 0) those of one term of a partial source."""
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import CheckpointError, Problem
+from phalanx.core.messages import message
 
 STATE_FILE = "run_state.json"
 LATEST_FILE = "latest"
@@ -36,6 +37,7 @@ _WRITING, _DELETING, _REPLACED = ".writing-", ".deleting-", ".replaced-"
 _WRITTEN_BY = re.compile(r"-g(\d+)-([0-9a-f]+)$")
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
     """What a file must look like."""
@@ -44,6 +46,7 @@ class FileEntry:
     sha256: str
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """Everything about a run at the end of a step that is not a tensor; kept as readable JSON next to the tensors."""

@@ -292,7 +292,8 @@ class CheckpointManager:
 
         step = job.state.step
         path = self.folder.writing(step)
-        told = self._peers.gather(mine)
+        sent = (mine.path, mine.text) if isinstance(mine, WriteFailure) else mine
+        told = [WriteFailure(*share) if isinstance(share, tuple) else share for share in self._peers.gather(sent)]
         try:
             failures = {rank: share for rank, share in enumerate(told) if isinstance(share, Exception)}
             if failures:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import math
+import os
+import pickle
 import threading
 import time
 import warnings
@@ -21,10 +23,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -33,7 +37,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from phalanx.core.errors import CheckpointError, Problem, raise_if
+from phalanx.core.errors import CheckpointError, Problem, first_line, raise_if
+from phalanx.core.messages import message
 from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure, write_failure
 from phalanx.runtime.checkpoint.folder import FileEntry, file_entry
 from phalanx.runtime.state import BoxTensor
@@ -42,12 +47,30 @@ TABLE_FILE = ".metadata"
 """`torch.distributed.checkpoint` calls it so."""
 
 
+@message
+@dataclass(frozen=True, kw_only=True)
+class SavedBox:
+    """Where a box of a tensor is in a file."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: str
+    file: str
+    at: int
+    """Byte at which it begins."""
+    length: int
+    """In bytes, as torch writes a tensor."""
+
+
+@message
 @dataclass(frozen=True, kw_only=True)
 class SavedShare:
     """What one rank wrote of a checkpoint; crosses the process group."""
 
-    plan: SavePlan
-    results: tuple[WriteResult, ...]
+    boxes: tuple[SavedBox, ...]
     files: Mapping[str, FileEntry]
 
 
@@ -72,25 +95,51 @@ def write_boxes(
         files = {name: file_entry(path / name) for name in sorted({r.storage_data.relative_path for r in results})}
     except OSError as err:
         raise write_failure(err, path) from None
-    return SavedShare(plan=plan, results=tuple(results), files=files)
+    places = {r.index: r.storage_data for r in results}
+    saved = tuple(_saved(box, places[_index(box)]) for box in planner.boxes)
+    return SavedShare(boxes=saved, files=files)
+
+
+def _saved(box: BoxTensor, place: _StorageInfo) -> SavedBox:
+    return SavedBox(
+        name=box.name, offsets=tuple(box.box.offsets), sizes=tuple(box.box.sizes), shape=tuple(box.shape), dtype=str(box.tensor.dtype).removeprefix("torch."),
+        file=place.relative_path, at=place.offset, length=place.length,
+    )  # fmt: skip
 
 
 def write_table(path: Path, shares: Sequence[SavedShare]) -> dict[str, FileEntry]:
     """What is where in the files that all ranks wrote; the entry of its own file. By one rank. Raises `CheckpointError` where the shares are not each element once."""
-    _, table = BoxSavePlanner([]).create_global_plan([share.plan for share in shares])
+    table = _table([box for share in shares for box in share.boxes])
+    raise_if(coverage_problems(table), CheckpointError, subject="the boxes to be saved")
     writer = BoxWriter(path)
     writer.set_up_storage_writer(True)
-    writer.finish(table, [list(share.results) for share in shares])
+    writer.finish(Metadata(dict(table)), [[_result(box) for box in share.boxes] for share in shares])
     return {TABLE_FILE: file_entry(path / TABLE_FILE)}
+
+
+def _table(boxes: Sequence[SavedBox]) -> dict[str, TensorStorageMetadata]:
+    table: dict[str, TensorStorageMetadata] = {}
+    for box in boxes:
+        dtype, shape = getattr(torch, box.dtype), torch.Size(box.shape)
+        entry = table.setdefault(box.name, TensorStorageMetadata(TensorProperties(dtype=dtype), shape, []))
+        if (entry.size, entry.properties.dtype) != (shape, dtype):
+            raise ValueError(f"{box.name}: ranks disagree about its shape or type")
+        entry.chunks.append(ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)))
+    return table
+
+
+def _result(box: SavedBox) -> WriteResult:
+    place = _StorageInfo(relative_path=box.file, offset=box.at, length=box.length)
+    return WriteResult(
+        index=MetadataIndex(box.name, torch.Size(box.offsets)), size_in_bytes=box.length, storage_data=place
+    )
 
 
 def read_boxes(boxes: Sequence[BoxTensor], path: Path, *, names: Collection[str] | None) -> None:
     """Fill `boxes` in place from the folder `path`; `names` as in `BoxLoadPlanner`. Raises `TensorsFailed`."""
     _quiet()
     try:
-        dcp.load(
-            {}, storage_reader=dcp.FileSystemReader(path), planner=BoxLoadPlanner(boxes, names=names), no_dist=True
-        )
+        dcp.load({}, storage_reader=TrustlessReader(path), planner=BoxLoadPlanner(boxes, names=names), no_dist=True)
     except CheckpointException as err:
         raise TensorsFailed({rank: cause for rank, (cause, _) in err.failures.items()}) from err
 
@@ -109,7 +158,7 @@ def _index(box: BoxTensor) -> MetadataIndex:
 
 
 class BoxSavePlanner(SavePlanner):
-    """Writes the primary boxes of this rank; the coordinator joins all ranks' boxes into one table of logical tensors.
+    """Writes the primary boxes of this rank; `write_table` joins those of all ranks into one table of logical tensors.
 
     With a limit of bytes per second a box is handed out when it and those before it may have been written: never more than the limit on average since the first, one box at once.
     """
@@ -122,8 +171,8 @@ class BoxSavePlanner(SavePlanner):
         over: threading.Event | None = None,
         hurry: threading.Event | None = None,
     ) -> None:
-        self._boxes = [b for b in boxes if b.primary and b.box.num_elements]
-        self._tensors = {_index(b): b.tensor for b in self._boxes}
+        self.boxes = [b for b in boxes if b.primary and b.box.num_elements]
+        self._tensors = {_index(b): b.tensor for b in self.boxes}
         self._bytes_per_s, self._begin_s, self._handed = bytes_per_s, 0.0, 0
         self._over, self._hurry = over or threading.Event(), hurry or threading.Event()
 
@@ -133,20 +182,10 @@ class BoxSavePlanner(SavePlanner):
         """Nothing: the boxes came with the constructor."""
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(b) for b in self._boxes])
+        return SavePlan([_write_item(b) for b in self.boxes])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        table: dict[str, TensorStorageMetadata] = {}
-        for item in (item for plan in all_plans for item in plan.items):
-            data = item.tensor_data
-            if data is None:
-                raise TypeError(f"{item.index.fqn}: only tensors are saved by boxes")
-            entry = table.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
-            if (entry.size, entry.properties.dtype) != (data.size, data.properties.dtype):
-                raise ValueError(f"{item.index.fqn}: ranks disagree about its shape or type")
-            entry.chunks.append(data.chunk)
-        raise_if(coverage_problems(table), CheckpointError, subject="the boxes to be saved")
-        return all_plans, Metadata(dict(table))
+        raise TypeError("ranks agree by `write_table`, and not by a planner")
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
@@ -259,6 +298,70 @@ def _fit(box: BoxTensor, entry: Any) -> Problem | None:
             where=box.name, value=str(box.tensor.dtype), rule=rule, hint="use the train.dtype it was saved with"
         )
     return None
+
+
+TABLE_TYPES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+}  # fmt: skip
+"""All that a table of contents names. torch writes it as a pickle, which may name, and call, anything."""
+TABLE_BYTES = 1 << 30
+
+
+class _TableReader(pickle.Unpickler):
+    """Builds what a table consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in TABLE_TYPES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no table of contents consists of")
+        return super().find_class(module, name)
+
+
+def read_table(path: Path) -> Metadata:
+    """The table of contents in the folder `path`, from wherever it came. Raises `CheckpointError` where it is none, or names a file outside of the folder."""
+    file, rule, found = path / TABLE_FILE, "", None
+    try:
+        with file.open("rb") as data:
+            size = os.fstat(data.fileno()).st_size
+            found = _TableReader(data).load() if size <= TABLE_BYTES else None
+        if (
+            not isinstance(found, Metadata)
+            or not isinstance(found.state_dict_metadata, dict)
+            or not isinstance(found.storage_data, dict)
+        ):
+            rule = "is no table of contents of a checkpoint"
+        else:
+            names = {_file_of(info) for info in found.storage_data.values()}
+            strange = [n for n in sorted(names) if n in ("", ".", "..") or Path(n).name != n or (path / n).is_symlink()]
+            rule = f"names the file {strange[0]!r}, which is not one of its folder" if strange else ""
+    except OSError as err:
+        rule = f"cannot be read: {err.strerror}"
+    except Exception as err:  # whatever a strange pickle leads to
+        rule = f"is no table of contents of a checkpoint: {first_line(err)}"
+    if rule or not isinstance(found, Metadata):
+        problem = Problem(where=str(file), value=None, rule=rule, hint="use another checkpoint")
+        raise CheckpointError([problem], subject="the checkpoint")
+    return found
+
+
+def _file_of(info: Any) -> str:
+    """The file of one entry; "/" for one that asks for more than to be read."""
+    plain = isinstance(info, _StorageInfo) and not info.transform_descriptors
+    return str(info.relative_path) if plain else "/"
+
+
+class TrustlessReader(dcp.FileSystemReader):
+    """Reads checkpoints of strangers: nothing in their files is executed."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        found = read_table(Path(self.path))
+        found.storage_meta = StorageMeta(load_id=self.load_id)
+        return found
 
 
 class BoxWriter(FileSystemWriter):

@@ -51,6 +51,7 @@ from phalanx.runtime.comm.exchange import (
 )
 from phalanx.runtime.comm.groups import DEFAULT_TIMEOUT_S, Axis
 from phalanx.runtime.comm.pacing import Pace
+from phalanx.runtime.comm.peers import gathered
 from phalanx.runtime.comm.row_collectives import (
     AllGatherRows,
     AllReduceSum,
@@ -224,14 +225,13 @@ class Collectives:
             self._run("barrier", axis, Call(op_id, 0), lambda: dist.barrier(group=axis.group, async_op=True))
 
     def gather_objects(self, value: Any, axis: Axis) -> list[Any]:
-        """Every rank's plain Python `value`, in axis order. For small control data only; not counted."""
+        """Every rank's `value`, in axis order. For small control data only (`core/messages.py` has its types); not counted."""
         if axis.group is None:
             return [value]
-        axis, values = self._own(axis), list[Any]([None] * axis.size)
+        axis = self._own(axis)
+        assert axis.group is not None
         with named_errors("gather_objects", axis, self.timeout_s), self._away(axis):
-            gather = partial(dist.all_gather_object, values, value, group=axis.group)
-            run_abortable(self.escape, gather)
-        return values
+            return run_abortable(self.escape, partial(gathered, value, axis.group))
 
     # ---- messages between ranks, under way while this rank computes -----------------------------------------------------
 

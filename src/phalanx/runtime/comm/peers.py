@@ -1,11 +1,10 @@
-"""Agreement between ranks on control matters: who failed, what the first rank found on the disk. Small Python objects, no tensors.
+"""Agreement between ranks on control matters: who failed, what the first rank found on the disk. Small values, no tensors (`core/messages.py` has their types).
 
 Must never change: a failure of one rank becomes the same error on all of them, so that no rank waits for one that has left.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -14,6 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from phalanx.core import messages
 from phalanx.core.errors import PeerError, PhalanxError, ProblemsError, RunError, first_line
 from phalanx.runtime.comm.abortable import AbortableCall, run_abortable
 
@@ -46,7 +46,7 @@ class Peers:
         if self.group is None:
             return [value]
         try:
-            return run_abortable(self.escape, partial(_gathered, value, self.group))
+            return run_abortable(self.escape, partial(gathered, value, self.group))
         except RuntimeError as err:  # torch's DistError and its children derive from it
             raise PeerError(f"rank {self.rank} received nothing from some other rank: {first_line(err)}") from err
 
@@ -80,15 +80,17 @@ def first_bytes(world: int) -> int:
     return max(LEAST_BYTES, min(FIRST_BYTES, OF_ALL_BYTES // world))
 
 
-def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
+def gathered(value: T, group: dist.ProcessGroup) -> list[T]:
     """Every rank's value. As `all_gather_object`, which first asks for all lengths."""
-    data, part = pickle.dumps(value), first_bytes(dist.get_world_size(group))
+    data, part = messages.encode(value), first_bytes(dist.get_world_size(group))
     first = _all_gather(len(data).to_bytes(8, "little") + data[:part].ljust(part, b"\0"), group)
     lengths = [int.from_bytes(head[:8], "little") for head in first]
     most, rest = max(lengths), [b""] * len(first)
+    if most > messages.MOST_BYTES:
+        raise PeerError(f"a rank says that its message has {most} bytes; at most {messages.MOST_BYTES}")
     if most > part:
         rest = _all_gather(data[part:].ljust(most - part, b"\0"), group)
-    return [pickle.loads((a[8:] + b)[:length]) for a, b, length in zip(first, rest, lengths, strict=True)]
+    return [messages.decode((a[8:] + b)[:length]) for a, b, length in zip(first, rest, lengths, strict=True)]
 
 
 def _all_gather(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:

@@ -3,7 +3,7 @@
 The room decides three things and knows no model: which *generation*, a numbered list of members, a worker belongs to; whether a step is committed by all members or by none; what a
 host does about a worker that ends or is silent. All of it rests on values that the first writer decides, in a service outside of the workers. A reader goes through the room by its verbs:
 
-    serve                                keep that service (`service.py`; `lighthouse.py` where one of several keeps it)
+    serve                                keep that service (`service.py`, `store.py`; `credentials.py` says for whom)
     service_at, expect_service, run_at   find it, and what run it serves, before any rank starts
     Supervisor.run                       fork the workers of a host, see them die or freeze, report it to the service (`supervisor.py`, `worker.py`, `host_agent.py`)
     run_member                           one worker: join a generation, connect to its members, step, vote, commit, hand over, leave; and again (`member.py`)
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.runtime.membership.lighthouse import serve as serve
+    from phalanx.runtime.membership.credentials import make_credentials as make_credentials
     from phalanx.runtime.membership.member import (
         Committed as Committed,
         Reformed as Reformed,
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from phalanx.runtime.membership.service import (
         expect_service as expect_service,
         run_at as run_at,
+        serve as serve,
         service_at as service_at,
+        start_network_store as start_network_store,
     )
     from phalanx.runtime.membership.supervisor import Supervisor as Supervisor, SupervisorSettings as SupervisorSettings
     from phalanx.runtime.membership.votes import (

@@ -87,6 +87,8 @@ class HostAgent:
         self._forget_s = 0.0
         self._watched_s = 0.0
         """When other hosts were looked at last."""
+        self._unanswered: float | None = None
+        """When the service left a call unanswered first, since it last answered one."""
         self._others: dict[str, tuple[str | None, float]] = {}
         """Other hosts: the last heartbeat of each, and when it was first seen."""
 
@@ -132,7 +134,7 @@ class HostAgent:
 
     def forgive(self) -> None:
         """This process was stopped, or the service was unavailable: silence of others in that time means nothing."""
-        now = time.monotonic()
+        now, self._unanswered = time.monotonic(), None
         self._others = {h: (beat, now) for h, (beat, _) in self._others.items()}
 
     def take_lost(self) -> list[Lost]:
@@ -179,8 +181,15 @@ class HostAgent:
             if now - self._looked_s >= LOOK_S:
                 self._looked_s = now
                 self._look(membership)
+                self._unanswered = None
         except ServiceLost:
             self._keys = None
+            self._unanswered = self._unanswered or time.monotonic()
+
+    @property
+    def unanswered_s(self) -> float:
+        """For how long the service has answered no call, of which there was at least one."""
+        return 0.0 if self._unanswered is None else time.monotonic() - self._unanswered
 
     def _connected(self) -> Keys | None:
         now = time.monotonic()

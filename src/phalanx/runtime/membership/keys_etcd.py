@@ -4,6 +4,7 @@ torch's own client (`torch.distributed.elastic.rendezvous.etcd_store`) speaks th
 of etcd here is one transaction (create where nothing stands), reads, writes and deletions. Values outlive a restart of etcd: `epoch` stays the same,
 votes and decisions stand, and members do not announce themselves again.
 
+Over a network it speaks TLS and shows the run's certificate (`runtime/membership/credentials.py`); what this certificate may do is for roles of etcd to say, and they should limit it to the keys below.
 Every run needs a name of its own; its values stay in etcd under `phalanx/NAME/` (`etcdctl del --prefix phalanx/NAME/` deletes them).
 """
 
@@ -20,12 +21,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from phalanx.core.service_address import is_loopback
+from phalanx.runtime.membership.credentials import client_context, find_credentials, named_credentials
 from phalanx.runtime.membership.keys import CALL_S, EPOCH, OPENING, Over, ServiceLost, poll
 
 LOOK_S = 0.02
-"""A call costs about a millisecond: look less often than at a TCPStore."""
+"""A call costs about a millisecond: look less often than at a store of our own."""
 SLOWER = 5
-"""A call costs so many times what it costs at a TCPStore, in round numbers."""
+"""A call costs so many times what it costs there, in round numbers."""
 HISTORY_S = 300.0
 """Old versions are kept for so long, for whoever else watches this etcd (Kubernetes keeps its own for as long)."""
 MAX_OPERATIONS = 100
@@ -41,7 +44,7 @@ class EtcdService:
     run: str
 
     def connect(self) -> EtcdKeys:
-        """Raises `ServiceLost`."""
+        """Raises `ServiceLost`; `ConfigError` where etcd is on another machine and there are no credentials for it."""
         return EtcdKeys(self.host, self.port, run=self.run)
 
 
@@ -57,7 +60,12 @@ class EtcdKeys:
         self._revisions: list[tuple[float, int]] = []
         """What it was when `tidy` was called."""
         self._lock = threading.Lock()
-        self._http = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        if is_loopback(host) and named_credentials() is None:
+            self._http = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        else:
+            context = client_context(find_credentials(port, of="etcd"))
+            context.check_hostname = True
+            self._http = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
         with OPENING:
             try:
                 self._http.connect()
@@ -103,9 +111,6 @@ class EtcdKeys:
     def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Over | None = None) -> bool:
         there = partial(self.all_there, [key])
         return poll(there, timeout_s, last_look_s=LOOK_S, sharing=sharing * SLOWER, over=over)
-
-    def watch(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
-        return self.wait(key, timeout_s, sharing=sharing)
 
     def listed(self, prefix: str) -> list[str]:
         answer = self._ask("kv/range", {**self._below(prefix), "keysOnly": True})

@@ -191,7 +191,7 @@ class Membership:
         same = after is not None and after.epoch == self.keys.epoch
         key = _key(after.number + 1) if same and after is not None else "first"
         sharing = 1 if after is None else len(after.members)
-        return self.current(after) if self.keys.watch(key, timeout_s, sharing=sharing) else None
+        return self.current(after) if self.keys.wait(key, timeout_s, sharing=sharing) else None
 
     def between(self, before: Generation, after: Generation) -> list[Generation]:
         """Those later than `before`, up to `after`, of the same life of the service; `after` alone where `before` is of another one."""

@@ -21,13 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line
 from phalanx.runtime.comm import DEFAULT_TIMEOUT_S, DeviceAbort, GroupCache, nccl_options
-from phalanx.runtime.membership.keys import ASKED_PER_S, LAST_LOOK_S, OPENING, Keys, KeysStore, TcpKeys, open_sockets
+from phalanx.runtime.membership.keys import ASKED_PER_S, LAST_LOOK_S, OPENING, Keys, KeysStore, open_sockets
 from phalanx.runtime.membership.membership import Generation
 from phalanx.runtime.membership.reachability import keep_alive
 from phalanx.runtime.membership.votes import MemberReport
@@ -272,7 +271,7 @@ def form(
             use_loopback()
         try:
             with team.sockets.noted():
-                team.store = store_of(keys)
+                team.store = KeysStore(keys, over=lambda: team.aborted)
                 _init(team, team.store, device=device, timeout_s=timeout_s)
         except RuntimeError as err:
             text = first_line(err)
@@ -307,13 +306,3 @@ def _init(team: GroupEpoch, store: dist.Store, *, device: str, timeout_s: float)
         timeout=timedelta(seconds=min(CONSTRUCT_S, timeout_s)),
     )
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
-
-
-def store_of(keys: Keys) -> dist.Store:
-    """What process groups meet at: torch's own store where there is one, else one that asks `keys`."""
-    if isinstance(keys, TcpKeys):
-        ours: Any = keys.store
-        store = ours.clone()
-        store.set_timeout(timedelta(seconds=CONSTRUCT_S))
-        return store
-    return KeysStore(keys)

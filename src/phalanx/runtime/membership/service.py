@@ -1,136 +1,230 @@
-"""The membership service of one machine: a TCPStore in a process of its own, which a supervisor starts and starts again.
+"""The membership service of one run: a store (`runtime/membership/store.py`) in a process of its own, which a supervisor or `phalanx service` starts and starts again.
 
 It lives outside of the workers, so that no worker's death takes it along, and outside of the supervisor, which forks. Its values die with it:
-its clients see another `epoch`. This file also finds the service of a recipe's address and asks it, before any rank is started, what run it serves. The kernel ends it when the supervisor ends. With a lease (`until_s`) it ends by itself when that is over, unless it is renewed.
+its clients see another `epoch`. Whoever keeps it holds the listening socket, so its address stays its own while its process is replaced, and the kernel ends the process when the keeper ends.
+This file also finds the service of a recipe's address and asks it, before any rank is started, what run it serves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
-import select
+import shutil
 import signal
-import struct
+import socket
+import ssl
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Collection
+from pathlib import Path
 
-import torch.distributed as dist
-
-from phalanx.core.clock import since_boot_s
 from phalanx.core.errors import RunError
+from phalanx.core.files import private_folder
 from phalanx.core.service_address import ServiceAddress
-from phalanx.runtime.membership.keys import EPOCH, Service, ServiceLost, TcpKeys, TcpService
+from phalanx.runtime.membership.credentials import (
+    VARIABLE,
+    check_private,
+    make_credentials,
+    named_credentials,
+    own_credentials,
+    server_context,
+)
+from phalanx.runtime.membership.keys import Keys, Service, ServiceLost, TlsService, UnixService
 from phalanx.runtime.membership.keys_etcd import EtcdService
-from phalanx.runtime.processes import STOP_SIGNALS, die_with_parent, listening_socket
+from phalanx.runtime.membership.store import BACKLOG, run_store
+from phalanx.runtime.processes import STOP_SIGNALS, die_with_parent
 
 START_S = 10.0
-LOOK_S = 0.05
-"""How often a process with a lease looks whether that is over."""
-LEASE = struct.Struct("d")
+"""How long a store may take to start."""
+HUNG_S = 6.0
+"""A store that has answered nothing for so long is replaced: three calls in a row have failed (`keys.CALL_S`)."""
+LOOK_S, PULSE_S = 0.05, 1.0
+END_S = 2.0
+"""How long a process that was killed may take to end: one in a call that cannot be interrupted takes longer, and is left alone."""
+PREFIX = "run-"
 
 
-@dataclass
 class StoreProcess:
-    """A running service."""
+    """A running store, and the socket at which it listens."""
 
-    pid: int
-    address: TcpService
-    ended: bool = False
-    lease: int = -1
-    """Pipe that carries the end of its lease to the process; -1: it has none."""
+    def __init__(
+        self, listener: socket.socket, address: UnixService | TlsService, context: ssl.SSLContext | None
+    ) -> None:
+        self.address = address
+        self.pid = 0
+        self._listener, self._context = listener, context
+        self._ended = True
+        self._owner = os.getpid()
+
+    def start(self) -> None:
+        """Fork the process that serves, without values. Raises `RunError` where it does not begin to.
+
+        Call it from the main thread: the kernel ends the process when the thread that forked it ends.
+        """
+        ready, started = os.pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(ready)
+                os.setsid()
+                die_with_parent(parent)
+                for number in STOP_SIGNALS:
+                    signal.signal(number, signal.SIG_IGN)  # whoever keeps it ends it, last of all
+                gc.freeze()
+                run_store(self._listener, self._context, epoch=secrets.token_hex(6), ready=lambda: _say(started, b"+"))
+            finally:
+                os._exit(1)
+        os.close(started)
+        self.pid, self._ended = pid, False
+        try:
+            if os.read(ready, 1) != b"+":  # the pipe closes where it died before
+                raise RunError(f"the membership service at {self.address} ended while it started")
+        finally:
+            os.close(ready)
 
     def reap(self) -> bool:
         """Whether it has ended; its status is collected."""
-        if not self.ended:
+        if not self._ended:
             with contextlib.suppress(ChildProcessError):
-                self.ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
-        return self.ended
+                self._ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
+        return self._ended
 
-    def renew(self, until_s: float) -> None:
-        """Extend its lease until then (`since_boot_s`)."""
-        with contextlib.suppress(BrokenPipeError, BlockingIOError):
-            os.write(self.lease, LEASE.pack(until_s))
+    def kill(self) -> None:
+        """End the process at once; the socket stays. Waits `END_S` for it at most."""
+        if self.reap():
+            return
+        os.kill(self.pid, signal.SIGKILL)
+        end_s = time.monotonic() + END_S
+        while not self.reap() and time.monotonic() < end_s:
+            time.sleep(0.001)
+        self._ended = True
 
     def stop(self) -> None:
-        """End it at once."""
-        if not self.reap():
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.ended = True
-        if self.lease >= 0:
-            os.close(self.lease)
-            self.lease = -1
+        """End it, and give its address up."""
+        self.kill()
+        self._listener.close()
+        if isinstance(self.address, UnixService) and os.getpid() == self._owner:
+            shutil.rmtree(self.address.path.parent, ignore_errors=True)
 
 
-def start_store(host: str = "127.0.0.1", port: int = 0, *, until_s: float | None = None) -> StoreProcess:
-    """Fork a process that keeps a TCPStore at `host:port` (0: the system chooses). Raises `RunError` where the port is taken.
+def _say(pipe: int, data: bytes) -> None:
+    os.write(pipe, data)
+    os.close(pipe)
 
-    `until_s`: when it ends by itself unless `StoreProcess.renew` is called (`since_boot_s`); None: never.
 
-    Call it from the main thread: the kernel ends the service when the thread that forked it ends.
-    """
-    listener = listening_socket(host, port)
-    number = listener.getsockname()[1]
-    ready, started = os.pipe()
-    renewals, lease = (-1, -1) if until_s is None else os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(ready)
-            if lease >= 0:
-                os.close(lease)
-            store = _keep(host, number, listener.fileno(), parent=parent, started=started)
-            _stay(store, renewals, until_s)
-        finally:
-            os._exit(1)
-    os.close(started)
-    if renewals >= 0:
-        os.close(renewals)
-    listener.close()
+def start_store() -> StoreProcess:
+    """Keep a store for this machine, at a socket that only this user can open. Raises `RunError`."""
+    folder = private_folder()
+    _clean(folder)
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder)) / "store"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
     try:
-        if os.read(ready, 1) != b"+":  # the pipe closes where it died before
-            raise RunError(f"the membership service at {host}:{number} ended while it started")
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+    except OSError as err:
+        listener.close()
+        shutil.rmtree(path.parent, ignore_errors=True)
+        raise RunError(
+            f"cannot listen at {path}: {err.strerror or err}; set XDG_RUNTIME_DIR to a folder of your own with a short name"
+        ) from None
     finally:
-        os.close(ready)
-    return StoreProcess(pid=pid, address=TcpService(host, number), lease=lease)
-
-
-def _keep(host: str, port: int, listen_fd: int, *, parent: int, started: int) -> dist.TCPStore:
-    os.setsid()
-    die_with_parent(parent)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the supervisor ends it, last of all
-    store = dist.TCPStore(
-        host,
-        port,
-        None,
-        True,
-        timeout=timedelta(seconds=START_S),
-        wait_for_workers=False,
-        master_listen_fd=listen_fd,
-    )
-    store.set(EPOCH, secrets.token_hex(6))
-    os.write(started, b"+")
-    os.close(started)
+        os.umask(mask)
+    store = StoreProcess(listener, UnixService(path), None)
+    store.start()
     return store
 
 
-def _stay(store: dist.TCPStore, renewals: int, until_s: float | None) -> None:
-    """Return when the lease is over; `store` serves in threads of its own."""
-    while until_s is None:
-        time.sleep(3600.0)
-    poll = select.poll()
-    poll.register(renewals, select.POLLIN)
-    while (left_s := until_s - since_boot_s()) > 0:
-        if poll.poll(min(left_s, LOOK_S) * 1000):  # which does not count while the machine is suspended
-            data = os.read(renewals, LEASE.size * 512)
-            if not data:  # whoever renewed it has ended
-                return
-            until_s = LEASE.unpack(data[-LEASE.size :])[0]
+def _clean(folder: Path) -> None:
+    """Remove what keepers left behind that were killed."""
+    for path in folder.glob(f"{PREFIX}*/store"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            try:
+                sock.settimeout(END_S)
+                sock.connect(str(path))
+            except ConnectionRefusedError:
+                shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def start_network_store(host: str, port: int) -> StoreProcess:
+    """Keep a store at an address, for whoever has this run's credentials: those that `PHALANX_CREDENTIALS` names, which are made where they are not there, else new ones
+    in the user's runtime folder. Raises `ConfigError`, or `RunError` where the port is taken."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        number = int(listener.getsockname()[1])
+        store = StoreProcess(listener, TlsService(host, number), server_context(kept_credentials(number)))
+        store.start()
+    except OSError as err:
+        listener.close()
+        raise RunError(
+            f"the membership service cannot listen at {host}:{port} ({err.strerror}); choose another port, or an address of this machine"
+        ) from None
+    except BaseException:
+        listener.close()
+        raise
+    return store
+
+
+def kept_credentials(port: int) -> Path:
+    """The file with which a service at that port of this machine serves; made where it must be."""
+    named = named_credentials()
+    path = own_credentials(port) if named is None else named
+    if named is None or not path.exists():
+        make_credentials(path)
+    check_private(path)
+    return path
+
+
+def serve(address: ServiceAddress, *, stop: Collection[signal.Signals], tell: Callable[[str], None]) -> None:
+    """Keep the membership service of one run at `address` until one of `stop` arrives, and start it again when it ends or hangs. From the main thread, whose `stop` are blocked from here on.
+
+    Raises `RunError` where the port is taken, `ConfigError` for credentials that cannot be used.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop)
+    store = start_network_store(address.host, address.port)
+    try:
+        tell(f"membership service at {address.host}:{store.address.port}, process {store.pid}")  # type: ignore[union-attr]
+        tell(
+            f"its credentials are in {named_credentials() or own_credentials(address.port)}: copy the file to the hosts of the run, and export {VARIABLE}=FILE there"
+        )
+        pulse = Pulse(store.address)
+        while signal.sigtimedwait(stop, LOOK_S) is None:
+            if store.reap() or pulse.missed_s() > HUNG_S:
+                store.kill()
+                store.start()
+                pulse = Pulse(store.address)
+                tell(f"membership service restarted, process {store.pid}; its values were lost")
+    finally:
+        store.stop()
+
+
+class Pulse:
+    """Asks a store every second whether it is there."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._keys: Keys | None = None
+        self._next_s = 0.0
+        self._missed: float | None = None
+
+    def missed_s(self) -> float:
+        """For how long it has not answered."""
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + PULSE_S
+            try:
+                self._keys = self._service.connect() if self._keys is None else self._keys
+                self._keys.get("pulse")
+                self._missed = None
+            except ServiceLost:
+                self._keys, self._missed = None, self._missed or now
+        return 0.0 if self._missed is None else time.monotonic() - self._missed
 
 
 AGAIN_S = 0.1
@@ -139,42 +233,11 @@ WANTED = "wanted"
 """How many ranks a run began with, on which its mapping rests: a host that comes later with another number takes this one."""
 
 
-def service_at(address: ServiceAddress) -> TcpService | EtcdService | AnyService:
+def service_at(address: ServiceAddress) -> TlsService | EtcdService:
     """Where members meet."""
     if address.is_etcd:
         return EtcdService(address.host, address.port, address.run)
-    if address.standbys:
-        return AnyService([TcpService(host, port) for host, port in ((address.host, address.port), *address.standbys)])
-    return TcpService(address.host, address.port)
-
-
-class AnyService:
-    """Services of which one at most keeps values (`runtime/membership/lighthouse.py`): the one that answers is meant."""
-
-    def __init__(self, services: Sequence[TcpService]) -> None:
-        self.services = list(services)
-
-    @property
-    def host(self) -> str:
-        """Host of the one that answered last: names of the others may not resolve any more."""
-        return self.services[0].host
-
-    @property
-    def port(self) -> int:
-        return self.services[0].port
-
-    def connect(self) -> TcpKeys:
-        """Raises `ServiceLost` where none answers. The one that answered last is asked first."""
-        errors = list[str]()
-        for service in self.services:
-            try:
-                keys = service.connect()
-            except ServiceLost as err:
-                errors.append(str(err))
-            else:
-                self.services = sorted(self.services, key=lambda s: s != service)  # a new list: threads share this one
-                return keys
-        raise ServiceLost("; ".join(errors))
+    return TlsService(address.host, address.port)
 
 
 def expect_service(service: Service, where: str, *, wait_s: float, tell: Callable[[str], None]) -> bool:

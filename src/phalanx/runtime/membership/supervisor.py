@@ -1,7 +1,7 @@
 """The supervisor of one host: starts its workers, sees them die or freeze, and reports that to the membership service at once.
 
 It runs no tensor operation and has no thread, so that it may fork at any time; it waits for processes, for the pipes of its workers, and for
-signals. One of all supervisors also keeps the service where that is a TCPStore (`runtime/membership/service.py`), and starts it again when it ends.
+signals. One of all supervisors also keeps the service where that is a store of our own (`runtime/membership/service.py`), and starts it again when it ends or hangs.
 
     a worker ends             known by its process handle; removed from the run, and a new one started in its place
     a worker is silent        removed after `limit_s`; if it wakes up again it is refused; its process is killed after `zombie_s`
@@ -33,7 +33,7 @@ from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.membership import FirstRule, Generation, Member, TooFewMembers
-from phalanx.runtime.membership.service import start_store
+from phalanx.runtime.membership.service import END_S, HUNG_S, StoreProcess, start_store
 from phalanx.runtime.membership.watcher import AgentSettings, too_few
 from phalanx.runtime.membership.worker import STALE_CODE, Worker, fork_worker
 from phalanx.runtime.membership.worker_agent import WorkerAgent
@@ -43,8 +43,6 @@ TICK_S = 0.05
 """Longest time between two looks at what no handle announces."""
 REMOVED_CODE = 69
 """Exit code of a host whose workers the others removed and were not replaced, while the run continues: start the host again (`EX_UNAVAILABLE` of sysexits.h)."""
-SERVICE_RETRY_S = 0.5
-"""Seconds between two attempts to restart the membership service."""
 ROUNDS = 3
 """A cause that ends all workers of a host, however many slots it has, may do so this often before the host gives up."""
 
@@ -109,7 +107,7 @@ class MemberStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceRestarted(Event):
-    """The membership service has ended and is there again, without its values."""
+    """The membership service has ended, or did not answer any more, and is there again, without its values."""
 
     at_s: float
     pid: int
@@ -133,21 +131,20 @@ MemberMain = Callable[[WorkerAgent], int]
 
 
 class Supervisor:
-    """One host. `service` None: keep a TCPStore for this run, at `port` of `address`."""
+    """One host. `service`: where members meet; a store that was started is kept by this supervisor, and None starts one for this machine alone."""
 
     def __init__(
         self,
         main: MemberMain,
         settings: SupervisorSettings,
         *,
-        service: Service | None = None,
-        address: str = "127.0.0.1",
-        port: int = 0,
+        service: Service | StoreProcess | None = None,
         tell: Emit = ignore,
     ) -> None:
         self.main, self.settings, self.tell = main, settings, tell
-        self.store = start_store(address, port) if service is None else None
-        self.service: Service = self.store.address if self.store is not None else service  # type: ignore[assignment]
+        service = start_store() if service is None else service
+        self.store = service if isinstance(service, StoreProcess) else None
+        self.service: Service = service.address if isinstance(service, StoreProcess) else service
         self.host_agent = HostAgent(
             settings.host,
             self.service,
@@ -177,10 +174,6 @@ class Supervisor:
         self._cause: PhalanxError | None = None
         """Error of the first worker that ended with one since the last step: the errors of its successors follow from it."""
         self._announce_stop = False
-        self._service_ended_s = 0.0
-        """When the service was seen to have ended; 0: it runs."""
-        self._try_service_s = 0.0
-        """When to try to start it again, after an attempt that failed."""
         self._short_since_s = 0.0
         self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -282,7 +275,9 @@ class Supervisor:
 
     def _reap(self) -> None:
         for worker in list(self.workers):
-            if not worker.ended and worker.reap():
+            if worker.killed:
+                worker.reap()
+            elif not worker.ended and worker.reap():
                 self._handle(worker)
                 self._ended(worker)
 
@@ -359,24 +354,15 @@ class Supervisor:
                 worker.kill()
 
     def _keep_service(self) -> None:
-        """Start a service that has ended again. Raises `RunError` where that fails for `AgentSettings.service_s`, after which the workers end too."""
-        if self.store is None or not self.store.reap():
+        """Start a store again that has ended, or has not answered for `HUNG_S`: at the same address, which this process holds."""
+        if self.store is None:
             return
-        now = time.monotonic()
-        self._service_ended_s = self._service_ended_s or now
-        if now < self._try_service_s:
-            return
-        where = self.store.address
-        try:
-            self.store = start_store(where.host, where.port)
-        except RunError as err:  # another process may have the port for a moment
-            limit_s = self.settings.agent.service_s
-            if now - self._service_ended_s > limit_s:
-                raise RunError(f"{err}; the membership service could not be restarted for {limit_s:g} s") from None
-            self._try_service_s = now + SERVICE_RETRY_S
-            return
-        self._service_ended_s = self._try_service_s = 0.0
-        self.tell(ServiceRestarted(at_s=now_s(), pid=self.store.pid))
+        if self.host_agent.unanswered_s > HUNG_S:
+            self.store.kill()
+            self.host_agent.forgive()
+        if self.store.reap():
+            self.store.start()
+            self.tell(ServiceRestarted(at_s=now_s(), pid=self.store.pid))
 
     def _report_lost(self) -> None:
         for lost in self.host_agent.take_lost():
@@ -507,6 +493,9 @@ class Supervisor:
         for worker in self.workers:
             worker.kill()
             worker.close()
+        end_s = time.monotonic() + END_S
+        while not all(w.gone for w in self.workers) and time.monotonic() < end_s:
+            time.sleep(0.001)
         self.host_agent.close()
         if self.store is not None:
             self._wait_for_others()

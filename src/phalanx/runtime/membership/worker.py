@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx.core import messages
 from phalanx.core.errors import PhalanxError, RunError
 from phalanx.runtime.membership.membership import Member, StaleMember
 from phalanx.runtime.processes import STOP_SIGNALS, die_with_parent
@@ -41,16 +41,20 @@ class Worker:
         self.removed_s = 0.0
         """When it was removed from the run while its process still ran; 0: it was not."""
         self.status: int | None = None
+        self.killed = False
+        """This program has ended it, and does not wait until it is gone."""
         self._rest = b""
         self._error: str | None = None
 
     @property
     def ended(self) -> bool:
-        return self.status is not None
+        return self.status is not None or self.killed
 
     @property
     def code(self) -> int:
-        return os.waitstatus_to_exitcode(self.status) if self.status is not None else -1
+        if self.status is None:
+            return -signal.SIGKILL if self.killed else -1
+        return os.waitstatus_to_exitcode(self.status)
 
     @property
     def left_well(self) -> bool:
@@ -88,17 +92,23 @@ class Worker:
                     self.status = status
         return self.ended
 
+    @property
+    def gone(self) -> bool:
+        """Whether its status is collected, so that nothing is left of it."""
+        self.reap()
+        return self.status is not None
+
     def error(self) -> PhalanxError | None:
         """The error that ended it, where it could report one."""
         if self._error is None or self.code == STALE_CODE:
             return None
-        found: PhalanxError = pickle.loads(b64decode(self._error))
+        found: PhalanxError = messages.decode(b64decode(self._error))
         return found
 
     def cause(self) -> str:
         """Cause in words."""
         if self.status is None:
-            return "still runs"
+            return "was killed by its supervisor" if self.killed else "still runs"
         if os.WIFSIGNALED(self.status):
             with contextlib.suppress(ValueError):
                 return f"killed by {signal.Signals(os.WTERMSIG(self.status)).name}"
@@ -109,12 +119,12 @@ class Worker:
         return f"ended with exit code {self.code}"
 
     def kill(self) -> None:
-        """End it at once, and collect its status. A signal handler may call this while `reap` or `kill` runs: whichever of the two
-        collects the status sets it."""
+        """End it at once. It counts as ended from here on: a process in a call that cannot be interrupted (a dead network file system) is gone only when that returns.
+        A signal handler may call this while `reap` or `kill` runs."""
         if not self.reap():
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            self.killed = True
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-                self.status = os.waitpid(self.pid, 0)[1]
 
     def close(self) -> None:
         """Close the pipe."""
@@ -165,11 +175,7 @@ def _run(work: Callable[[Member, int], int], member: Member, pipe: int) -> None:
 
 def _error(err: BaseException) -> bytes:
     if isinstance(err, PhalanxError):
-        with contextlib.suppress(Exception):
-            data = pickle.dumps(err)
-            pickle.loads(data)
-            if len(data) < ERROR_CHARACTERS:
-                return data
-        return pickle.dumps(RunError(str(err)[: ERROR_CHARACTERS // 4]))
+        data = messages.encode(err)
+        return data if len(data) < ERROR_CHARACTERS else messages.encode(RunError(str(err)[: ERROR_CHARACTERS // 8]))
     text = "".join(traceback.format_exception(err))
-    return pickle.dumps(RunError(f"a worker failed\n{text[-ERROR_CHARACTERS // 4 :]}"))
+    return messages.encode(RunError(f"a worker failed\n{text[-ERROR_CHARACTERS // 8 :]}"))

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         STOPPED as STOPPED,
         StopRequest as StopRequest,
         die_with_parent as die_with_parent,
-        listening_socket as listening_socket,
         run_local as run_local,
         run_one as run_one,
         threads_per_rank as threads_per_rank,

@@ -15,11 +15,10 @@ import contextlib
 import ctypes
 import gc
 import os
-import pickle
 import select
 import signal
-import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -30,7 +29,9 @@ from types import FrameType
 
 import torch
 
+from phalanx.core import messages
 from phalanx.core.errors import PeerError, PhalanxError, RunError
+from phalanx.core.files import private_folder
 from phalanx.runtime.processes.world import WorldInfo
 
 STOPPED = 130
@@ -93,22 +94,6 @@ def threads_per_rank(ranks: int, threads: int | None = None) -> int:
     return threads if threads is not None else max(1, usable_cores() // ranks)
 
 
-def listening_socket(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """A bound socket for the ranks' rendezvous; port 0 lets the system choose. Raises `RunError` naming a port in use."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(128)
-    except OSError as err:
-        listener.close()
-        raise RunError(
-            f"MASTER_PORT = {port}: cannot be used on this machine ({err.strerror}); "
-            "choose another, or unset MASTER_PORT and the system finds a free one"
-        ) from err
-    return listener
-
-
 def run_one(main: RankMain, info: WorldInfo, *, threads: int) -> int:
     """Run `main` as a rank in this process (alone, or one that a launcher such as torchrun started)."""
     torch.set_num_threads(threads)
@@ -117,27 +102,21 @@ def run_one(main: RankMain, info: WorldInfo, *, threads: int) -> int:
         return main(info, stop)
 
 
-def run_local(main: RankMain, *, ranks: int, threads: int, port: int = 0) -> int:
+def run_local(main: RankMain, *, ranks: int, threads: int) -> int:
     """Run `main` on `ranks` forked ranks of this machine; returns the largest exit code.
 
     Raises the first rank's error, or `RunError` naming a rank that was killed. Call it from the main thread, before any tensor operation.
     """
     children: list[_Child] = []
-    with _Watch(children) as watch:
-        with listening_socket(port=port) as listener, _signals_held_back():
-            number = listener.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="ranks-", dir=private_folder()) as folder, _Watch(children) as watch:
+        with _signals_held_back():
             sys.stdout.flush()
             sys.stderr.flush()
             gc.freeze()  # the collector must not touch, and so copy, pages shared with the ranks
             parent = os.getpid()
             for rank in range(ranks):
                 info = WorldInfo(
-                    rank=rank,
-                    world=ranks,
-                    local_rank=rank,
-                    local_world=ranks,
-                    master_port=number,
-                    listen_fd=listener.fileno() if rank == 0 else None,
+                    rank=rank, world=ranks, local_rank=rank, local_world=ranks, meeting=Path(folder, "meeting")
                 )
                 children.append(_fork(main, info, threads=threads, parent=parent))
         return watch.until_end()
@@ -206,14 +185,10 @@ def _child(main: RankMain, info: WorldInfo, *, threads: int, parent: int, report
 def _report(err: BaseException) -> bytes:
     """The error itself where the user can act on it, else its traceback."""
     if isinstance(err, PhalanxError):
-        with contextlib.suppress(Exception):
-            data = pickle.dumps(err)
-            pickle.loads(data)
-            if len(data) <= MAX_REPORT_BYTES:
-                return data
-        return pickle.dumps(RunError(str(err)[: MAX_REPORT_BYTES // 4]))
+        data = messages.encode(err)
+        return data if len(data) <= MAX_REPORT_BYTES else messages.encode(RunError(str(err)[: MAX_REPORT_BYTES // 8]))
     text = "".join(traceback.format_exception(err))
-    return pickle.dumps(text[-MAX_REPORT_BYTES // 4 :])
+    return messages.encode(text[-MAX_REPORT_BYTES // 8 :])
 
 
 def die_with_parent(parent: int) -> None:
@@ -332,7 +307,7 @@ def _read_report(child: _Child) -> PhalanxError | str | None:
         data += chunk
     if not data:
         return None
-    report: PhalanxError | str = pickle.loads(data)
+    report: PhalanxError | str = messages.decode(data)
     return report
 
 

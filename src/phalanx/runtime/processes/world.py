@@ -13,6 +13,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,8 @@ class WorldInfo:
     local_world: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
-    listen_fd: int | None = None
-    """Our own launcher: the socket on `master_port` that it already listens on, so that no other process can take the port in between."""
+    meeting: Path | None = None
+    """Our own launcher: where the ranks of one machine meet, in a folder that only their user can reach. None: at `master_addr` and `master_port`."""
 
 
 def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
@@ -87,17 +88,15 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
         return target
     if info.local_world == info.world:
         use_loopback()
-    where = f"{info.master_addr}:{info.master_port}"
+    where = f"{info.master_addr}:{info.master_port}" if info.meeting is None else str(info.meeting)
     timeout = timedelta(seconds=timeout_s)
     try:
-        store = dist.TCPStore(
-            info.master_addr,
-            info.master_port,
-            info.world,
-            info.rank == 0,
-            timeout=timeout,
-            master_listen_fd=info.listen_fd,
-        )
+        if info.meeting is not None:
+            store: dist.Store = dist.FileStore(str(info.meeting), info.world)
+            store.set_timeout(timeout)
+        else:
+            at = info.master_addr, info.master_port
+            store = dist.TCPStore(*at, info.world, info.rank == 0, timeout=timeout)
         dist.init_process_group(
             "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=store,

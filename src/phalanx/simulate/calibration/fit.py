@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.messages import message
 from phalanx.simulate.hardware import LINKS, GroupSpan, Hardware, Network, Oracle, experts_s, parse_hardware
 
 WIDTH = {"bf16": 2, "fp32": 4}
@@ -36,6 +37,7 @@ HALF_BYTES = 1.0
 """Half-speed bytes of an alpha-beta link: its latency alone says how fast small messages are."""
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class TimedProduct:
     """(m, k) x (k, n), or with `groups` the two projections of experts: m rows in all, hidden k, width n of each."""
@@ -48,6 +50,7 @@ class TimedProduct:
     groups: int = 1
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class TimedAttention:
     """Causal attention of one sequence."""
@@ -64,6 +67,7 @@ class TimedAttention:
         return 2.0 * self.seq**2 * self.heads * self.dim
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class TimedStream:
     """A memory-bound operation that moves so many bytes."""
@@ -73,6 +77,7 @@ class TimedStream:
     seconds: float
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class TimedCollective:
     """A collective of `ranks` ranks on `hosts` hosts, from when the last of them has posted it to the last end; bytes as in `Hardware.measured_links`."""
@@ -99,6 +104,7 @@ class HostTimes:
     streams: tuple[TimedStream, ...]
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Measurements(HostTimes):
     """Everything that was timed, and on what."""

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.messages import message
 from phalanx.simulate.calibration.fit import (
     HostTimes,
     Measurements,
@@ -28,6 +29,7 @@ _TIMES = ("seconds", "forward_s", "backward_s")
 _Row = TypeVar("_Row", TimedProduct, TimedAttention, TimedStream)
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class HostRows(HostTimes):
     """Rows of one host of several."""

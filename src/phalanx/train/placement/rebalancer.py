@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.config import Recipe
 from phalanx.core.events import ExpertsMoved
+from phalanx.core.messages import message
 from phalanx.core.samples import num_rounds
 from phalanx.plan.layout import STATE_KINDS, Box
 from phalanx.plan.mapping import Folding, LayerPlacements
@@ -78,6 +79,7 @@ class _Way:
         )
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class _Told:
     """What one rank knows, for all."""

@@ -10,7 +10,7 @@ all members have compared checksums, so a member that is lost meanwhile costs an
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from phalanx.core.errors import RunError
+from phalanx.core.errors import PeerError, RunError
 from phalanx.plan.layout import STATE_KINDS, Box, TensorLayout, cells
 from phalanx.plan.recovery import STATE_MOVE_ID, GenerationPlan
 from phalanx.plan.reshard import Hosts, Move
@@ -69,6 +69,8 @@ class Moved:
     received_bytes: int
     checked: int
     """Pieces that all holders have alike."""
+    repeated: int = 0
+    """How often state was sent again, because a member had received it differently."""
 
 
 def examine(plan: GenerationPlan, *, old: ShardedState | None, everyone: Everyone) -> Examined:
@@ -122,23 +124,62 @@ def take_state(
 ) -> Moved:
     """Fill `parts.state` from the members that hold state, and publish it. `parts` None: this member is idle, and only gives. Collective.
 
-    Raises `PeerError` where a member is lost, `RunError` on all members where holders of the same piece differ afterwards.
+    What arrives otherwise than it was sent is sent once more. Raises `PeerError` where a member is lost, or some member still has other bits (which raises `RunError` itself, and so leaves the
+    run); what the others hold stays. `RunError` on all members where it cannot be said who is wrong.
     """
     plan, new = found.plan, None if parts is None else parts.state
     resharder = Resharder(everyone.comms, everyone.axis, hosts=everyone.hosts)
-    # all at once: to compare plans and to wait for the last message costs more than small states themselves
-    received = move_state(resharder, plan.moves, _tensors(old), _tensors(new), op_id=STATE_MOVE_ID, record=record)
-    mine: Sums = {}
-    if parts is not None:
-        parts.state.restore(parts.comms)
-    everyone.comms.complete(everyone.device)
-    if parts is not None:
-        mine = checksums(parts.state.boxes(), cut=found.cut)
-    now = _rows(everyone.peers.gather(row_of(mine, found.pieces).tobytes()))
-    rows = np.concatenate([found.told, now])
-    if not all_agree(rows):
-        compare([sums_of(row, found.pieces) for row in rows])  # says which
-    return Moved(received_bytes=received, checked=int(np.count_nonzero((rows != NONE).any(axis=0))))
+    received, wrong = 0, list[int]()
+    for times in range(1, MOVES + 1):
+        # all at once: to compare plans and to wait for the last message costs more than small states themselves
+        received += move_state(
+            resharder,
+            plan.moves,
+            _tensors(old),
+            _tensors(new),
+            op_id=STATE_MOVE_ID,
+            record=record if times == 1 else None,
+        )
+        mine: Sums = {}
+        if parts is not None:
+            parts.state.restore(parts.comms)
+        everyone.comms.complete(everyone.device)
+        if parts is not None:
+            mine = checksums(parts.state.boxes(), cut=found.cut)
+        now = _rows(everyone.peers.gather(row_of(mine, found.pieces).tobytes()))
+        rows = np.concatenate([found.told, now])
+        if all_agree(rows):
+            checked = int(np.count_nonzero((rows != NONE).any(axis=0)))
+            return Moved(received_bytes=received, checked=checked, repeated=times - 1)
+        wrong = differing(found.told, now)
+        if not wrong:
+            compare([sums_of(row, found.pieces) for row in rows])  # says what differs
+    if everyone.peers.rank in wrong:
+        raise RunError(
+            f"this member received other bits than were sent to it, {MOVES} times in a row: its memory or its network is not sound"
+        )
+    raise PeerError(
+        f"members {', '.join(map(str, wrong))} received other bits than were sent to them, {MOVES} times in a row"
+    )
+
+
+MOVES = 2
+"""How often state is sent to members of which some receive it differently."""
+
+
+def differing(told: NDArray[np.int64], now: NDArray[np.int64]) -> list[int]:
+    """Members that hold other bits than were sent. `told` and `now`: (members, pieces) checksums before, of what is trusted, and after. Of a piece that nobody held before, whoever is not of the
+    majority; empty where that does not say who is wrong."""
+    sent, wrong = told.max(axis=0), set[int]()
+    for place in np.flatnonzero([not all_agree(column.reshape(-1, 1)) for column in np.concatenate([told, now]).T]):
+        held = {member: value for member, value in enumerate(now[:, place]) if value != NONE}
+        right = sent[place]
+        if right == NONE:
+            (right, most), *others = Counter(held.values()).most_common()
+            if others and others[0][1] == most:
+                return []
+        wrong |= {member for member, value in held.items() if value != right}
+    return sorted(wrong)
 
 
 def _tensors(state: ShardedState | None) -> dict[str, Any]:

@@ -14,12 +14,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.core.messages import message
 from phalanx.plan.layout import Box
 
 NONE = -1
 """Stands in a row of checksums where the member holds no such piece."""
 
 
+@message
 class StatePiece(NamedTuple):
     """A box of a logical tensor of the state, called `KIND/NAME`; of experts one by one."""
 

@@ -234,6 +234,9 @@ class ElasticMember:
             parts = None if trainer is None else trainer.parts
             record = self._move_recorder(team, found, everyone, step=resolution.step or 0)
             moved = take_state(found, parts, old=self._state, everyone=everyone, record=record)
+            if moved.repeated:
+                text = "some member received other bits of the state than were sent to it: all was sent again, and is equal now"
+                self.sinks(Note(level="warning", text=text))
             history = max(r.history for r in team.reports if r.uid in resolution.holders)
         assert step is not None
         self.progress.history = history

@@ -43,6 +43,7 @@ from phalanx.runtime.membership import (
     run_at,
     run_member,
     service_at,
+    start_network_store,
 )
 from phalanx.runtime.processes import WorldInfo, keep_freed_memory, leave_errors_to_run, own_device, use_interface_to
 from phalanx.train import RunEnd, recipe_to_keep
@@ -59,12 +60,10 @@ LOCAL_GATHER_S = 60.0
 runs of a recipe begin alike."""
 
 
-def train_elastic(
-    recipe: Recipe, *, threads: int, port: int = 0, watch: Watch | None = None, kept: Recipe | None = None
-) -> int:
+def train_elastic(recipe: Recipe, *, threads: int, watch: Watch | None = None, kept: Recipe | None = None) -> int:
     """Train on `launch.ranks` ranks of this host until all steps of the run are done, whoever dies; returns the exit code.
 
-    `port` of the membership service where this program keeps one of its own, 0: a free one. `kept`: what the run folder keeps in the place of
+    `kept`: what the run folder keeps in the place of
     `recipe`, where that was completed for this start. Raises `PhalanxError` for whatever a person can act on.
     """
     folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
@@ -82,7 +81,7 @@ def train_elastic(
         else:
             run, first, host = prepare_run(recipe, folder, kept=kept), 0, "local"
         main = partial(work, run, threads=threads, first=first, watch=watch)
-        return _supervisor(run, host, main, port=port, tell=_host_log(run, host, watch)).run()
+        return _supervisor(run, host, main, tell=_host_log(run, host, watch)).run()
     finally:
         lock.close()
 
@@ -103,7 +102,7 @@ def _host_log(run: ElasticRun, host: str, watch: Watch | None) -> Emit:
     return tell
 
 
-def _supervisor(run: ElasticRun, host: str, main: Callable[[WorkerAgent], int], *, port: int, tell: Emit) -> Supervisor:
+def _supervisor(run: ElasticRun, host: str, main: Callable[[WorkerAgent], int], *, tell: Emit) -> Supervisor:
     """This host's, and with it the service where this host keeps it. Waits for one that others keep."""
     recipe = run.recipe
     address = None if recipe.resilience.service is None else parse_service(recipe.resilience.service)
@@ -118,18 +117,18 @@ def _supervisor(run: ElasticRun, host: str, main: Callable[[WorkerAgent], int], 
         import_now()
         here = settings.wanted - len(settings.drained_slots() & set(range(settings.slots)))
         settings = replace(settings, wanted=max(1, here))
-        return Supervisor(main, settings, port=port, tell=tell)
+        return Supervisor(main, settings, tell=tell)
     if recipe.launch.keep_service:
         if not address.is_here:
             use_interface_to(address.host)
         import_now()
-        return Supervisor(main, settings, address=address.host, port=address.port, tell=tell)
+        return Supervisor(main, settings, service=start_network_store(address.host, address.port), tell=tell)
     service = service_at(address)
     where, wait_s = recipe.resilience.service or "", recipe.resilience.wait_s
     if not expect_service(service, where, wait_s=wait_s, tell=print):
         import_now()  # once for all ranks of this host; where a run is under way they take part first (`ElasticMember`)
     if not address.is_here:
-        use_interface_to(service.host)
+        use_interface_to(address.host)
     return Supervisor(main, settings, service=service, tell=tell)
 
 

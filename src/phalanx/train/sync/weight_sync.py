@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
+from phalanx.core.messages import message
 from phalanx.core.units import format_bytes, read_bytes
 from phalanx.plan.layout import StateLayouts, TensorLayout
 from phalanx.plan.mapping import Folding, fit_problems, parse_stage, stage_text
@@ -183,6 +184,7 @@ def _waves(plan: SyncPlan) -> tuple[Wave, ...]:
 # ---- on the ranks --------------------------------------------------------------------------------------------------------------
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
     """What one rank held at most, by count."""

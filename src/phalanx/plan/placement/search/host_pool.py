@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.messages import message
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class HostPool:
     """N hosts. `racks` and `failure` are empty where nothing is known: every host its own rack, all equally likely to fail."""

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.messages import message
 from phalanx.plan.mapping import Placement
 from phalanx.plan.placement.search.host_pool import HostPool, pool_problems
 from phalanx.plan.placement.search.local_search import holder_sets
@@ -27,6 +28,7 @@ from phalanx.plan.placement.search.probability import Certificate, certify, inde
 Copies = NDArray[np.int64]
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class HostPlacement:
     """`slots[layer][host]` = experts there, in slot order."""

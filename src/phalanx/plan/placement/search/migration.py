@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.messages import message
 from phalanx.core.units import format_bytes
 from phalanx.plan.placement.search.hosts import HostPlacement, from_copies
 from phalanx.plan.placement.search.order import ordered_hosts
@@ -33,6 +34,7 @@ MAX_TURNS = 6
 """Turns of naming hosts and rows; most plans settle in 2."""
 
 
+@message
 class Fetch(NamedTuple):
     """The state of one expert that a host gets from another, both by name."""
 
@@ -42,6 +44,7 @@ class Fetch(NamedTuple):
     dst: int
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Migration:
     """`new` = the plan with hosts named and slots in place: an expert that stays keeps its slot where it can."""

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.messages import message
 from phalanx.plan.moe.overlap.tiles import RankPlan, Tile, TileOp, TileSchedule, parts_of
 
 __all__ = ["LayerShape", "OverlapCost", "LayerWork", "TileTimes", "work_of"]
@@ -53,6 +54,7 @@ class LayerShape:
         return self.tokens * 2 * self.hidden * self.shared_ffn * products * (1 if direction == "forward" else 2)
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class OverlapCost:
     """Costs of one kind of machine and link. Made by hand or by `choose.fit`."""

@@ -32,6 +32,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from phalanx.core.messages import message
+
 Transport = Literal["all_to_all", "all_gather", "dedup", "dedup_host"]
 """What a source sends: to each rank an entry for each (token, slot) pair; for each of its tokens; for each of its tokens that the rank needs; to each other
 host an entry for each of its tokens that the host needs."""
@@ -83,6 +85,7 @@ class TileOp:
         return " ".join([self.kind, ".".join(str(n) for n in (self.peer, self.part, self.block) if n >= 0)]).strip()
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class TileSchedule:
     """What may differ from one batch to the next without changing a bit of the result. The same on all ranks of the group."""

@@ -1,0 +1,67 @@
+"""A recipe file of a stranger: it writes below the present folder only, and joins nobody's run, unless the command line says yes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.train import read_args, read_recipe
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+
+def read(text: str, *words: str) -> Recipe:
+    Path("recipe.toml").write_text(text)
+    return read_recipe(read_args(["recipe.toml", *words]), world=None)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('[run]\nfolder = "/somewhere"', "run.folder"),
+        ('[run]\nfolder = "../else"', "run.folder"),
+        ('[run]\nfolder = "runs/../../else"', "run.folder"),
+        ('[run]\nfolder = "link/runs"', "run.folder"),
+        ('[data]\ncache = "/somewhere"', "data.cache"),
+        ('[resilience]\nmode = "fast"\nheal = true\nwanted = 4\nservice = "his.host:29400"\n[folding]\nep = 1', "resilience.service"),
+    ],
+)  # fmt: skip
+def test_it_is_refused_with_what_to_type(text: str, where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    (problem,) = caught.value.problems
+    assert problem.where == where and "which a recipe file alone may not decide" in problem.rule
+    assert f"--{where} {problem.value}" in problem.hint and "--trust" in problem.hint
+    read(text, "--trust")
+    read(text, f"--{where}", str(problem.value))
+    read(text, f"--{where}={problem.value}")
+
+
+def test_all_of_it_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read('[run]\nfolder = "/a"\n[data]\ncache = "/b"')
+    assert [p.where for p in caught.value.problems] == ["run.folder", "data.cache"]
+
+
+def test_what_is_harmless_needs_no_word(here: Path) -> None:
+    read('[run]\nfolder = "runs/deep"\n[data]\ncache = "cache"')
+    read(f'[run]\nfolder = "{here}/runs"')
+
+
+def test_a_run_goes_on_by_the_recipe_in_its_own_folder(tmp_path: Path) -> None:
+    home = tmp_path / "elsewhere" / "mine"
+    home.mkdir(parents=True)
+    (home / "recipe.toml").write_text(f'[run]\nname = "mine"\nfolder = "{tmp_path / "elsewhere"}"')
+    read_recipe(read_args([str(home / "recipe.toml")]), world=None)
