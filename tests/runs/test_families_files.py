@@ -334,6 +334,24 @@ def test_a_broken_folder_is_refused_by_name(kind: str, folders: dict[str, Path],
     assert all(word in str(error.value) for word in [*words, str(folder)]), str(error.value)
 
 
+def test_links_out_of_a_folder_are_refused_but_for_those_of_a_cache(folders: dict[str, Path], tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text('{"token": "his"}')
+    folder = tmp_path / "mixtral"
+    shutil.copytree(folders["mixtral"], folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "generation_config.json").symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json = .*secret': is a link to a file outside"):
+        open_checkpoint(folder)
+    cache = tmp_path / "models--a--b"
+    shutil.copytree(folders["mixtral"], cache / "snapshots" / "123")
+    (cache / "blobs").mkdir()
+    for path in list((cache / "snapshots" / "123").iterdir()):
+        path.rename(cache / "blobs" / path.name)
+        path.symlink_to(Path("..", "..", "blobs", path.name))
+    assert open_checkpoint(cache / "snapshots" / "123").tensors
+
+
 def test_a_folder_that_is_not_there_is_one_problem(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(tmp_path / "nowhere")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -306,3 +307,26 @@ def test_bf16_is_rounded_to_the_nearest_even(rows: CompiledRows) -> None:
     master = values.clone()
     rows.adamw((master, *zeros), torch.zeros_like(values), out, numbers=(1.0, 0.0, 0.9, 0.95, 1e-8, 0.0, 0.1, 0.05))
     assert torch.equal(master, values) and torch.equal(out, values.to(torch.bfloat16))
+
+
+def test_no_code_of_somebody_else_is_loaded(tmp_path: Path) -> None:
+    """A link, a folder that is a link, or what others may write to: whoever was first in a folder for temporary files could have put it there."""
+    compiler = next(filter(None, map(shutil.which, build.COMPILERS)), None)
+    if compiler is None:
+        pytest.skip("no compiler here")
+    folder = tmp_path / "own"
+    target = build._built(Path(compiler), folder)
+    assert build._opened(target) is not None and target.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link.so").symlink_to(target)
+    with pytest.raises(OSError):
+        build._opened(tmp_path / "link.so")
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(PermissionError, match="is a link or somebody else's"):
+        build._built(Path(compiler), tmp_path / "link")
+    target.chmod(0o777)
+    with pytest.raises(PermissionError, match="others may write"):
+        build._opened(target)
+    assert build._built(Path(compiler), folder).stat().st_mode & 0o777 == 0o700  # compiled again
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="somebody else's"):
+        build._built(Path(compiler), folder)

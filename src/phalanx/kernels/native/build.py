@@ -17,6 +17,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ OPTIONS = (
 WIDEST = {"x86_64": ("-mprefer-vector-width=512",)}
 """Flag without which compilers use half of the vector registers of processors that have long ones."""
 PATIENCE_S = 300.0
+OF_OTHERS = 0o022
+"""Permissions by which others write."""
 
 
 @functools.cache
@@ -43,10 +46,23 @@ def library() -> ctypes.CDLL | None:
         return None
     for folder in _folders():
         try:
-            return ctypes.CDLL(str(_built(Path(compiler), folder)))
+            return _opened(_built(Path(compiler), folder))
         except (OSError, subprocess.SubprocessError):
             continue
     return None
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    """The library itself, and not what a link leads to. Raises `OSError` where somebody else could have written it."""
+    handle = os.open(
+        path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    )  # stays open: the loader tells libraries by their names
+    found = os.fstat(handle)
+    if found.st_uid != os.getuid() or found.st_mode & OF_OTHERS:
+        os.close(handle)
+        raise PermissionError(f"{path} belongs to somebody else, or others may write to it")
+    by_handle = f"/proc/self/fd/{handle}"
+    return ctypes.CDLL(by_handle if os.path.exists(by_handle) else str(path))
 
 
 def user_folder() -> Path:
@@ -66,19 +82,25 @@ def _built(compiler: Path, folder: Path) -> Path:
     """Path of the library in `folder`, compiled if it is not there. Raises `OSError` or `SubprocessError`."""
     options = (*OPTIONS, *WIDEST.get(platform.machine(), ()))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else")  # who could have put any code there
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & OF_OTHERS:
+        raise PermissionError(f"{folder} is a link or somebody else's")  # who could put any code there
     target = folder / f"rows-{_digest(compiler, options)}.so"
-    if target.exists():
+    if _is_ours(target):
         return target
     with open(folder / "rows.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
+        if not _is_ours(target):
             unfinished = target.with_suffix(f".{os.getpid()}")
             command = [str(compiler), *options, str(SOURCE), "-o", str(unfinished)]
             subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_S)
+            unfinished.chmod(0o700)
             unfinished.replace(target)
     return target
+
+
+def _is_ours(target: Path) -> bool:
+    return target.exists() and not target.stat().st_mode & OF_OTHERS
 
 
 def _digest(compiler: Path, options: tuple[str, ...]) -> str:

@@ -25,14 +25,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
+from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.models.families import FAMILIES, Family, NameLink, families_for, shapes_of
 from phalanx.plan.model import ModelSpec, buffers, resolve_model
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.state import BoxTensor
 from phalanx.train import state_dtype
 from phalanx.train.huggingface.hf_tokenizer import tokenizer_files
-from phalanx.train.huggingface.hugging_face import INDEX_FILE, SINGLE_FILE, read_config
+from phalanx.train.huggingface.hugging_face import INDEX_FILE, SINGLE_FILE, read_config, strange_links
 from phalanx.train.huggingface.import_hf import KEPT_FOLDER, small_files
 from phalanx.train.setup import DTYPES, RunFolder, choose_checkpoint
 
@@ -229,6 +229,8 @@ def _index(plan: Export) -> dict[str, bytes]:
 def _small_files(plan: Export) -> dict[str, bytes]:
     """What came with an imported model, unchanged but for the config's type; for others, made from the recipe."""
     kept_folder = plan.run.path / KEPT_FOLDER
+    strange = [*strange_links(kept_folder), *strange_links(plan.run.path / "tokenizer")]
+    raise_if(strange, CheckpointError, subject=f"the run {plan.run.path}")
     kept = {p.name: p.read_bytes() for p in small_files(kept_folder)}
     config = json.loads(kept.pop("config.json", b"{}"))
     if config.get("model_type") != plan.family.model_type:

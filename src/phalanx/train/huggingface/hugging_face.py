@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ def open_checkpoint(path: Path, *, mtp_layers: int = 0) -> HfCheckpoint:
         raise CheckpointError(
             [Problem(where="DIR", value=str(path), rule="is not a folder", hint=hint)], subject=subject
         )
+    raise_if(strange_links(path), CheckpointError, subject=subject)
     config, problems = read_config(path)
     family = find_family(config.get("model_type")) if config else None
     if isinstance(family, Problem):
@@ -97,6 +99,19 @@ def open_checkpoint(path: Path, *, mtp_layers: int = 0) -> HfCheckpoint:
     return HfCheckpoint(
         path=path, config=config, family=family, spec=spec, tensors=tensors, links=links, ignored=ignored
     )
+
+
+def strange_links(folder: Path) -> list[Problem]:
+    """Links in a folder that lead out of it: what comes from a stranger must not name this user's files. Hugging Face's own cache links to `blobs/` beside its snapshots."""
+    home = folder.resolve()
+    roots = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
+    found = [p for p in sorted(folder.iterdir()) if p.is_symlink()] if folder.is_dir() else []
+    hint = "copy the file itself into the folder, if it belongs there"
+    return [
+        Problem(where=str(p), value=os.readlink(p), rule="is a link to a file outside of its folder", hint=hint)
+        for p in found
+        if not any(p.resolve().is_relative_to(root) for root in roots)
+    ]
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], list[Problem]]:
