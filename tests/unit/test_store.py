@@ -123,6 +123,8 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pyte
     folder = private_folder()
     assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o755)
+    assert stat.S_IMODE(private_folder().stat().st_mode) == 0o700
+    folder.chmod(0o777)
     with pytest.raises(RunError, match="nobody else can reach"):
         private_folder()
     folder.rmdir()

@@ -68,6 +68,13 @@ def private_folder() -> Path:
     folder = base / ("phalanx" if base == Path(given) else f"phalanx-{os.geteuid()}")
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if not os.fstat(handle).st_mode & 0o022:  # nobody could have put anything there
+                os.fchmod(handle, 0o700)
+        finally:
+            os.close(handle)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise RunError(
