@@ -53,16 +53,13 @@ def library() -> ctypes.CDLL | None:
 
 
 def _opened(path: Path) -> ctypes.CDLL:
-    """The library itself, and not what a link leads to. Raises `OSError` where somebody else could have written it."""
-    handle = os.open(
-        path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    )  # stays open: the loader tells libraries by their names
+    """The library itself, and not what a link leads to. Its folder is one in which nobody else can change anything. Raises `OSError` where somebody else could have written it."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(handle)
+    os.close(handle)
     if found.st_uid != os.getuid() or found.st_mode & OF_OTHERS:
-        os.close(handle)
         raise PermissionError(f"{path} belongs to somebody else, or others may write to it")
-    by_handle = f"/proc/self/fd/{handle}"
-    return ctypes.CDLL(by_handle if os.path.exists(by_handle) else str(path))
+    return ctypes.CDLL(str(path))
 
 
 def user_folder() -> Path:
