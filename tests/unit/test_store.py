@@ -281,7 +281,10 @@ def test_credentials_are_the_users_own(tmp_path: Path) -> None:
         check_private(tmp_path)
 
 
-def test_a_service_without_credentials_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_without_credentials_is_refused_with_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # no service of this user has left any there
     with pytest.raises(ConfigError, match=rf"{VARIABLE}.*phalanx service.*export {VARIABLE}=FILE"):
         TlsService("10.0.0.1", 1).connect()

@@ -46,7 +46,7 @@ class Request:
     overrides: tuple[str, ...]
     dry_run: bool
     trust: bool = False
-    """The recipe file may say what else only the command line may (`TRUSTED`)."""
+    """The recipe file may say what else only the command line may (`_trust_problems`)."""
 
 
 def main(args: list[str]) -> int:
@@ -145,7 +145,7 @@ def _trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
     found = []
     for name, value, fine in (
         ("run.folder", recipe.run.folder, its_own or _is_below(recipe.run.folder)),
-        ("data.cache", recipe.data.cache, recipe.data.cache is None or _is_below(recipe.data.cache)),
+        ("data.cache", recipe.data.cache, _is_below(recipe.data.cache)),
         ("resilience.service", recipe.resilience.service, recipe.resilience.service is None),
         ("launch.keep_service", recipe.launch.keep_service, not recipe.launch.keep_service),
     ):

@@ -36,8 +36,6 @@ from phalanx.runtime.membership.keys_etcd import EtcdService
 from phalanx.runtime.membership.store import BACKLOG, run_store
 from phalanx.runtime.processes import STOP_SIGNALS, die_with_parent
 
-START_S = 10.0
-"""How long a store may take to start."""
 HUNG_S = 6.0
 """A store that has answered nothing for so long is replaced: three calls in a row have failed (`keys.CALL_S`)."""
 LOOK_S, PULSE_S = 0.05, 1.0

@@ -269,9 +269,16 @@ class _Connection(asyncio.Protocol):
         self.transport.close()
 
 
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end of a UNIX socket, as the kernel says."""
+    size = struct.calcsize("3i")
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, uid
+
+
 def _check_user(sock: socket.socket) -> None:
     """Raises `Refused` where a UNIX socket's other end is another user's, whom its mode should have kept out."""
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, uid = _peer(sock)
     if uid not in (os.geteuid(), 0):
         raise Refused(f"user {uid} is not the user of this run")
 
@@ -279,9 +286,7 @@ def _check_user(sock: socket.socket) -> None:
 def _name_of(sock: socket.socket) -> str:
     with contextlib.suppress(OSError):
         if sock.family == socket.AF_UNIX:
-            pid, uid, _ = struct.unpack(
-                "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            )
+            pid, uid = _peer(sock)
             return f"process {pid} of user {uid}"
         return _peer_name(sock.getpeername())
     return "a peer that has gone"
