@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -210,9 +213,46 @@ def _waits_for_the_other(folder: Path) -> None:
     ElasticMember.compute = computing  # type: ignore[method-assign]
 
 
+def _hangs(folder: Path) -> None:
+    """The first process that reads step 6 never comes back from it, though its heartbeats go on: a dead network file system."""
+    from phalanx.train.loop import Trainer
+
+    load = Trainer.load
+
+    def loading(self: Any, step: int) -> Any:
+        if step == 6 and _once(folder, "hung"):
+            threading.Event().wait()
+        return load(self, step)
+
+    Trainer.load = loading  # type: ignore[method-assign]
+
+
+def _all_stop(folder: Path) -> None:
+    """At step 6 every process of a rank is stopped at once, and they go on after twice the time for which silence is allowed."""
+    from phalanx.train.recovery.elastic import ElasticMember
+
+    compute = ElasticMember.compute
+
+    def computing(self: Any) -> None:
+        if self.step == 6 and _once(folder, "stopped"):
+            mine = os.getpid()
+            ranks = [int(p) for p in Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()]
+            if os.fork() == 0:
+                os.setsid()
+                for number, pause_s in ((signal.SIGSTOP, 3.0), (signal.SIGCONT, 0.0)):
+                    for pid in {mine, *ranks}:
+                        if (Path(f"/proc/{pid}/cmdline").read_bytes()) == Path(f"/proc/{mine}/cmdline").read_bytes():
+                            os.kill(pid, number)
+                    time.sleep(pause_s)
+                os._exit(0)
+        compute(self)
+
+    ElasticMember.compute = computing  # type: ignore[method-assign]
+
+
 HOOKS: dict[str, Callable[[Path], None]] = {
     "waits": _waits_for_the_other,
-    "disk full": _disk_full, "unreadable": _unreadable, "damage": _damage, "stays behind": _stays_behind, "nobody comes": _nobody_comes
+    "disk full": _disk_full, "unreadable": _unreadable, "damage": _damage, "stays behind": _stays_behind, "hangs": _hangs, "all stop": _all_stop, "nobody comes": _nobody_comes
 }  # fmt: skip
 
 
@@ -302,6 +342,31 @@ def test_too_few_members_wait_say_for_whom_save_and_end(base: Path) -> None:
     assert 6 <= saved < 14 and CheckpointFolder(base / "runs/few/checkpoints").newest() == saved
     train(base, "few", {})
     check_equal(base, "few")
+
+
+def lost(folder: Path, name: str) -> list[str]:
+    """Why the supervisor removed members, and what it said of others."""
+    log = (folder / "runs" / name / "events").glob("host-*.jsonl")
+    told = [json.loads(line) for path in log for line in path.read_text().splitlines()]
+    return [e["why"] for e in told if e["kind"] in ("MemberLost", "SilentAwaited")]
+
+
+@pytest.mark.ranks
+def test_a_rank_that_hangs_while_it_heartbeats_is_named_and_replaced(base: Path) -> None:
+    train(base, "hangs", {}, body=partial(_hooked, "hangs"), resilience__hang_s="1.5")
+    (why,) = lost(base, "hangs")
+    assert why.startswith("made no progress for ") and "(data of step 7, " in why, why
+    check_equal(base, "hangs")
+
+
+@pytest.mark.ranks
+def test_silence_of_all_ranks_at_once_is_waited_for(base: Path) -> None:
+    """The supervisor of one machine hears nothing of any rank for 3 s, with a limit of 1: nobody is removed."""
+    train(base, "all-stop", {}, body=partial(_hooked, "all stop"), resilience__limit_s="1", resilience__hang_s="1.5")
+    (why,) = lost(base, "all-stop")
+    assert "ranks are silent or still at once" in why and "nobody is removed for 600 s" in why
+    assert (base / "printed-all-stop" / "err").read_text().count("silent or still at once") == 1
+    check_equal(base, "all-stop")
 
 
 @pytest.mark.ranks

@@ -82,13 +82,13 @@ def test_a_listener_answers_for_a_process_that_does_nothing(nowhere: str) -> Non
     listener = ProbeListener("127.0.0.1", 9)
     try:
         for _ in range(3):
-            assert probe_all({"there": listener.address}) == Answers(frozenset(), frozenset())
+            assert probe_all({"there": listener.address}) == Answers(frozenset(), frozenset(), frozenset({"there"}))
             listener.clear()
         closed = socket.create_server(("127.0.0.1", 0))
         refused = f"127.0.0.1:{closed.getsockname()[1]}"
         closed.close()
         assert probe_all({"there": listener.address, "far": nowhere}, limit_s=0.2) == Answers(
-            frozenset({"far"}), frozenset()
+            frozenset({"far"}), frozenset(), frozenset({"there"})
         )
         assert probe_all({"far": nowhere, "gone": refused}).refused == {
             "gone"

@@ -310,6 +310,8 @@ class ResilienceConfig:
     """How long it waits for them, then it ends."""
     limit_s: float = 3.0
     """A rank, or a host, that says nothing for so long is removed from the run and replaced."""
+    hang_s: float = 30.0
+    """A rank that makes no progress for so long within a step while others wait for it, or for ten times the longest pause of a sound step where that is more, is removed and replaced; between steps after launch.timeout_s. Where f ranks or more are silent or still at once, none is removed for wait_s."""
     straggler: float = 0.0
     """A host (on one machine: a rank) that takes so many times as long for its work as the others do is removed after a hand-over. 0: only reported, from a factor of 2 on."""
     straggler_steps: int = 20

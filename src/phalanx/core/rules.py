@@ -109,6 +109,7 @@ LIMITS: Mapping[str, Limit] = {
     "resilience.wanted": COUNT,
     "resilience.minimum": COUNT,
     "resilience.wait_s": POSITIVE,
+    "resilience.hang_s": Limit(least=LEAST_SILENCE_BEATS * HOST_BEAT_S),
     "resilience.limit_s": Limit(least=LEAST_SILENCE_BEATS * HOST_BEAT_S),
     "resilience.straggler": NOT_NEGATIVE,
     "resilience.straggler_steps": COUNT,
@@ -270,7 +271,7 @@ EFFECTS: tuple[Effect, ...] = (
         settings=tuple(
             f"resilience.{k}"
             for k in (
-                "minimum", "wait_s", "limit_s", "straggler", "straggler_steps", "straggler_rest_s", "state_gb"
+                "minimum", "wait_s", "limit_s", "hang_s", "straggler", "straggler_steps", "straggler_rest_s", "state_gb"
             )
         ),
         inert=lambda r: r.resilience.heal is False,

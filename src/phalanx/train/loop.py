@@ -56,7 +56,7 @@ SAMPLE_TOKENS = 80
 PROMPT_TOKENS = 12
 PREFETCH_STEPS = 2
 
-At = Literal["forward", "commit", "checkpoint"]
+At = Literal["data", "forward", "commit", "checkpoint"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -203,6 +203,7 @@ class Trainer:
             self.due = False
         self.recorder.begin(self.step + 1)
         begin_s = time.perf_counter()
+        self._at("data")
         with self.parts.comms.doing("data", "host"):
             micros = self._next_batch()
         data_s = time.perf_counter() - begin_s

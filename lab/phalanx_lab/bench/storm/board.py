@@ -1,5 +1,6 @@
 """What each worker of a storm is doing, in memory that the storm and all workers share, and traps: a worker that enters a phase for which one is set waits there
-to be struck.
+to be struck. A worker may also be told to stand still for good, or that one bit of what comes to it next is to be wrong, and its
+supervisor that its process cannot be killed for now.
 
 A storm that only looked would strike a phase that is over: most of a step's phases last less than a millisecond. A trap holds its victim for `HOLD_S` at most.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 
 HOLD_S = 1.0
 LOOK_S = 0.0002
-_CELL = struct.Struct("<qqqqq")
+_CELL = struct.Struct("<qqqqqqqq")
 _FREE = 0
 
 
@@ -43,9 +44,11 @@ class PhaseBoard:
         struct.pack_into("<qqq", self._memory, place * _CELL.size, pid, number, step)
         if self._field(place, 3) == number + 1:
             self._hold(place)
+        while pid and self._field(place, 5) == pid:  # its heartbeats go on
+            time.sleep(LOOK_S)
 
     def read(self, place: int) -> tuple[int, str, int]:
-        pid, phase, step, _, _ = _CELL.unpack_from(self._memory, place * _CELL.size)
+        pid, phase, step, *_ = _CELL.unpack_from(self._memory, place * _CELL.size)
         return pid, self.phases[phase], step
 
     # -- traps
@@ -62,6 +65,31 @@ class PhaseBoard:
     def release(self, place: int) -> None:
         self._set(place, 3, _FREE)
         self._set(place, 4, _FREE)
+
+    # -- what else a worker is told
+
+    def stand_still(self, place: int) -> None:
+        """The worker that is there now never comes to another phase, or out of the one that it is held in."""
+        self._set(place, 5, self._field(place, 0))
+
+    def spoil_next(self, place: int) -> None:
+        """One bit of the state that comes to the worker of this place next will be wrong."""
+        self._set(place, 6, 1)
+
+    def spoils(self, place: int, *, take: bool = False) -> bool:
+        """Whether it is to be wrong still; `take`: it is now."""
+        found = self._field(place, 6) == 1
+        if found and take:
+            self._set(place, 6, 0)
+        return found
+
+    def keep_alive(self, place: int, keep: bool) -> None:
+        """Its supervisor cannot kill it, as if it were in a call of the kernel that nothing interrupts."""
+        self._set(place, 7, int(keep))
+
+    def is_kept(self, place: int) -> bool:
+        """Whether `keep_alive` holds."""
+        return self._field(place, 7) == 1
 
     def _hold(self, place: int) -> None:
         self._set(place, 3, _FREE)

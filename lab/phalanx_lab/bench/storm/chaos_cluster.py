@@ -11,8 +11,9 @@ import json
 import os
 import random
 import signal
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
 from phalanx.core.events import Emit, Event
 from phalanx.runtime.membership.keys import Service
-from phalanx.runtime.membership.service import StoreProcess, start_store
+from phalanx.runtime.membership.service import HUNG_S, Pulse, StoreProcess, start_store
 from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx_lab.bench.cluster import TrainingCluster, send, state_of
@@ -30,8 +31,17 @@ from phalanx_lab.bench.storm.board import PhaseBoard
 
 KINDS = ("kill", "freeze", "notice", "service", "two", "host")
 """kill -9 of a worker; SIGSTOP, later SIGCONT; SIGTERM to a host; kill -9 of the service, of two workers at once, of a whole host. Hosts come back."""
-MORE_KINDS = ("two hosts", "two notices")
-"""kill -9 of two whole hosts at once, for which a run needs copies; SIGTERM to two at once, which hand over what they have."""
+MORE_KINDS = (
+    "two hosts", "two notices", "hang", "unkillable", "all silent", "flip", "hung service", "robbed service",
+)  # fmt: skip
+"""kill -9 of two whole hosts at once, for which a run needs copies; SIGTERM to two at once, which hand over what they have; a worker whose own thread stands still while its
+heartbeats go on, and one of these that SIGKILL does not end for a while; SIGSTOP of all workers of all hosts, later SIGCONT; kill -9 of a worker, and one wrong bit in what its
+successor receives; SIGSTOP of the service; kill -9 of the service, whose port another process tries to take."""
+STILL_KINDS = ("hang", "unkillable")
+PUT_OUT_KINDS = ("freeze", "host", "two hosts", "cut", "part", "slow", *STILL_KINDS)
+"""Faults for which a worker may be removed although its process exists, as far as others know."""
+KEPT_S = 3.0
+"""How long an unkillable process outlives what is done to end it."""
 AIM_S = 1.0
 """How long to wait for a worker to be in the phase that a fault is aimed at."""
 
@@ -88,6 +98,9 @@ class ChaosCluster(TrainingCluster):
         """How long what each fault took away stays away."""
         self.begun: list[tuple[str, float]] = []
         """Every start of a host: which, and when."""
+        self.keep_s = KEPT_S
+        self.wrong: list[str] = []
+        """What a fault has shown at once."""
         self._starts = 0
 
     def __enter__(self) -> Self:
@@ -229,8 +242,25 @@ class ChaosCluster(TrainingCluster):
                 others = [h for h in self.pids if h != name]
                 other_host = [rng.choice(others)] if others else []
                 return [h for n in (name, *other_host) for h in self._kill_host(n, back_s)]
-            case "service" if self.can_kill_service():
+            case "hang" | "unkillable":
+                if kind == "unkillable":
+                    self._keep_alive(place)
+                self.board.stand_still(place)
+            case "all silent":
+                pids = [pid for p in self.places() if (pid := self.process_of(p)) is not None]
+                for number, delay_s in ((signal.SIGSTOP, 0.0), (signal.SIGCONT, back_s)):
+                    self.later(delay_s, partial(_send_all, pids, number))
+                return [self.name_of(p) for p in self.places()]
+            case "flip":
+                self.board.spoil_next(place)
+                self.signal_worker(place, signal.SIGKILL)
+            case "service" | "robbed service" if self.can_kill_service():
                 self.kill_service(back_s)
+                if kind == "robbed service" and self.takes_port():
+                    self.wrong.append("another process took the port of the service while its process was dead")
+                return ["service"]
+            case "hung service" if self.can_kill_service():
+                self.stop_service()
                 return ["service"]
             case _:
                 return None
@@ -289,6 +319,45 @@ class ChaosCluster(TrainingCluster):
             raise RunError("this cluster does not keep the service")
         store.kill()
         self.later(back_s, store.start)
+
+    def stop_service(self) -> None:
+        """It answers nothing any more. Whoever keeps it sees that, as `phalanx service` does."""
+        if self.store is not None:
+            send(self.store.pid, signal.SIGSTOP)
+            self._replace_hung(self.store, Pulse(self.store.address))
+
+    def _replace_hung(self, store: StoreProcess, pulse: Pulse) -> None:
+        if pulse.missed_s() > HUNG_S:
+            store.kill()
+            store.start()
+        else:
+            self.later(0.1, partial(self._replace_hung, store, pulse))
+
+    def takes_port(self) -> bool:
+        """Whether a process that is not the service can listen at its address now."""
+        where: Any = self.service
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((where.host, where.port))
+            sock.listen()
+            return True
+        return False
+
+    def _keep_alive(self, place: int) -> None:
+        pid = self.process_of(place)
+        self.board.keep_alive(place, True)
+
+        def end() -> None:
+            self.board.keep_alive(place, False)
+            if pid is not None:
+                send(pid, signal.SIGKILL)
+
+        self.later(self.keep_s, end)
+
+
+def _send_all(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        send(pid, number)
 
 
 def users_of(folder: Path) -> list[int]:

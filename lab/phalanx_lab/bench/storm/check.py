@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx_lab.bench.storm.chaos_cluster import InjectedFault
+from phalanx_lab.bench.storm.chaos_cluster import PUT_OUT_KINDS, InjectedFault
 
 Record = dict[str, Any]
 
@@ -105,7 +105,20 @@ def _recovery(fault: InjectedFault, span: Sequence[Record]) -> FaultRecovery:
     )
 
 
-def median(values: Sequence[float | None]) -> float | None:
+def put_out_though_sound(faults: Sequence[InjectedFault], events: Sequence[Record]) -> list[str]:
+    """Workers that were removed although their process existed, and that no fault explains: the last two before it, for one may be found late."""
+    found = []
+    for event in events:
+        if event["kind"] != "MemberLost" or not any(words in event["why"] for words in ("silent for", "no progress")):
+            continue
+        before = [f for f in faults if f.at_s <= event["at_s"]][-2:]
+        names = {event["uid"].rsplit(".", 1)[0], event["uid"].split(".")[0]}
+        if not any(f.kind in PUT_OUT_KINDS and names & set(f.victims) for f in before):
+            found.append(f"{event['uid']}: {event['why']}")
+    return found
+
+
+def median(values: Iterable[float | None]) -> float | None:
     """Median of those that are known."""
     known = [v for v in values if v is not None]
     return statistics.median(known) if known else None

@@ -157,17 +157,20 @@ class TestbedChaosCluster(ChaosCluster):
             self.bed.part_hosts(*pair)
             self.later(PART_S, lambda: self.bed.rejoin_hosts(*pair))
             return [name, other]
-        if kind == "service":
+        if kind in ("service", "robbed service"):
             self._kill_store(back_s)
+            if kind == "robbed service" and self.takes_port():
+                self.wrong.append("another process took the port of the service while its process was dead")
+            return ["service"]
+        if kind == "hung service":
+            for pid in self._stores()[1]:
+                os.kill(pid, signal.SIGSTOP)
             return ["service"]
         return super()._strike(kind, place, rng, back_s)
 
     def _kill_store(self, back_s: float) -> None:
         """The process that has the values. The one that would start it again at once is held for so long."""
-        host = self.bed.host(self.setup.hosts)
-        mine = _processes_in(host.pid)
-        keepers = [pid for pid, parent in mine.items() if parent == host.pid]
-        stores = [pid for pid, parent in mine.items() if parent in keepers]
+        keepers, stores = self._stores()
         for pid in keepers:
             os.kill(pid, signal.SIGSTOP)
         for pid in stores:
@@ -178,6 +181,18 @@ class TestbedChaosCluster(ChaosCluster):
                 os.kill(pid, signal.SIGCONT)
 
         self.later(back_s, go_on)
+
+    def _stores(self) -> tuple[list[int], list[int]]:
+        """Processes of `phalanx service`, and those that have its values."""
+        host = self.bed.host(self.setup.hosts)
+        mine = _processes_in(host.pid)
+        keepers = [pid for pid, parent in mine.items() if parent == host.pid]
+        return keepers, [pid for pid, parent in mine.items() if parent in keepers]
+
+    def takes_port(self) -> bool:
+        take = f"import socket; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); s.bind(('0.0.0.0', {PORT})); s.listen()"
+        name = f"rob-{len(self.bed.jobs)}"
+        return self.bed.run([sys.executable, "-c", take], hosts=[self.setup.hosts], name=name).wait(STOP_S).ok
 
     def stop_run(self, why: str) -> None:
         command = [sys.executable, "-m", "phalanx_lab.bench.storm.host", json.dumps({"stop": why, "port": PORT})]

@@ -16,8 +16,8 @@ from typing import Any
 from phalanx.observe.event_log import read_events
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.train.recovery.watch import PHASES
-from phalanx_lab.bench.storm.chaos_cluster import KINDS, MORE_KINDS, ChaosCluster, users_of
-from phalanx_lab.bench.storm.check import median, recoveries
+from phalanx_lab.bench.storm.chaos_cluster import KINDS, MORE_KINDS, STILL_KINDS, ChaosCluster, users_of
+from phalanx_lab.bench.storm.check import median, put_out_though_sound, recoveries
 from phalanx_lab.bench.storm.joins import joins
 from phalanx_lab.bench.storm.ledger import calm_steps, judge, read_ledger
 from phalanx_lab.bench.storm.trainer import STORM, StormSetup, different, digests, final_step, train_calmly
@@ -31,6 +31,8 @@ AIM_S = {"checkpoint": 6.0}
 """How long to wait for a phase that not every step has."""
 ONCE_S = 1.5
 """Seconds for any other."""
+IN_STEP = ("data", "forward", "all-to-all", "backward", "reduction", "vote")
+"""Phases in which a worker that is still is found after `resilience.hang_s`."""
 OUT = ("kill", "two", "host", "two hosts")
 """Faults whose recovery is that of kill -9."""
 
@@ -61,6 +63,12 @@ class StormResult:
     hung: int = 0
     orphans: int = 0
     zombies_refused: int = 0
+    sound_put_out: list[str] = field(default_factory=list)
+    """Workers that were removed although no fault was theirs."""
+    hang_s: float = 0.0
+    """Bound of a worker that is still, at least."""
+    after_hang_s: float | None = None
+    """Median from when a worker that is still was removed to the next committed step."""
     median_recovery_s: float | None = None
     """kill -9 to the next committed step."""
     max_recovery_s: float | None = None
@@ -102,7 +110,7 @@ def storm(
     cluster: ChaosCluster, setup: StormSetup, plan: StormPlan, folder: Path, *, tell: Tell = lambda text: None
 ) -> StormResult:
     """The whole experiment; the cluster is not entered yet. Events, errors and runs are left in `folder`."""
-    result = StormResult(mode=setup.mode, limit_s=setup.limit_s)
+    result = StormResult(mode=setup.mode, limit_s=setup.limit_s, hang_s=setup.hang_s)
     begin_s = time.monotonic()
     with cluster:
         _rage(cluster, setup, plan, result, tell)
@@ -141,9 +149,12 @@ def _one_fault(
 ) -> bool:
     """Whether the run got over it."""
     place = None
+    if kind in STILL_KINDS:  # elsewhere a worker may take as long as a collective
+        phase, begun = rng.choice(IN_STEP), cluster.step()
+        cluster.until(lambda: cluster.step() >= begun + 2, ONCE_S)
     if phase == "migration":  # somebody must come for it
         place = _make_joiner(cluster, plan, rng, tell)
-    back_s = setup.limit_s + 0.7 if kind in ("freeze", "cut") else plan.back_s
+    back_s = setup.limit_s + 0.7 if kind in ("freeze", "cut", "all silent") else plan.back_s
     before = cluster.step()
     aim_s = AIM_S.get(phase, ONCE_S) if place is None else plan.full_s
     fault = cluster.hurt(kind, rng, phase=phase, back_s=back_s, place=place, aim_s=aim_s)
@@ -219,6 +230,12 @@ def judge_storm(
         result.by_phase[fault.phase] = result.by_phase.get(fault.phase, 0) + 1
     result.failures += [f"{p.name}: {p.read_text()[:2000]}" for p in sorted(folder.glob("error-*"))]
     result.failures += [f"host {h} ended with exit code {c}" for h, c in cluster.codes.items() if c]
+    result.failures += cluster.wrong
+    result.failures += [
+        f"the bit for {cluster.name_of(p)} was never spoiled"
+        for p in range(cluster.board.places)
+        if cluster.board.spoils(p)
+    ]
     if result.hung:
         result.failures.append(f"hung: {result.hung}")
     storm_run = folder / "runs" / STORM
@@ -254,10 +271,17 @@ def _measure(
 ) -> None:
     events = [event for log in logs for event in log]
     events += [event for path in sorted(folder.glob("host-*.jsonl")) for event in read_events(path)]
+    result.sound_put_out = put_out_though_sound(cluster.faults, events)
+    result.failures += [f"a sound rank was removed: {text}" for text in result.sound_put_out]
     found = recoveries(cluster.faults, events)
     result.recoveries = [asdict(r) for r in found]
     times = [r.resumed_s for r in found if r.kind in OUT]
     result.median_recovery_s, result.max_recovery_s = median(times), _most(times)
+    result.after_hang_s = median(
+        None if r.resumed_s is None or r.detected_s is None else r.resumed_s - r.detected_s
+        for r in found
+        if r.kind in STILL_KINDS
+    )
     result.frozen_max_s = _most(r.resumed_s for r in found if r.kind == "freeze")
     away = {f.at_s: back_s for f, back_s in zip(cluster.faults, cluster.away_s, strict=True)}
     result.service_max_s = _most(
@@ -298,7 +322,7 @@ def report(result: StormResult) -> str:
         f"{'yes' if result.bitwise_equal else 'NO' if result.mode == 'exact' else 'not asked'}, largest difference of a loss {result.worst_difference:.1e}; "
         f"rollbacks {result.rollbacks} (and {result.rollbacks_allowed} with f hosts out); hung {result.hung}, orphans {result.orphans}",
         f"kill -9 to the next step: median {_ms(result.median_recovery_s)}, max {_ms(result.max_recovery_s)}; frozen max "
-        f"{_ms(result.frozen_max_s)} (limit {result.limit_s:g} s); service, from its restart, max {_ms(result.service_max_s)}",
+        f"{_ms(result.frozen_max_s)} (limit {result.limit_s:g} s); still, from its removal, median {_ms(result.after_hang_s)} (bound {result.hang_s:g} s); service, from its restart, max {_ms(result.service_max_s)}",
         _of_joins(result),
     ]
     for kind in sorted(result.by_kind):

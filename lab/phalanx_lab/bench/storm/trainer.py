@@ -52,6 +52,8 @@ class StormSetup:
     """Steps between checkpoints."""
     limit_s: float = 1.0
     """Limit of heartbeats in seconds."""
+    hang_s: float = 1.5
+    """Limit of ranks that are still, in seconds."""
     service: str = ""
     """Its address in the recipe."""
 
@@ -81,6 +83,7 @@ def recipe_words(setup: StormSetup, folder: Path, *, host: str = "") -> list[str
         "resilience.service": setup.service,
         "resilience.wanted": setup.ranks,
         "resilience.limit_s": setup.limit_s,
+        "resilience.hang_s": setup.hang_s,
         "checkpoint.interval": setup.interval,
         "launch.ranks": setup.slots,
         "launch.threads": 1,

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from phalanx.core.events import Event
+from phalanx.runtime.membership.worker import Worker
+from phalanx.runtime.state.views import ShardView
+from phalanx.train.placement import state_transfer
 from phalanx.train.recovery.watch import Phase
 from phalanx_lab.bench.storm.board import PhaseBoard
 from phalanx_lab.bench.storm.chaos_cluster import EventFile
@@ -21,11 +29,40 @@ class StormWatch:
         self.board, self.folder, self.host_name, self.first = board, folder, host, first
         self.host = EventFile(folder / f"host-{host}-{start}.jsonl")
         self._start = start
+        delay_kills(lambda slot: board.is_kept(first + slot))
 
     def member(self, slot: int) -> StormMember:
         """Watches in the worker's own process."""
+        spoil_received_state(partial(self.board.spoils, self.first + slot, take=True))
         name = f"worker-{self.host_name}-{slot}-{self._start}-{os.getpid()}.jsonl"
         return StormMember(self.board, self.first + slot, EventFile(self.folder / name))
+
+
+def spoil_received_state(due: Callable[[], bool]) -> None:
+    """From now on, in this process: one bit of state that has come from others is wrong whenever `due()` says so."""
+    move = state_transfer.move_state
+
+    def moving(resharder: Any, moves: Any, source: Mapping[str, Any], dest: Mapping[str, Any], **words: Any) -> int:
+        received = move(resharder, moves, source, dest, **words)
+        came = [view for view in dest.values() if isinstance(view, ShardView)]
+        if received and not source and came and due():  # this member had nothing
+            came[0]._kept[:1].view(torch.uint8)[0] ^= 1
+        return received
+
+    state_transfer.move_state = moving
+
+
+def delay_kills(kept: Callable[[int], bool]) -> None:
+    """From now on, in this supervisor's process: a worker whose slot is `kept` survives what is done to end it."""
+    kill = Worker.kill
+
+    def killing(worker: Worker) -> None:
+        if kept(worker.slot) and not worker.reap():
+            worker.killed = True
+        else:
+            kill(worker)
+
+    Worker.kill = killing  # type: ignore[assignment, method-assign]
 
 
 class StormMember:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         with_second_groups as with_second_groups,
     )
     from phalanx.runtime.comm.peers import Peers as Peers, own_group as own_group
+    from phalanx.runtime.comm.progress import RankProgress as RankProgress, State as State
     from phalanx.runtime.comm.row_collectives import RowsUnderWay as RowsUnderWay, backward_id as backward_id
     from phalanx.runtime.comm.tracing import traced as traced
     from phalanx.runtime.comm.waiting import ExchangeTime as ExchangeTime, Place as Place

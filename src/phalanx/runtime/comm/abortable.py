@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx.core.errors import PeerError
+from phalanx.runtime.comm.progress import RankProgress
 
 T = TypeVar("T")
 LOOK_S = 0.02
@@ -33,8 +34,16 @@ class AbortableCall:
     An abandoned thread holds what `keep` returns until its call ends: the destructor of a process group waits for the threads in it.
     """
 
-    def __init__(self, aborted: Callable[[], bool], *, keep: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        aborted: Callable[[], bool],
+        *,
+        keep: Callable[[], object] = lambda: None,
+        progress: RankProgress | None = None,
+    ) -> None:
         self.aborted, self.keep = aborted, keep
+        self.progress = RankProgress() if progress is None else progress
+        """Of the thread that makes this: calls are waits for other ranks."""
         self.waited_s = 0.0
         """Total time for which the thread that made this waited for calls."""
         self._thread = threading.get_ident()
@@ -46,6 +55,10 @@ class AbortableCall:
 
     def run(self, work: Callable[[], T]) -> T:
         """What `work` returns or raises. Raises `PeerError` where it does not end after an abort, and after `close`."""
+        with self.progress.waiting():
+            return self._run(work)
+
+    def _run(self, work: Callable[[], T]) -> T:
         with self._lock:  # a call behind the end of its thread would never be made
             if self._is_closed:  # another thread of the rank may not know yet
                 raise PeerError("the process group was aborted")

@@ -349,11 +349,16 @@ class Collectives:
         end_s = ANCHOR_S + time.monotonic()
         self._emit(Operation(op_id=op_id, lane=lane, begin_s=ANCHOR_S + begin_s, end_s=end_s))
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """The rank's own thread waits inside for others, or for a thread beside it that does (`runtime/comm/progress.py`)."""
+        return nullcontext() if self.escape is None else self.escape.progress.waiting()
+
     @contextmanager
     def blocked(self, op_id: str, axis: Axis) -> Iterator[None]:
         """The rank waits inside for a thread that has the collectives of `apart`: time that nothing hides, as in a wait of its own."""
         begin_s = time.monotonic()
-        yield
+        with self.waiting():
+            yield
         waited_s = time.monotonic() - begin_s
         self.counters.setdefault(("blocked", axis.name), Counter()).waited_s += waited_s
         self.layers.blocked(op_id, waited_s)
@@ -605,6 +610,8 @@ class Collectives:
             not call.on_host
         ):  # orders itself on the stream; a timeout here would make NCCL block the host, the group has its own
             work.wait()
+            if self.escape is not None:
+                self.escape.progress.handed_over(work)
             return time.monotonic()
         with self._away(axis):
             run_abortable(self.escape, partial(work.wait, timedelta(seconds=self.timeout_s)))

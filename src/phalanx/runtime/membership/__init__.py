@@ -44,7 +44,11 @@ if TYPE_CHECKING:
         Resolution as Resolution,
         resolve as resolve,
     )
-    from phalanx.runtime.membership.watcher import AgentSettings as AgentSettings, TooFew as TooFew
+    from phalanx.runtime.membership.watcher import (
+        AgentSettings as AgentSettings,
+        NotForming as NotForming,
+        TooFew as TooFew,
+    )
     from phalanx.runtime.membership.worker_agent import WorkerAgent as WorkerAgent
 else:
     __getattr__ = lazy(__name__)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.core.clock import now_s
 from phalanx.core.config import HOST_BEAT_S
+from phalanx.runtime.membership.hangs import OtherHosts
 from phalanx.runtime.membership.keys import MEETINGS, SUMS, Keys, Service, ServiceLost
-from phalanx.runtime.membership.membership import KEPT, Announcement, FirstRule, Generation, Member, Membership
-from phalanx.runtime.membership.reachability import probe_key
+from phalanx.runtime.membership.membership import KEPT, Announcement, Beat, FirstRule, Generation, Member, Membership
+from phalanx.runtime.membership.reachability import probe_key, probe_members
 from phalanx.runtime.membership.votes import BEGUN, stepped_key, written_for
 
 LOOK_S = 0.05
@@ -30,6 +31,8 @@ HOSTS_S = 0.5
 TOGETHER_S = 0.5
 """How long a worker that is ready waits for others of its host, so that they join in one generation: each one stops the run for a moment."""
 
+PROBE_S = 0.3
+"""How long the kernel of a silent host may take to answer for its processes."""
 FORMS_S = 2.0
 """How long a worker that is ready leaves a new generation alone that has not made a step yet: one that forms would have to be formed again."""
 
@@ -48,9 +51,12 @@ class Lost:
 class HostAgent:
     """The members of one host. `tick` does whatever is due and never waits long."""
 
-    def __init__(self, host: str, service: Service, rule: FirstRule, *, limit_s: float, alone: bool = True) -> None:
-        """`alone`: no other host can take part in the run."""
+    def __init__(
+        self, host: str, service: Service, rule: FirstRule, *, limit_s: float, f: int = 2, alone: bool = True
+    ) -> None:
+        """`alone`: no other host can take part in the run. `f`: hosts that hold each piece of state at least."""
         self.host, self.service, self.rule, self.limit_s, self.alone = host, service, rule, limit_s, alone
+        self.f = f
         self.newest: Generation | None = None
         self.begun = False
         self.finished: str | None = None
@@ -91,6 +97,9 @@ class HostAgent:
         """When the service left a call unanswered first, since it last answered one."""
         self._others: dict[str, tuple[str | None, float]] = {}
         """Other hosts: the last heartbeat of each, and when it was first seen."""
+        self._quiet, self._waits_s = False, 0.0
+        self.awaited = ""
+        """Why hosts that are silent are not removed for now; empty where none is awaited."""
 
     # -- what happened
 
@@ -136,6 +145,24 @@ class HostAgent:
         """This process was stopped, or the service was unavailable: silence of others in that time means nothing."""
         now, self._unanswered = time.monotonic(), None
         self._others = {h: (beat, now) for h, (beat, _) in self._others.items()}
+
+    def workers_are(self, *, quiet: bool, waits_s: float) -> None:
+        """Whether a member of this host is silent or still, and for how long one has waited for others; the other hosts hear of it."""
+        if quiet and not self._quiet:
+            self._beat_s = self._looked_s = 0.0
+        self._quiet, self._waits_s = quiet, waits_s
+
+    def other_hosts(self) -> OtherHosts:
+        """What the other hosts of the newest generation said last."""
+        hosts = self._other_hosts()
+        now, beats = time.monotonic(), {h: self._others[h] for h in hosts if h in self._others}
+        quiet = [h for h, (text, at_s) in beats.items() if now - at_s > self.limit_s / 2 or Beat.read(text).quiet]
+        return OtherHosts(
+            len(hosts), len(quiet), max((Beat.read(text).waits_s for text, _ in beats.values()), default=0.0)
+        )
+
+    def _other_hosts(self) -> set[str]:
+        return set() if self.newest is None else {m.host for m in self.newest.members} - {self.host}
 
     def take_lost(self) -> list[Lost]:
         """Losses that were reported to the service since the last call."""
@@ -397,23 +424,46 @@ class HostAgent:
         now = time.monotonic()
         if now - self._beat_s >= HOST_BEAT_S:
             self._beat_s, self._beats = now, self._beats + 1
-            membership.heartbeat(self.host, self._beats)
+            membership.heartbeat(self.host, Beat(self._beats, waits_s=self._waits_s, quiet=self._quiet))
 
     def _watch_hosts(self, membership: Membership) -> None:
         now, every_s = time.monotonic(), min(HOSTS_S, self.limit_s / 4)
-        if self.newest is None or now - self._watched_s < every_s:
+        if self.newest is None or now - self._watched_s < (0.0 if self._quiet else every_s):
             return
         if now - self._watched_s > every_s + self.limit_s / 4:
             self.forgive()  # the last look was answered late, and so were the beats of others
         self._watched_s = now
-        hosts = {m.host for m in self.newest.members} - {self.host}
-        for host, beat in membership.heartbeats(sorted(hosts)).items():
+        silent = {}
+        for host, beat in membership.heartbeats(sorted(self._other_hosts())).items():
             known = self._others.get(host)
             if known is None or known[0] != beat:
                 self._others[host] = (beat, now)
             elif now - known[1] > self.limit_s:
-                uids = [m.uid for m in self.newest.members if m.host == host]
-                self._remove(membership, uids, f"host {host} was silent for {now - known[1]:.1f} s")
+                silent[host] = now - known[1]
+        awaited = self._awaited(membership, silent)
+        self.awaited = (
+            f"{', '.join(sorted(awaited))} and others are silent at once, their processes exist, and what they hold may be nobody else's: "
+            f"none is removed for {self.rule.lone_s:g} s (resilience.wait_s)"
+            if awaited
+            else ""
+        )
+        for host in silent.keys() - awaited:
+            uids = [m.uid for m in self.newest.members if m.host == host]
+            self._remove(membership, uids, f"host {host} was silent for {silent[host]:.1f} s")
+
+    def _awaited(self, membership: Membership, silent: Mapping[str, float]) -> set[str]:
+        """Hosts among the silent ones that are not removed yet: so many are quiet at once that what they hold may be nobody else's, and the kernels of
+        these answer for their processes."""
+        others = self.other_hosts()
+        if others.quiet + self._quiet < min(self.f, others.hosts + 1):
+            return set()
+        return {host for host, s in silent.items() if s < self.rule.lone_s and self._exists(membership, host)}
+
+    def _exists(self, membership: Membership, host: str) -> bool:
+        """Whether a member of that host is a process that only does not answer."""
+        uids = [] if self.newest is None else [m.uid for m in self.newest.members if m.host == host]
+        answers = probe_members(membership.keys, uids, own="", limit_s=PROBE_S)
+        return bool(answers.answered) and not answers.refused
 
     def others_alive(self) -> bool:
         """Whether another host still sends heartbeats (asked at the end by the host that keeps the service)."""
@@ -421,8 +471,7 @@ class HostAgent:
             keys = self._connected()
             if keys is None or self.newest is None:
                 return False
-            hosts = {m.host for m in self.newest.members} - {self.host}
-            return any(keys.get(f"ended/{h}") is None and self._spoke(keys, h) for h in hosts)
+            return any(keys.get(f"ended/{h}") is None and self._spoke(keys, h) for h in self._other_hosts())
         except ServiceLost:
             return False
 

@@ -136,6 +136,30 @@ class Announcement:
         return cls(**data)
 
 
+@dataclass(frozen=True)
+class Beat:
+    """Heartbeat of a host."""
+
+    count: int
+    waits_s: float = 0.0
+    """Longest time for which a member of it waits for others."""
+    quiet: bool = False
+    """A member of it is silent or still."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.count} {self.waits_s:.1f} {int(self.quiet)}"
+
+    @classmethod
+    def read(cls, text: str | None) -> Beat:
+        """What stands there; one that cannot be read says nothing but that it differs."""
+        try:
+            count, waits_s, quiet = (text or "").split()
+            return cls(int(count), float(waits_s), quiet == "1")
+        except ValueError:
+            return cls(0)
+
+
 Change = Callable[[Generation], Generation | None]
 """The next generation from the present one; None: nothing is to be done. The number is set for it."""
 
@@ -166,12 +190,12 @@ class Membership:
         texts = self.keys.values(self.keys.listed("member/"))
         return [Announcement.from_json(t) for t in texts if t is not None]
 
-    def heartbeat(self, name: str, count: int) -> None:
-        """`name` lives; `count` differs from the last one."""
-        self.keys.put(f"beat/{name}", str(count))
+    def heartbeat(self, host: str, beat: Beat) -> None:
+        """`host` lives; the beat's count differs from the last one."""
+        self.keys.put(f"beat/{host}", beat.text)
 
     def heartbeats(self, names: Sequence[str]) -> dict[str, str | None]:
-        """The last count of each."""
+        """The last beat of each, as `Beat.read` reads it."""
         return dict(zip(names, self.keys.values([f"beat/{n}" for n in names]), strict=True))
 
     def current(self, known: Generation | None = None) -> Generation | None:

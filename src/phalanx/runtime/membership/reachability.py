@@ -82,13 +82,22 @@ class Answers:
     """Members that did not answer: unreachable."""
     refused: frozenset[str]
     """Members whose machine refused the connection: the process is gone."""
+    answered: frozenset[str] = frozenset()
+    """Members whose process exists."""
 
 
-def probe_members(keys: Keys, uids: Sequence[str], *, own: str, over: Callable[[], bool] = lambda: False) -> Answers:
+def probe_members(
+    keys: Keys,
+    uids: Sequence[str],
+    *,
+    own: str,
+    limit_s: float = PROBE_TIMEOUT_S,
+    over: Callable[[], bool] = lambda: False,
+) -> Answers:
     """Probes members, as far as they have published an address."""
     others = [uid for uid in uids if uid != own]
     addresses = zip(others, keys.values([probe_key(uid) for uid in others]), strict=True)
-    return probe_all({uid: address for uid, address in addresses if address is not None}, over=over)
+    return probe_all({uid: address for uid, address in addresses if address is not None}, limit_s=limit_s, over=over)
 
 
 def probe_all(
@@ -124,7 +133,8 @@ def probe_all(
             sock.close()
     refused = frozenset(name for name in addresses if codes.get(name) == errno.ECONNREFUSED)
     unanswered = -1 if limit_s else 0
-    return Answers(frozenset(name for name in addresses if codes.get(name, unanswered) != 0) - refused, refused)
+    silent = frozenset(name for name in addresses if codes.get(name, unanswered) != 0) - refused
+    return Answers(silent, refused, frozenset(name for name, code in codes.items() if code == 0))
 
 
 def _propose_gone(keys: Keys, generation: Generation, answers: Answers) -> bool:

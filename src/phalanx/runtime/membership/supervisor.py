@@ -5,6 +5,7 @@ signals. One of all supervisors also keeps the service where that is a store of 
 
     a worker ends             known by its process handle; removed from the run, and a new one started in its place
     a worker is silent        removed after `limit_s`; if it wakes up again it is refused; its process is killed after `zombie_s`
+    a worker is still         removed after `hang_s` where others wait for it, and killed (`hangs.py` has both rules, and says when nobody is removed)
     a whole host is silent    the other supervisors remove its members (heartbeats of supervisors pass through the service)
     SIGTERM, SIGINT           all members of this host leave: the step under way ends, they hand over, they go; alone, the run stops in good order
     a second one              ends everything at once
@@ -30,6 +31,7 @@ from types import FrameType
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
+from phalanx.runtime.membership.hangs import HangRule, Hangs, longest_wait_s
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.membership import FirstRule, Generation, Member, TooFewMembers
@@ -61,6 +63,10 @@ class SupervisorSettings:
     heartbeat_s: float = 0.1
     limit_s: float = 3.0
     """A worker, or a host, that is silent for so long is removed."""
+    hang_s: float = 30.0
+    """A worker that is still for so long while others wait is removed (`HangRule`)."""
+    f: int = 2
+    """Hosts (on one machine: ranks) that hold each piece of state at least."""
     gather_s: float = 5.0
     """How long the first generation (of a run, or after the service lost its values) waits for members that have not announced themselves."""
     wait_s: float = 600.0
@@ -126,6 +132,14 @@ class RespawnsUsedUp(Event):
     """What ended it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SilentAwaited(Event):
+    """So many are silent or still at once that nobody is removed for now."""
+
+    host: str
+    why: str
+
+
 MemberMain = Callable[[WorkerAgent], int]
 """Body of one worker, run in a forked process: announces itself on its worker agent and takes part; returns its exit code."""
 
@@ -155,8 +169,19 @@ class Supervisor:
                 lone_s=max(settings.wait_s, settings.gather_s),
             ),
             limit_s=settings.limit_s,
+            f=settings.f,
             alone=settings.alone,
         )
+        self.hangs = Hangs(
+            HangRule(
+                limit_s=settings.limit_s,
+                hang_s=settings.hang_s,
+                timeout_s=settings.agent.timeout_s,
+                wait_s=settings.wait_s,
+                f=settings.f,
+            )
+        )
+        self._awaited = ""
         self.workers: list[Worker] = []
         self.empty: set[int] = set()
         """Slots without a worker until they are no longer drained or resting."""
@@ -222,7 +247,7 @@ class Supervisor:
             )
         self._read_workers()
         self._reap()
-        self._find_frozen()
+        self._find_hung()
         self._fill()
         self._keep_service()
         self.host_agent.tick()
@@ -250,7 +275,7 @@ class Supervisor:
             slept_s > TICK_S + self.settings.limit_s / 4
         ):  # this process itself was stopped: the silence of others means nothing
             for worker in self.workers:
-                worker.last_read_s = time.monotonic()
+                worker.forgive()
             self.host_agent.forgive()
 
     def _read_workers(self) -> None:
@@ -337,21 +362,38 @@ class Supervisor:
         self.host_agent.leave_or_stop(mine, str(error).splitlines()[0])
         self._end_joiners()
 
-    def _find_frozen(self) -> None:
-        now = time.monotonic()
-        for worker in list(self.workers):
-            if worker.ended:
-                continue
-            silent_s = now - worker.last_read_s
-            if not worker.removed_s and silent_s > self.settings.limit_s:
-                worker.removed_s = now
-                self.host_agent.died(worker.uid, f"was silent for {silent_s:.1f} s")
-                if not self.stops and self._is_used_up(worker):
-                    self.codes.append(-signal.SIGKILL)
-                elif not self.stops:
-                    self._start_or_wait(worker.slot)
-            if worker.removed_s and now - worker.removed_s > self.settings.zombie_s:
+    def _find_hung(self) -> None:
+        now, uids = time.monotonic(), () if self.host_agent.newest is None else self.host_agent.newest.uids
+        running = [w for w in self.workers if not w.ended and not w.removed_s]
+        members = [w for w in running if w.uid in uids]
+        self.host_agent.workers_are(quiet=bool(self.hangs.quiet(members, now)), waits_s=longest_wait_s(members, now))
+        for worker, why in self.hangs.put_out(members, self.host_agent.other_hosts(), now).items():
+            self._put_out(worker, why)
+        for worker in running:
+            if worker.uid not in uids and now - worker.last_read_s > self.settings.limit_s:  # it holds nothing
+                self._put_out(worker, f"was silent for {now - worker.last_read_s:.1f} s")
+        for worker in self.workers:
+            if not worker.ended and worker.removed_s and now - worker.removed_s > self.settings.zombie_s:
                 worker.kill()
+        self._say_awaited("; ".join(filter(None, (self.hangs.awaited, self.host_agent.awaited))))
+
+    def _put_out(self, worker: Worker, why: str) -> None:
+        """The run continues without a worker whose process exists. One that is silent may wake up and say so; one that is still never will."""
+        worker.removed_s = time.monotonic()
+        self.host_agent.died(worker.uid, why)
+        if worker.still_since_s:
+            worker.kill()
+        if not self.stops and self._is_used_up(worker):
+            self.codes.append(-signal.SIGKILL)
+        elif not self.stops:
+            self._start_or_wait(worker.slot)
+
+    def _say_awaited(self, text: str) -> None:
+        """Once, until it is over: the numbers in it change meanwhile."""
+        if text and not self._awaited:
+            print(f"host {self.settings.host}: {text}", file=sys.stderr, flush=True)
+            self.tell(SilentAwaited(host=self.settings.host, why=text))
+        self._awaited = text
 
     def _keep_service(self) -> None:
         """Start a store again that has ended, or has not answered for `HUNG_S`: at the same address, which this process holds."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PhalanxError
 from phalanx.core.events import Event
+from phalanx.runtime.comm import RankProgress, State
 from phalanx.runtime.membership.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership.membership import (
     LEAVE_REQUESTS,
@@ -80,6 +81,15 @@ class TooFew(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotForming(Event):
+    """Generations fail to form one after another, so that this member waits."""
+
+    uid: str
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class AgentSettings:
     """How a worker takes part."""
 
@@ -106,6 +116,14 @@ def too_few(generation: Generation, waited_s: float) -> TooFewMembers:
     )
 
 
+BEATS: dict[tuple[State, bool], bytes] = {
+    (state, quick): f".{state[0]}{'q' if quick else ''}\n".encode()
+    for state in ("moves", "waits", "still")
+    for quick in (False, True)
+}
+"""A heartbeat: what the worker's own thread has done since the last one, and whether it is at a place that it should leave soon."""
+STANDS_S = 0.5
+"""A thread that has shown no progress for so long is asked where it stands."""
 WATCH_S = 0.25
 """How long the watching thread waits at a time; a new generation wakes it at once."""
 AGAIN_S = 0.05
@@ -124,6 +142,8 @@ class MembershipWatcher:
         self.newest: Generation | None = None
         self.last: Generation | None = None
         """The newest generation that this member is in."""
+        self.progress = RankProgress()
+        """Of the worker's own thread, which makes this."""
         self._pipe = pipe
         self._said: Announcement | None = None
         self._said_in = ""
@@ -186,9 +206,15 @@ class MembershipWatcher:
             os.write(self._pipe, json.dumps(words).encode() + b"\n")
 
     def _beat(self) -> None:
+        told_s = 0.0
         while not self._closed.wait(self.settings.heartbeat_s):
+            state, quick, still_s = self.progress.look(), self.progress.quick, self.progress.still_s
+            if state == "still" and still_s > STANDS_S + told_s:  # once, and each time it has stood twice as long
+                told_s = still_s
+                self._say({"stands": self.progress.stands()})
+            told_s = 0.0 if state == "moves" else told_s
             try:
-                os.write(self._pipe, b".\n")
+                os.write(self._pipe, BEATS[state, quick])
             except OSError:  # no supervisor: the kernel is about to end this process
                 return
 

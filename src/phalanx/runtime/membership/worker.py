@@ -1,6 +1,6 @@
 """One worker process as its supervisor sees it: forked, read through a pipe, reaped.
 
-The worker writes lines: `.` is a heartbeat, anything else a JSON object (`announced`, `leave`, `begun`, `step`, `finished`, `error`).
+The worker writes lines: what begins with `.` is a heartbeat (`watcher.BEATS`), anything else a JSON object (`announced`, `leave`, `begun`, `step`, `stands`, `finished`, `error`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,14 @@ class Worker:
         self.member, self.slot, self.pid, self.pipe = member, slot, pid, pipe
         self.uid = member.uid
         self.last_read_s = time.monotonic()
+        self.waits_since_s = self.still_since_s = 0.0
+        """Since when its own thread waits for other ranks, or neither waits nor comes on; 0: it does not."""
+        self.quick = False
+        """It is inside a step (`RankProgress.quick`)."""
+        self.pause_s = 0.0
+        """`RankProgress.pause_s`."""
+        self.stands = ""
+        """Where it was when it was still."""
         self.removed_s = 0.0
         """When it was removed from the run while its process still ran; 0: it was not."""
         self.status: int | None = None
@@ -78,10 +86,26 @@ class Worker:
         if data:
             self.last_read_s = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
-        messages = [json.loads(line) for line in lines if line != b"."]
+        for line in lines:
+            if line.startswith(b"."):
+                self._beat(line)
+        messages = [json.loads(line) for line in lines if not line.startswith(b".")]
         for message in messages:
             self._error = message.get("error", self._error)
+            self.pause_s = message.get("pause", self.pause_s)
+            self.stands = message.get("stands", self.stands)
         return [message for message in messages if "error" not in message]
+
+    def _beat(self, line: bytes) -> None:
+        waits, still = line[1:2] == b"w", line[1:2] == b"s"
+        self.waits_since_s = (self.waits_since_s or self.last_read_s) if waits else 0.0
+        self.still_since_s = (self.still_since_s or self.last_read_s) if still else 0.0
+        self.quick = line.endswith(b"q")
+
+    def forgive(self) -> None:
+        """Whoever reads this was stopped: what it has not read says nothing."""
+        self.last_read_s = time.monotonic()
+        self.waits_since_s = self.still_since_s = 0.0
 
     def reap(self) -> bool:
         """Whether it has ended; collects its status."""

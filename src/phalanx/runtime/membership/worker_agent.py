@@ -39,6 +39,7 @@ from phalanx.runtime.membership.watcher import (
     End,
     Left,
     MembershipWatcher,
+    NotForming,
     RunOver,
     TooFew,
     later,
@@ -50,6 +51,8 @@ LEAVE_RETRY_S = 10.0
 """Seconds until a failed hand-over is tried again."""
 PROBE_AFTER_S = 0.1
 """Seconds after a failed collective without a lost member until a member probes the others."""
+RENEWALS = 2
+"""Generations in a row that failed to form until a member says so."""
 RENEW_S = 0.4
 """Seconds after a failed collective without a lost member until the members propose a new generation themselves."""
 
@@ -64,7 +67,7 @@ class WorkerAgent(MembershipWatcher):
         self.tell: Emit = ignore
         self._leave_retry_s = 0.0
         """No leave request is served before: a failed hand-over is tried again then."""
-        self._voting = 0
+        self._voting = self._renewed = 0
 
     def __enter__(self) -> WorkerAgent:
         self._start()
@@ -119,6 +122,11 @@ class WorkerAgent(MembershipWatcher):
 
         Raises `StaleMember`, `Left`, `RunOver`, `TooFewMembers`, and `RunError` where the service stays unavailable.
         """
+        self.progress.at("waiting for a generation")
+        with self.progress.waiting():
+            return self._next_epoch(report, order)
+
+    def _next_epoch(self, report: MemberReport, order: Order) -> GroupEpoch:
         before = None if self.team is None else self.team.generation
         self.drop()
         while True:
@@ -136,10 +144,11 @@ class WorkerAgent(MembershipWatcher):
                 if self.uid in self._leave_requests:  # those that are left can neither train nor save
                     self.gave_up({self.uid: self._leave_requests[self.uid]}, given_to=())
                 self._renew(generation)
-            except PeerError:
+            except PeerError as err:
                 if self._probe_listener is not None:
                     self._remove_unreachable(generation)
                 self._renew(generation)
+                self._say_renewed(generation, str(err))
 
     def vote(self, step: int) -> Decision:
         """Vote for `step` and return the decision. Raises `InDoubt`."""
@@ -147,13 +156,16 @@ class WorkerAgent(MembershipWatcher):
             raise RunError("a member votes in a generation that it is connected to")
         self._voting = step
         votes = self._votes_of(self.team.generation)
-        decision = votes.vote(step, then=self._then, broken=self.broken, limit_s=self.settings.vote_s)
+        with self.progress.waiting():
+            decision = votes.vote(step, then=self._then, broken=self.broken, limit_s=self.settings.vote_s)
         if decision.commit and not self._begun:
             self._begun = True
             self._say({"begun": True})
         if decision.commit:
             self._committed = step + 1
-            self._say({"step": step + 1})
+            self.progress.committed()
+            self._renewed = 0
+            self._say({"step": step + 1, "pause": self.progress.pause_s})
             with self._news:
                 self._written += votes.written(
                     step - 1
@@ -171,7 +183,11 @@ class WorkerAgent(MembershipWatcher):
         """The decision of `step`, "abort" if there was none; None if the service does not answer."""
         if self.team is None:
             return None
-        generation, end_s = self.team.generation, time.monotonic() + self.settings.service_s
+        with self.progress.waiting():
+            return self._settle(self.team.generation, step)
+
+    def _settle(self, generation: Generation, step: int) -> Decision | None:
+        end_s = time.monotonic() + self.settings.service_s
         while True:  # the others wait for it, also if this member lost its connection for a moment
             try:
                 return self._votes_of(generation).settle(step)
@@ -345,6 +361,12 @@ class WorkerAgent(MembershipWatcher):
                 Membership(keys).renew(after, f"{self.uid} could not reach all others")
             return
         self._forget_keys()
+
+    def _say_renewed(self, generation: Generation, why: str) -> None:
+        """A generation that breaks once is part of every recovery; one that breaks again is said, once until the next step."""
+        self._renewed += 1
+        if self._renewed == RENEWALS:
+            self.tell(NotForming(uid=self.uid, generation=generation.number, why=why))
 
     def _form(self, generation: Generation, report: MemberReport, order: Order) -> GroupEpoch:
         keys = self._keys_of(generation)

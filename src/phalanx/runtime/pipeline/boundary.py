@@ -222,7 +222,8 @@ class EdgeLane:
     def finish(self) -> None:
         """Wait until everything has left; raises what has ended the lane."""
         self._end()
-        self._thread.join()
+        with self.comms.waiting():
+            self._thread.join()
         self.raise_error()
 
     def abandon(self, comms: Collectives) -> None:

@@ -76,7 +76,8 @@ class IncomingExperts:
         """All that comes is here. Collective. Raises `PeerError` where a rank was lost."""
         assert self._thread is not None
         begin_s = time.perf_counter()
-        self._thread.join()  # it ends with what it waits for, or when the team is aborted
+        with self._comms.waiting():
+            self._thread.join()  # it ends with what it waits for, or when the team is aborted
         if self._error is not None:
             error, self._error = self._error, None
             raise error

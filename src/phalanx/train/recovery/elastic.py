@@ -39,7 +39,7 @@ from phalanx.plan.recovery import (
     state_move_order,
 )
 from phalanx.runtime.checkpoint import CheckpointManager, Writer, import_beside
-from phalanx.runtime.comm import AbortableCall, Axis, Collectives, Peers, build_groups, with_second_groups
+from phalanx.runtime.comm import AbortableCall, Axis, Collectives, Peers, RankProgress, build_groups, with_second_groups
 from phalanx.runtime.membership import Generation, GroupEpoch, MemberReport, NoMapping, Resolution, resolve
 from phalanx.runtime.processes import StopRequest, WorldInfo
 from phalanx.runtime.reshard import hosts_by_name
@@ -77,6 +77,8 @@ from phalanx.train.setup import (
 )
 from phalanx.train.step import StepResult
 
+IN_STEP: frozenset[Phase] = frozenset(("data", "forward", "all-to-all", "backward", "reduction", "vote"))
+"""Phases that no member should be in for long."""
 WAIT_S = 0.5
 """Seconds between two looks whether there are enough members for a mapping."""
 
@@ -103,12 +105,16 @@ class ElasticMember:
         sinks: Sinks,
         *,
         watch: MemberWatch | None = None,
+        progress: RankProgress | None = None,
         joins: bool = False,
         device: torch.device | None = None,
     ) -> None:
         """`device`: where its tensors live (None: the CPU). `joins`: the run is under way. Then the rate of this machine is taken for that of the others: measured beside their training it would be another one, and
         the core is theirs."""
         self.run, self.sinks, self.recipe, self.watch = run, sinks, run.recipe, watch
+        self._signs = RankProgress() if progress is None else progress
+        self._is_in_step = False
+        """Whether it has committed a step in this generation, so that the next one should not take long."""
         self.device = torch.device("cpu") if device is None else device
         self.memory, self.lanes = MemoryMeter(self.device), own_lanes(self.device)
         self.flops_per_s = 0.0 if joins else self._measure_machine()
@@ -159,6 +165,7 @@ class ElasticMember:
     # -- what the loop asks
 
     def _now(self, phase: Phase) -> None:
+        self._signs.at(f"{phase} of step {self.step + 1}", quick=self._is_in_step and phase in IN_STEP)
         if self.watch is not None:
             self.watch.phase(phase, self.step)
 
@@ -214,7 +221,7 @@ class ElasticMember:
     # -- a generation begins
 
     def enter(self, team: GroupEpoch, resolution: Resolution) -> None:
-        plan, begin_s = self._plan, time.perf_counter()
+        plan, begin_s, self._is_in_step = self._plan, time.perf_counter(), False
         if plan is None or plan.uids != team.uids:
             raise RunError("a generation was formed without the plan of its ranks")
         if self.trainer is not None and team.uid not in resolution.holders:
@@ -249,7 +256,7 @@ class ElasticMember:
 
     def _connect(self, team: GroupEpoch) -> Everyone:
         """What all members talk over, those that are idle too."""
-        self._escape = AbortableCall(lambda: team.aborted, keep=team.groups.all)
+        self._escape = AbortableCall(lambda: team.aborted, keep=team.groups.all, progress=self._signs)
         ranks = tuple(range(team.size))
         return Everyone(
             comms=Collectives(emit=self.sinks, timeout_s=self.recipe.launch.timeout_s, escape=self._escape),
@@ -389,6 +396,7 @@ class ElasticMember:
         if self._mine.moving is not None:
             self._stand(self._plan_moved)
         self._mine.commit()
+        self._is_in_step = True
         if self._may_lack:
             self._may_lack = False
             import_beside()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.core.events import Emit, Event, Note, TeamFormed, TrainingResumed
-from phalanx.runtime.membership import Committed, Reformed, TooFew
+from phalanx.runtime.membership import Committed, NotForming, Reformed, TooFew
 from phalanx.train.placement import Moved
 
 
@@ -38,6 +38,9 @@ class Telling:
             self._formed(event, self.entry)
         if isinstance(event, TooFew):
             self._too_few(event)
+        if isinstance(event, NotForming):
+            text = f"{event.uid} waits: {event.why}; the members try again until all of them answer"
+            self.emit(Note(level="warning", text=text))
         if isinstance(event, Committed) and self._broken_s:
             since_lost_s = event.at_s - self._lost_s if self._lost_s else 0.0
             seconds = event.at_s - self._broken_s

@@ -142,6 +142,8 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
         alone=r.service is None,
         minimum=r.minimum,
         limit_s=r.limit_s,
+        hang_s=r.hang_s,
+        f=r.f,
         gather_s=max(r.limit_s, LOCAL_GATHER_S if r.service is None else GATHER_S),
         wait_s=r.wait_s,
         rest_s=r.straggler_rest_s,
@@ -203,7 +205,7 @@ def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, w
         open_sinks(recipe.observe, folder=run.folder.path, rank=number, patient=joins) as sinks,
         RunEnd(sinks, lambda: body.step if body is not None else 0) as end,
     ):
-        body = _body(run, sinks, slot=slot, watch=watch, joins=joins, device=device)
+        body = _body(run, sinks, agent, slot=slot, watch=watch, joins=joins, device=device)
         if joins:  # when a run begins, all are cold together
             _warm_up(body, sinks)
         agent.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
@@ -238,12 +240,21 @@ def _warm_up(body: ElasticMember, sinks: Sinks) -> None:
 
 
 def _body(
-    run: ElasticRun, sinks: Sinks, *, slot: int, watch: Watch | None, joins: bool, device: torch.device
+    run: ElasticRun,
+    sinks: Sinks,
+    agent: WorkerAgent,
+    *,
+    slot: int,
+    watch: Watch | None,
+    joins: bool,
+    device: torch.device,
 ) -> ElasticMember:
     if watch is None:
-        return ElasticMember(run, sinks, joins=joins, device=device)
+        return ElasticMember(run, sinks, progress=agent.progress, joins=joins, device=device)
     member = watch.member(slot)
-    return ElasticMember(run, WatchedSinks(sinks, member), watch=member, joins=joins, device=device)
+    return ElasticMember(
+        run, WatchedSinks(sinks, member), watch=member, progress=agent.progress, joins=joins, device=device
+    )
 
 
 def as_begun(recipe: Recipe) -> tuple[Recipe, bool]:

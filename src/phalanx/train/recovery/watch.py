@@ -12,9 +12,12 @@ from phalanx.core.events import Event
 from phalanx.core.op_ids import read_op_id
 from phalanx.observe import Sinks
 
-Phase = Literal["waits", "forward", "all-to-all", "backward", "reduction", "vote", "commit", "migration", "checkpoint"]
+Phase = Literal[
+    "waits", "data", "forward", "all-to-all", "backward", "reduction", "vote", "commit", "migration", "checkpoint"
+]
 PHASES: tuple[Phase, ...] = (
     "waits",
+    "data",
     "forward",
     "all-to-all",
     "backward",
