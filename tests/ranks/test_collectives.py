@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import time
 
 import pytest
@@ -16,6 +17,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Counter, Message
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.comm.row_collectives import backward_id
+from phalanx.runtime.processes import world
 from phalanx.runtime.processes.world import WorldInfo, init_world, read_world
 from ranks import RankError, RankTimeout, run_ranks
 
@@ -397,6 +399,28 @@ def test_read_world():
     want = WorldInfo(rank=3, world=4, local_rank=1, local_world=2, master_addr="h", master_port=7)
     assert read_world(env) == want
     assert read_world({"RANK": "1", "WORLD_SIZE": "2"}).local_rank == 1
+
+
+def test_ranks_of_one_machine_meet_where_their_user_alone_can_reach():
+    """Whoever started them, by file and not by port; another launcher, port or attempt is another file."""
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "7"}
+    here = read_world(env).meeting
+    assert here.parent.stat().st_mode & 0o777 == 0o700 and f"ranks-of-{os.getppid()}-" in here.name
+    others = ({"MASTER_PORT": "8"}, {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert len({here, *(read_world(env | other).meeting for other in others)}) == 3
+    assert read_world(env | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}).meeting is None
+
+
+def test_ranks_of_several_machines_listen_at_one_address(monkeypatch):
+    there = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
+    assert world._listen("127.0.0.1", 0) is None
+    assert world._listen("host.invalid", 0) is None
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*there[0][:4], ("0.0.0.0", 0))])
+    with socket.socket(fileno=world._listen("node0", 0)) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*there[0][:4], ("0.0.0.0", port))])
+        with pytest.raises(RuntimeError, match="EADDRINUSE"):
+            world._listen("node0", port)
 
 
 def test_read_world_names_every_problem():

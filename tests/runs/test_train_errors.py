@@ -89,7 +89,14 @@ def test_port_in_use(base: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
         port = str(taken.getsockname()[1])
-        launcher = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        launcher = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         done = phalanx("train", *train_args(base, run__name="port", launch__ranks=None), env=launcher)
         assert done.returncode == 2
         assert f"MASTER_PORT = {port}: the port is in use" in done.stderr

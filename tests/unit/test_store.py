@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import socket
 import ssl
 import stat
@@ -20,7 +21,7 @@ from phalanx.core.files import private_folder
 from phalanx.runtime.membership import store as server
 from phalanx.runtime.membership.credentials import VARIABLE, check_private, client_context, make_credentials
 from phalanx.runtime.membership.keys import Keys, ServiceLost, TlsService, UnixService
-from phalanx.runtime.membership.service import StoreProcess, start_network_store, start_store
+from phalanx.runtime.membership.service import StoreProcess, _came, start_network_store, start_store
 from phalanx.runtime.membership.store import ARGUMENTS, LENGTH, Refused, Values, read_request
 
 pytestmark = pytest.mark.unit
@@ -288,3 +289,23 @@ def test_a_service_without_credentials_is_refused_with_what_to_type(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # no service of this user has left any there
     with pytest.raises(ConfigError, match=rf"{VARIABLE}.*phalanx service.*export {VARIABLE}=FILE"):
         TlsService("10.0.0.1", 1).connect()
+
+
+def test_who_keeps_a_service_and_was_stopped_for_a_while_keeps_it() -> None:
+    """SIGSTOP while it waits for a signal, SIGCONT after the time of that wait: CPython then returns a signal that never came."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            came = [_came({signal.SIGTERM}, 0.02) for _ in range(20)]
+            os._exit(3 if any(came) else 0 if _came({signal.SIGTERM}, 5.0) else 4)
+        finally:
+            os._exit(1)
+    for _ in range(3):
+        time.sleep(0.03)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.05)
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(0.6)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -192,7 +192,7 @@ def serve(address: ServiceAddress, *, stop: Collection[signal.Signals], tell: Ca
             f"its credentials are in {named_credentials() or own_credentials(address.port)}: copy the file to the hosts of the run, and export {VARIABLE}=FILE there"
         )
         pulse = Pulse(store.address)
-        while signal.sigtimedwait(stop, LOOK_S) is None:
+        while not _came(stop, LOOK_S):
             if store.reap() or pulse.missed_s() > HUNG_S:
                 store.kill()
                 store.start()
@@ -200,6 +200,13 @@ def serve(address: ServiceAddress, *, stop: Collection[signal.Signals], tell: Ca
                 tell(f"membership service restarted, process {store.pid}; its values were lost")
     finally:
         store.stop()
+
+
+def _came(stop: Collection[signal.Signals], limit_s: float) -> bool:
+    """Whether one of `stop` arrives within the time. Where this process is stopped and goes on after it, CPython (3.11 to 3.14: `signal_sigtimedwait_impl`)
+    returns what was never written."""
+    found = signal.sigtimedwait(stop, limit_s)
+    return found is not None and found.si_signo in stop
 
 
 class Pulse:

@@ -6,6 +6,7 @@ Decides nothing: the launcher (torchrun, or our own) says it in environment vari
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
+from phalanx.core.files import private_folder
+from phalanx.core.service_address import is_loopback
 from phalanx.runtime.comm import DEFAULT_TIMEOUT_S
 
 
@@ -33,7 +36,7 @@ class WorldInfo:
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
     meeting: Path | None = None
-    """Our own launcher: where the ranks of one machine meet, in a folder that only their user can reach. None: at `master_addr` and `master_port`."""
+    """Where the ranks of one machine meet: a file in a folder that only their user can reach. None: at `master_addr` and `master_port`."""
 
 
 def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
@@ -75,7 +78,16 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
         local_world=local_world,
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
+        meeting=_meeting(port, env.get("TORCHELASTIC_RESTART_COUNT", "0")) if world == local_world else None,
     )
+
+
+def _meeting(port: int, attempt: str) -> Path:
+    """File for the ranks that this process's launcher has started, in this attempt of it: they have one parent."""
+    launcher, begun = os.getppid(), ""
+    with contextlib.suppress(OSError):
+        begun = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    return private_folder() / f"ranks-of-{launcher}-{begun}-{port}-{attempt if attempt.isdecimal() else 0}"
 
 
 def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
@@ -96,7 +108,8 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
             store.set_timeout(timeout)
         else:
             at = info.master_addr, info.master_port
-            store = dist.TCPStore(*at, info.world, info.rank == 0, timeout=timeout)
+            listener = _listen(*at) if info.rank == 0 else None
+            store = dist.TCPStore(*at, info.world, info.rank == 0, timeout=timeout, master_listen_fd=listener)
         dist.init_process_group(
             "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=store,
@@ -107,6 +120,20 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
     except (RuntimeError, ValueError) as err:
         raise RunError(_meeting_failed(info, where, str(err), timeout_s)) from err
     return target
+
+
+def _listen(host: str, port: int) -> int | None:
+    """Descriptor of a socket at the one address that the ranks of other machines know. None, for all addresses of this machine, where `host` is no address of its own:
+    a name that its hosts file calls loopback, or a translated address. Raises `RuntimeError` where the port is in use."""
+    try:
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if is_loopback(str(where[0])):
+            return None
+        return socket.create_server(where[:2], family=family).detach()
+    except OSError as err:
+        if err.errno == errno.EADDRINUSE:
+            raise RuntimeError("EADDRINUSE") from err
+        return None
 
 
 def own_device(info: WorldInfo, device: str) -> torch.device:
