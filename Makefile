@@ -3,16 +3,19 @@ PHALANX := .venv/bin/phalanx
 PY := .venv/bin/python
 CODE := src lab tests scripts benchmarks
 
-.PHONY: help env train test test-all test-processors durations lint format verify size bench docs clean
+.PHONY: help env lock train test test-all test-processors durations lint format verify size bench docs clean
 
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
-.venv/.made: pyproject.toml lab/pyproject.toml constraints.txt scripts/make-env.sh
-	sh scripts/make-env.sh dev
+.venv/.made: pyproject.toml lab/pyproject.toml constraints.txt requirements/dev.txt scripts/make-env.sh
+	sh scripts/make-env.sh
 	@touch $@
 
-env: .venv/.made  ## make .venv with pinned versions
+env: .venv/.made  ## make .venv of what requirements/ locks
+
+lock: env       ## lock exact versions and hashes anew, after a change of pyproject.toml or constraints.txt
+	sh scripts/lock.sh
 
 train: env      ## train a small MoE model on the Python sources of this machine, 4 local ranks, about 5 minutes
 	$(PHALANX) train recipes/laptop.toml
@@ -49,11 +52,10 @@ size: env       ## print lines, files, rooms and faces of the source
 	$(PY) -m phalanx_lab.house
 
 bench: env      ## one rank against transformers, interleaved
-	sh scripts/make-env.sh dev,bench
 	$(PHALANX) bench train
 
 docs: env       ## build the pages of docs/ into site/
-	sh scripts/make-env.sh dev,docs
+	sh scripts/make-env.sh docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict -q
 
 clean:          ## remove what the build made, not the runs

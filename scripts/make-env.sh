@@ -1,9 +1,9 @@
 #!/bin/sh
-# Makes .venv with the pinned versions of constraints.txt. Arguments: the extras to install (default: dev).
+# Makes .venv of what requirements/ locks, each file by its hash. Argument: which lock, dev (the default) or docs.
 # Needs Python 3.11 or later with the venv module; on Debian as root, a missing venv package is installed.
 set -eu
 cd "$(dirname "$0")/.."
-extras=${1:-dev}
+lock=requirements/${1:-dev}.txt
 
 python=
 for candidate in python3.13 python3.12 python3.11 python3; do
@@ -30,9 +30,13 @@ if [ ! -x .venv/bin/python ]; then
         fi
     fi
 fi
-pip="$PWD/.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt"
-# torch first and by its exact version: with it in place nothing else can ask for another build.
-$pip "torch==$(sed -n 's/^torch==//p' constraints.txt)"
-$pip --editable ".[$extras]"
-# The lab needs nothing that is not there by now.
-$pip --no-deps --editable lab
+pip="$PWD/.venv/bin/python -m pip install --quiet --disable-pip-version-check"
+# torch comes in several builds, so by its exact version; what it needs is locked like the rest.
+$pip --no-deps "torch==$(sed -n 's/^torch==//p' constraints.txt)"
+if .venv/bin/python -c 'import sys; from importlib.metadata import requires; sys.exit(not any("nvidia" in r for r in requires("torch")))'; then
+    $pip --no-deps --require-hashes --requirement requirements/cuda.txt
+fi
+$pip --require-hashes --requirement "$lock"
+# This project and its lab, built by the locked setuptools.
+$pip --no-deps --no-build-isolation --editable . --editable lab
+.venv/bin/python -m pip check

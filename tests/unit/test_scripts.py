@@ -5,11 +5,16 @@ Each script runs in a folder of its own, beside programs that only write down ho
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
+import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -153,3 +158,60 @@ def test_stored_costs_are_those_of_tests_that_exist(tmp_path: Path) -> None:
     found = still_there(stored, ["one.py::same", "one.py::new"], tests=tmp_path)
     assert found == {"one.py::same", "one.py::new", "other.py::kept"}
     assert still_there(stored, (), tests=tmp_path) == {"one.py::old", "one.py::same", "other.py::kept"}
+
+
+# ---- what `make env` installs -------------------------------------------------------------------------------------------
+
+
+def locked(name: str) -> dict[str, set[str]]:
+    """Package -> versions, of a lock in which every line has hashes."""
+    found: dict[str, set[str]] = {}
+    for block in re.split(r"\n(?=\S)", (ROOT / "requirements" / f"{name}.txt").read_text().strip()):
+        if not block.startswith("#"):
+            match = re.match(r"([a-z0-9.-]+)==([^ ;\\]+)", block)
+            assert match and re.search(r"--hash=sha256:[0-9a-f]{64}$", block.strip()), block
+            found.setdefault(match[1], set()).add(match[2])
+    return found
+
+
+def test_everything_that_is_installed_is_locked() -> None:
+    own = {"torch", "phalanx", "phalanx-lab", "pip"}
+    there = {re.sub(r"[-_.]+", "-", d.name).lower(): d.version for d in metadata.distributions()}
+    locks = {**locked("docs"), **locked("dev")}
+    assert {f"{n}=={v}" for n, v in there.items() if n not in own and v not in locks.get(n, set())} == set()
+    torch = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert torch and there["torch"].split("+")[0] == torch[1]
+
+
+def test_locks_have_what_constraints_choose_and_no_packages_for_cuda() -> None:
+    chosen = dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    for name in ("dev", "docs"):
+        found = locked(name)
+        assert not [p for p in found if p.startswith(("nvidia-", "cuda-", "torch"))]
+        assert {p: v for p, v in chosen.items() if p in found and found[p] != {v}} == {}
+    assert locked("cuda") and all(p.startswith(("nvidia-", "cuda-")) for p in locked("cuda"))
+
+
+def test_a_wheel_with_one_wrong_byte_is_refused_by_name(tmp_path: Path) -> None:
+    """By the words with which the script calls pip."""
+    wheel, lock = tmp_path / "spoiled-1.0-py3-none-any.whl", tmp_path / "lock.txt"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("spoiled.py", "answer = 42\n")
+        file.writestr("spoiled-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr("spoiled-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: spoiled\nVersion: 1.0\n")
+        file.writestr("spoiled-1.0.dist-info/RECORD", "")
+    whole = wheel.read_bytes()
+    lock.write_text(f"spoiled==1.0 \\\n    --hash=sha256:{hashlib.sha256(whole).hexdigest()}\n")
+    words = re.search(
+        r"^\$pip (--require-hashes --requirement) \"\$lock\"$", (ROOT / "scripts/make-env.sh").read_text(), re.MULTILINE
+    )
+    assert words
+    where = ["--no-index", "--find-links", str(tmp_path), "--target", str(tmp_path / "there"), "--no-cache-dir"]
+    command = [sys.executable, "-m", "pip", "install", *where, *words[1].split(), str(lock)]
+    for spoiled in (True, False):
+        data = bytearray(whole)
+        data[whole.index(b"42")] ^= spoiled
+        wheel.write_bytes(data)
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode != 0) == spoiled, done.stderr
+        assert not spoiled or ("DO NOT MATCH THE HASHES" in done.stderr and "spoiled==1.0" in done.stderr)
