@@ -28,6 +28,7 @@ SETTINGS = {
     "train.global_batch": "16",
     "train.micro_batch": "2",
     "checkpoint.interval": "4",
+    "checkpoint.wait_s": "0",
     "launch.ranks": "4",
 }
 

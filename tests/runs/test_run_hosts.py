@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
+import os
+import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -39,6 +44,43 @@ def test_hosts_of_one_service_share_the_folder_and_others_do_not(folder: RunFold
     with pytest.raises(RunError, match="is in use by another run"):
         RunHosts(folder, host="a", service="s:1")
     alone.close()
+
+
+def _refused(*_: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_a_file_system_without_locks_has_one_run_at_a_time(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", _refused)
+    held = folder.lock()
+    with pytest.raises(
+        RunError, match=f"process {socket.gethostname()} {os.getpid()} .*trains this run.*remove .*.held"
+    ):
+        folder.lock()
+    held.close()
+    folder.lock().close()
+    pid = os.fork()
+    if pid == 0:  # killed while it has it
+        folder.lock()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert (folder.path / ".held").exists()
+    folder.lock().close()
+    (folder.path / ".held").write_text("node7 1 1")
+    with pytest.raises(RunError, match="process node7 1 1"):
+        folder.lock()
+
+
+def test_a_run_folder_is_its_users_alone_unless_it_is_shared(tmp_path: Path) -> None:
+    def mode(name: str) -> int:
+        return stat.S_IMODE((tmp_path / "runs" / name).stat().st_mode)
+
+    for name, shared in (("mine", False), ("ours", True)):
+        RunFolder(tmp_path / "runs" / name).create(shared=shared)
+    assert (mode("mine"), mode("ours")) == (0o700, 0o2750)
+    (tmp_path / "runs" / "mine").chmod(0o755)
+    RunFolder(tmp_path / "runs" / "mine").create()
+    assert mode("mine") == 0o755, "what somebody has set stays"
 
 
 def test_a_host_that_comes_back_has_its_numbers_again(folder: RunFolder) -> None:

@@ -1,7 +1,10 @@
 """Runs from the command line to the closing words: train, stop, go on with other ranks, read, write text."""
 
 import json
+import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -153,6 +156,33 @@ def test_ctrl_c_finishes_the_step_saves_and_ends(base: Path, ranks: int) -> None
     if ranks == 2:
         done = phalanx("train", *train_args(base, **common, train__steps=step + 1))
         assert done.returncode == 0 and f"resumed after step {step}" in done.stdout
+
+
+@pytest.mark.parametrize("heal", ["false", "true"])
+def test_a_terminal_that_closes_ends_the_run_in_good_order(base: Path, heal: str) -> None:
+    """SIGHUP from the kernel, for which the last step is saved; whatever is still printed goes nowhere."""
+    name = f"hangup-{heal}"
+    args = {
+        "run__name": name,
+        "launch__ranks": 2,
+        "resilience__heal": heal,
+        "folding__ep": 1,
+        "checkpoint__interval": 1000,
+    }
+    words = train_args(
+        base, **args, observe__console="live", train__steps=50_000, resilience__mode="fast" if heal == "true" else None
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "phalanx", "train", *words])
+    folder, end_s = base / "runs" / name, time.monotonic() + 120
+    while time.monotonic() < end_s and not (log_path(folder, 0).exists() and 3 in read_history(folder).steps):
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 1 << 16)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert json.loads((folder / "run_state.json").read_text())["status"] == "interrupted"
+    assert CheckpointFolder(folder / "checkpoints").steps() == [max(read_history(folder).steps)]
 
 
 def test_under_torchrun(base: Path) -> None:

@@ -17,13 +17,14 @@ import torch
 from checkpoint_help import fill, model_fields, run_state, small_spec, wrong_boxes
 
 from phalanx.core.config import CheckpointConfig, Recipe
-from phalanx.core.errors import PeerError
-from phalanx.core.events import CheckpointSaved
+from phalanx.core.errors import CheckpointError, PeerError, Problem
+from phalanx.core.events import CheckpointSaved, Event, Note
 from phalanx.plan.layout.parameters import Box
 from phalanx.runtime.checkpoint.folder import CheckpointFolder, Writer
-from phalanx.runtime.checkpoint.manager import CheckpointManager
+from phalanx.runtime.checkpoint.manager import CheckpointManager, Saved
 from phalanx.runtime.comm.peers import Peers
 from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.train import saving
 from phalanx.train.saving import Saving
 
 pytestmark = pytest.mark.unit
@@ -204,3 +205,51 @@ def story(folder: Path, meeting: Meeting) -> None:
     newest = CheckpointFolder(folder).newest()
     assert newest == (STEP if renamed else STEP + 1) and sound(folder, newest) == []
     assert not [p.name for p in folder.iterdir() if p.name.startswith((".writing", ".deleting"))]
+
+
+class DiskIsFull:
+    """A manager whose disk refuses the first saves."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals, self.saves = refusals, 0
+
+    def poll(self) -> None: ...
+
+    def choose(self) -> int | None:
+        return 8
+
+    def save(self, boxes: object, state: object) -> None:
+        self.saves += 1
+
+    def finish(self) -> Saved | None:
+        if self.saves == 0:
+            return None
+        if self.saves <= self.refusals:
+            raise CheckpointError([Problem(where="step-9", value=28, rule="No space left on device")], subject="saving")
+        return Saved(step=9, path=Path("step-9"), bytes=1, blocked_s=0.0, total_s=0.0)
+
+
+@pytest.mark.parametrize(("refusals", "wait_s"), [(0, 0.0), (3, 30.0), (4, 30.0), (1, 0.0)])
+def test_the_last_save_tries_again_while_the_disk_refuses_it(
+    refusals: int, wait_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(saving.time, "sleep", slept.append)
+    told: list[Event] = []
+    manager = DiskIsFull(refusals)
+    mine = saving.Saving(
+        recipe=Recipe(checkpoint=CheckpointConfig(wait_s=wait_s)), manager=manager, tell=told.append,  # type: ignore[arg-type]
+        state_after=lambda step: None, on_saved=lambda: None, on_begin=lambda name: None, begun=8,  # type: ignore[arg-type, return-value]
+    )  # fmt: skip
+    parts = SimpleNamespace(state=SimpleNamespace(boxes=lambda: []))
+    if refusals <= wait_s / saving.AGAIN_S:
+        mine.last(parts, 9)  # type: ignore[arg-type]
+        assert isinstance(told[-1], CheckpointSaved) and manager.saves == refusals + 1
+    else:
+        with pytest.raises(CheckpointError, match="No space left"):
+            mine.last(parts, 9)  # type: ignore[arg-type]
+    assert slept == [saving.AGAIN_S] * min(refusals, int(wait_s / saving.AGAIN_S))
+    notes = [event.text for event in told if isinstance(event, Note)]
+    assert len(notes) == bool(slept) and all(
+        "keep the state of step 9 and try again for 30 s" in text for text in notes
+    )

@@ -19,6 +19,7 @@ from phalanx.cli import lab, metrics as metrics_command, settings as settings_co
 from phalanx.cli.main import COMMANDS, help_text, main
 from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.errors import ConfigError, Problem, RunError
+from phalanx.core.process import most_open_files
 from phalanx.core.rules import EFFECTS
 from phalanx.core.settings import describe_settings
 from phalanx.data.cache import ensure_folder, silent, write_atomically
@@ -355,3 +356,16 @@ def test_a_reader_that_has_seen_enough_is_no_failure(words: tuple[str, ...]) -> 
         command = [sys.executable, "-m", "phalanx", *words]
         done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=360)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_too_few_open_files_are_refused_and_as_many_as_may_be_are_taken() -> None:
+    """They were a hang: ranks that cannot open sockets wait for each other."""
+    (problem,) = train._file_problems(64)
+    assert "open files (ulimit -n) = 64: must be 256 at least" in str(problem) and "ulimit -n 4096" in str(problem)
+    assert train._file_problems(256) == []
+    for hard, most in ((300, 300), (64, 64)):
+        pid = os.fork()
+        if pid == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(100, hard), hard))
+            os._exit(most_open_files() != most or resource.getrlimit(resource.RLIMIT_NOFILE)[0] != most)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

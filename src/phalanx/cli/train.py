@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, cast
 from phalanx.cli.settings import settings_text
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.process import most_open_files
 from phalanx.core.recipe import Dtype, load_recipe, native_dtype
 from phalanx.core.settings import describe_settings
 from phalanx.plan import choose_recovery, run_problems
@@ -191,6 +192,20 @@ def _launch_problems(request: Request, recipe: Recipe, world: int | None) -> lis
     return [Problem(where="--launch.ranks", value=recipe.launch.ranks, rule=rule, hint="leave it out")]
 
 
+LEAST_OPEN_FILES = 256
+"""What a process with a few ranks opens: libraries, logs, and some sockets for each pair of ranks in each group."""
+
+
+def _file_problems(most: int) -> list[Problem]:
+    rule, hint = (
+        f"must be {LEAST_OPEN_FILES} at least: ranks that cannot open sockets wait for each other for ever",
+        "ulimit -n 4096",
+    )
+    return (
+        [] if most >= LEAST_OPEN_FILES else [Problem(where="open files (ulimit -n)", value=most, rule=rule, hint=hint)]
+    )
+
+
 def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
     """Become one rank, or the parent of all local ranks."""
     from phalanx.runtime.checkpoint import import_now
@@ -199,6 +214,7 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
     from phalanx.train.placement import Rebalancer
 
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+    raise_if(_file_problems(most_open_files()), ConfigError, subject="this machine")
     if recipe.launch.device == "cuda" and recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses to be deterministic without it
     body = partial(train, recipe, hook=Rebalancer)

@@ -282,6 +282,8 @@ class CheckpointConfig:
     """MB/s that all ranks of the run together write at most; 0: no limit. For storage that others need too. A save that somebody waits for (the last one, one before members leave, one that is still written when the next is due) has no limit, unless all are waited for (checkpoint.asynchronous = false, or checkpoint.interval = 0)."""
     resume: bool = True
     """Go on from the newest checkpoint of the run folder."""
+    wait_s: float = 300.0
+    """How long the last save of a run tries again where the disk refuses it (every 10 s), before the run ends without it."""
     step: int | None = None
     """Resume from this step's checkpoint instead of the newest."""
 
@@ -411,6 +413,8 @@ class RunConfig:
     """Name of the run's own folder."""
     folder: str = "runs"
     """The run lives in `folder/name`."""
+    access: Literal["private", "group"] = "private"
+    """Who may read a run folder that is made: this user alone (mode 0700), or its group too (2750), also in one that is there."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""Memory of this process as the system counts it, without any library."""
+"""What the system says of processes, and of the memory and the open files of this one, without any library."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -19,6 +20,33 @@ def peak_resident_bytes() -> int:
         return peak
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def begun(pid: int) -> str:
+    """When that process began, in the system's own words, so that another one with its number differs; empty: there is none. Where the system does not tell, that it is there."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except (OSError, IndexError):
+        if Path("/proc/self/stat").exists():
+            return ""
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return ""
+    return "there"
+
+
+def most_open_files() -> int:
+    """Lets this process, and those it starts, open as many files as it may; returns how many. A rank needs some for each of its peers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+        except (OSError, ValueError):  # macOS: less than it says
+            pass
+    return soft if soft != resource.RLIM_INFINITY else most
 
 
 def _status_kib(name: str) -> int:

@@ -109,6 +109,7 @@ LIMITS: Mapping[str, Limit] = {
     "resilience.wanted": COUNT,
     "resilience.minimum": COUNT,
     "resilience.wait_s": POSITIVE,
+    "checkpoint.wait_s": NOT_NEGATIVE,
     "resilience.hang_s": Limit(least=LEAST_SILENCE_BEATS * HOST_BEAT_S),
     "resilience.limit_s": Limit(least=LEAST_SILENCE_BEATS * HOST_BEAT_S),
     "resilience.straggler": NOT_NEGATIVE,

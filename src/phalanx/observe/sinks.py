@@ -7,6 +7,7 @@ port in use) is a problem of the recipe and is reported before training starts.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -97,7 +98,8 @@ class Sinks:
 
 def warn_without_screen(text: str) -> None:
     """Warns a person, from a process whose sinks show nothing."""
-    print(f"phalanx: warning: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        print(f"phalanx: warning: {text}", file=sys.stderr)
 
 
 def sink_problems(config: ObserveConfig) -> list[Problem]:

@@ -46,6 +46,8 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest, *, hook: MakeStepH
     if rank.speaks:
         end.summarize(rank.folder.path, outcome)
     close_world()
+    if rank.lock is not None:
+        rank.lock.close()
     return 0
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
@@ -27,6 +29,8 @@ from phalanx.train.setup import versions
 from phalanx.train.step import StepParts
 
 T = TypeVar("T")
+AGAIN_S = 10.0
+"""Seconds between two tries of the last save."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -115,10 +119,25 @@ class Saving:
         self.hear(wait=True)
         newest = self.manager.choose()
         if step and (self.begun != step or newest != step):
-            self.manager.save(parts.state.boxes(), self.state_after(step))
-            saved = self.manager.finish()
+            saved = self._save_patiently(parts, step)
             if saved is not None:
                 self._tell_saved(replace(saved, blocked_s=saved.total_s))
+
+    def _save_patiently(self, parts: StepParts, step: int) -> Saved | None:
+        """Saves, again and again where the disk refuses: what these ranks hold is nowhere else. All ranks hear of a failure together, and try as often."""
+        tries = math.ceil(self.recipe.checkpoint.wait_s / AGAIN_S)
+        for left in range(tries, -1, -1):
+            try:
+                self.manager.save(parts.state.boxes(), self.state_after(step))
+                return self.manager.finish()
+            except CheckpointError as err:
+                if not left:
+                    raise
+                if left == tries:
+                    text = f"{err}\nthe ranks keep the state of step {step} and try again for {self.recipe.checkpoint.wait_s:g} s (checkpoint.wait_s): make room now"
+                    self.tell(Note(level="warning", text=text))
+                time.sleep(AGAIN_S)
+        return None
 
     def drop(self) -> None:
         """Discard the save under way: the members that would complete it are not in the next generation, or know of no save."""

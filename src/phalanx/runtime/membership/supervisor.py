@@ -39,7 +39,7 @@ from phalanx.runtime.membership.service import END_S, HUNG_S, StoreProcess, star
 from phalanx.runtime.membership.watcher import AgentSettings, too_few
 from phalanx.runtime.membership.worker import STALE_CODE, Worker, fork_worker
 from phalanx.runtime.membership.worker_agent import WorkerAgent
-from phalanx.runtime.processes import STOP_SIGNALS, STOPPED
+from phalanx.runtime.processes import STOP_SIGNALS, STOPPED, leave_terminal, on_stop
 
 TICK_S = 0.05
 """Longest time between two looks at what no handle announces."""
@@ -495,12 +495,13 @@ class Supervisor:
         with WorkerAgent(member, self.service, pipe=pipe, settings=self.settings.agent) as agent:
             signal.signal(signal.SIGTERM, lambda number, frame: agent.leave())
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGHUP, lambda number, frame: leave_terminal())
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             return self.main(agent)
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        before = {n: signal.signal(n, self._on_signal) for n in STOP_SIGNALS}
+        before = on_stop(self._on_signal)
         try:
             yield
         finally:
@@ -510,6 +511,12 @@ class Supervisor:
                 os.close(fd)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
+            for worker in self.workers:
+                worker.send(signal.SIGHUP)
+            if self.stops:
+                return
         self.stops += 1
         if self.stops == 1:
             mine = [w.uid for w in self.workers if not w.ended]

@@ -142,6 +142,12 @@ class Worker:
             return str(self.error()).strip().splitlines()[0]
         return f"ended with exit code {self.code}"
 
+    def send(self, number: signal.Signals) -> None:
+        """A signal, where it has not ended."""
+        if not self.ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def kill(self) -> None:
         """End it at once. It counts as ended from here on: a process in a call that cannot be interrupted (a dead network file system) is gone only when that returns.
         A signal handler may call this while `reap` or `kill` runs."""

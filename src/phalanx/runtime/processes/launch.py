@@ -17,6 +17,7 @@ import gc
 import os
 import select
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -42,11 +44,28 @@ MAX_REPORT_BYTES = 32_000
 """An error report must fit a pipe (64 KiB) that is not being read yet."""
 
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What ends a run in good order. A terminal that closes sends the last one, to a run under `nohup` in vain; it may come twice, and never ends anything at once."""
+
+
+def on_stop(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Call `handler` for each stop signal from now on, but for a hang-up that is ignored already; returns the handlers before."""
+    heard = [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    return {n: signal.signal(n, handler) for n in heard}
+
+
+def leave_terminal() -> None:
+    """Output goes nowhere from now on where it went to a terminal that is gone: every word there would be an error."""
+    for fd in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(fd).st_mode) and not os.isatty(fd):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, fd)
+                os.close(null)
 
 
 class StopRequest:
-    """Set by the first SIGINT or SIGTERM; a second one ends the process at once (`immediate` is called)."""
+    """Set by the first stop signal; a second one ends the process at once (`immediate` is called)."""
 
     def __init__(self, immediate: Callable[[], None] | None = None) -> None:
         self.requested = False
@@ -55,16 +74,20 @@ class StopRequest:
         self._immediate = immediate if immediate is not None else _exit_now
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if number == signal.SIGHUP:
+            leave_terminal()
+        if self.requested and number != signal.SIGHUP:
             self._immediate()
+        elif self.requested:
+            return
         elif self.on_request is not None:
             threading.Thread(target=self.on_request, daemon=True).start()
         self.requested = True
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopRequest]:
-        """Listen to SIGINT and SIGTERM inside the block."""
-        before = {number: signal.signal(number, self) for number in STOP_SIGNALS}
+        """Listen to stop signals inside the block."""
+        before = on_stop(self)
         try:
             yield self
         finally:
@@ -208,7 +231,7 @@ class _Watch:
         self.stops = 0
 
     def __enter__(self) -> _Watch:
-        self._before = {n: signal.signal(n, self._on_signal) for n in STOP_SIGNALS}
+        self._before = on_stop(self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -219,8 +242,12 @@ class _Watch:
             os.close(child.report)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.stops += 1
-        self._send(signal.SIGTERM if self.stops == 1 else signal.SIGKILL)
+        if number == signal.SIGHUP:
+            leave_terminal()
+            self._send(signal.SIGHUP)
+        self.stops += number != signal.SIGHUP or not self.stops
+        if number != signal.SIGHUP:
+            self._send(signal.SIGTERM if self.stops == 1 else signal.SIGKILL)
 
     def _send(self, number: int) -> None:
         for child in self._running():

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import private_folder
+from phalanx.core.process import begun
 from phalanx.core.service_address import is_loopback
 from phalanx.runtime.comm import DEFAULT_TIMEOUT_S
 
@@ -84,10 +85,8 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
 
 def _meeting(port: int, attempt: str) -> Path:
     """File for the ranks that this process's launcher has started, in this attempt of it: they have one parent."""
-    launcher, begun = os.getppid(), ""
-    with contextlib.suppress(OSError):
-        begun = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    return private_folder() / f"ranks-of-{launcher}-{begun}-{port}-{attempt if attempt.isdecimal() else 0}"
+    launcher = os.getppid()
+    return private_folder() / f"ranks-of-{launcher}-{begun(launcher)}-{port}-{attempt if attempt.isdecimal() else 0}"
 
 
 def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import torch
 from rich.console import Console
@@ -51,7 +50,7 @@ from phalanx.train.recovery.drained_slots import DRAINED_SLOTS_FILE, DrainedSlot
 from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
 from phalanx.train.recovery.run_hosts import RunHosts
 from phalanx.train.recovery.watch import Watch, WatchedSinks
-from phalanx.train.setup import RunFolder, be_deterministic, resolve_pipeline, resolve_shape, versions
+from phalanx.train.setup import RunFolder, RunLock, be_deterministic, resolve_pipeline, resolve_shape, versions
 
 GATHER_S = 5.0
 """How long the first generation waits for ranks that are not heard of; a run on several hosts begins without those that take longer."""
@@ -67,10 +66,10 @@ def train_elastic(recipe: Recipe, *, threads: int, watch: Watch | None = None, k
     `recipe`, where that was completed for this start. Raises `PhalanxError` for whatever a person can act on.
     """
     folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
-    folder.create()
+    folder.create(shared=recipe.run.access == "group")
     host = recipe.launch.host or socket.gethostname().split(".")[0]
     if recipe.resilience.service is None:
-        lock: IO[str] | RunHosts = folder.lock()  # inherited by the workers: it is free when the last of them has ended
+        lock: RunLock | RunHosts = folder.lock()  # inherited by the workers: it is free when the last of them has ended
     else:
         lock = RunHosts(folder, host=host, service=recipe.resilience.service)
     try:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from phalanx.train.setup.run_folder import (
         RECIPE_FILE as RECIPE_FILE,
         RunFolder as RunFolder,
+        RunLock as RunLock,
         RunStatus as RunStatus,
         choose_checkpoint as choose_checkpoint,
     )

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 from rich.console import Console
@@ -50,7 +49,7 @@ from phalanx.runtime.comm import (
 from phalanx.runtime.moe import FusedMemory, Tuner, leave_free
 from phalanx.runtime.processes import StopRequest, WorldInfo, init_world, keep_freed_memory
 from phalanx.train.setup.machine import MemoryMeter, hosts_of, numbered
-from phalanx.train.setup.run_folder import RunFolder
+from phalanx.train.setup.run_folder import RunFolder, RunLock
 
 PATIENCE_S = 24 * 3600.0
 """How long ranks wait for each other outside training steps: tokenising a large text takes hours, writing to a slow disk minutes."""
@@ -82,7 +81,7 @@ class Rank:
     memory: MemoryMeter
     lanes: Lanes
     """Threads of its kernels: the same ones for whatever is built later in this process."""
-    lock: IO[str] | None
+    lock: RunLock | None
     """Open as long as this run is ours (first rank only)."""
     escape: AbortableCall | None = None
     """Abortable call of an elastic run."""
@@ -104,7 +103,7 @@ def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
     be_deterministic(recipe.train.deterministic)
     peers = Peers(own_group(info.world, timeout_s=PATIENCE_S))
     folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
-    peers.agree(folder.create)
+    peers.agree(lambda: folder.create(shared=recipe.run.access == "group"))
     lock = _lock(folder, peers)
     sinks = _open_sinks(recipe, folder, info, peers)
     return Rank(
@@ -132,9 +131,9 @@ def be_deterministic(asked: bool) -> None:
     torch.set_deterministic_debug_mode("error" if asked else "default")
 
 
-def _lock(folder: RunFolder, peers: Peers) -> IO[str] | None:
+def _lock(folder: RunFolder, peers: Peers) -> RunLock | None:
     """The first rank's claim on the run folder; where it is refused, all ranks hear why."""
-    taken: list[IO[str]] = []
+    taken: list[RunLock] = []
     peers.first(lambda: taken.append(folder.lock()))
     return taken[0] if taken else None
 

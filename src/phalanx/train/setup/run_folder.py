@@ -14,13 +14,16 @@ import errno
 import fcntl
 import json
 import os
+import socket
+import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, Protocol
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, raise_if
+from phalanx.core.process import begun
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.data import Tokenizer, load_tokenizer
 from phalanx.plan.model import ModelSpec
@@ -41,6 +44,25 @@ class RunStatus:
     checkpoint_step: int | None
     validation_loss: float | None = None
     unigram_loss: float | None = None
+
+
+class RunLock(Protocol):
+    """What claims a run."""
+
+    def close(self) -> None:
+        """Give it back."""
+
+
+class _Held:
+    """A file that holds a run as long as this is open."""
+
+    def __init__(self, path: Path, file: IO[str]) -> None:
+        self._path, self._file = path, file
+
+    def close(self) -> None:
+        """Give it back."""
+        self._path.unlink(missing_ok=True)
+        self._file.close()
 
 
 @dataclass(frozen=True)
@@ -66,18 +88,24 @@ class RunFolder:
         found = self.checkpoints.read_state(step).loader.get("data")
         return None if found is None else str(found)
 
-    def create(self) -> None:
-        """Make the folder. Raises `RunError` where that is not possible."""
+    def create(self, *, shared: bool = False) -> None:
+        """Make the folder, for this user alone, or (`shared`) readable for its group. One that is there keeps its mode, but for what `shared` adds. Raises `RunError` where that is not possible."""
         with self._writing():
-            self.checkpoints.path.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(mode=0o700)
+            if shared and (mode := stat.S_IMODE(self.path.stat().st_mode)) | 0o2050 != mode:
+                self.path.chmod(mode | 0o2050)
+            self.checkpoints.path.mkdir(exist_ok=True)
             (self.path / "tokenizer").mkdir(exist_ok=True)
             if not os.access(self.path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
 
-    def lock(self) -> IO[str]:
+    def lock(self) -> RunLock:
         """Claim the run for this process until the returned file is closed or the process ends, however it ends.
 
-        Raises `RunError` naming the process that has it. A file system without locks grants everything.
+        Raises `RunError` naming the process that has it. On a file system without locks a file says so that only one process can make; of a process of this machine that was killed it is
+        taken over.
         """
         with self._writing():
             file = (self.path / ".lock").open("a+")
@@ -90,11 +118,32 @@ class RunFolder:
                 f"{self.path}: another process ({holder or 'unknown'}) trains this run; stop it, or give this one another --run.name"
             ) from None
         except OSError:
-            return file
+            file.close()
+            return self._hold()
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
         return file
+
+    def _hold(self) -> RunLock:
+        """`lock` on a file system without locks. Raises `RunError`."""
+        path, mine = self.path / ".held", f"{socket.gethostname()} {os.getpid()} {begun(os.getpid())}"
+        for _ in range(2):
+            with contextlib.suppress(FileExistsError):
+                file = os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w")
+                file.write(mine)
+                file.flush()
+                return _Held(path, file)
+            there = path.read_text()
+            host, _, process = there.partition(" ")
+            pid, _, began = process.partition(" ")
+            if host != socket.gethostname() or (pid.isdecimal() and began == begun(int(pid)) != ""):
+                break
+            path.unlink(missing_ok=True)
+        raise RunError(
+            f"{self.path}: process {there} (host, process, when it began) trains this run; stop it, give this one another --run.name, or remove {path} where that process is gone "
+            "(the file system has no locks)"
+        )
 
     @property
     def has_recipe(self) -> bool:
