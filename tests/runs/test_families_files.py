@@ -193,6 +193,64 @@ def test_bfloat16_comes_back_as_it_was(folders: dict[str, Path], tmp_path: Path)
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_float16_and_mixed_types_come_back_as_they_were(tmp_path: Path) -> None:
+    """Whatever config.json says of them: each tensor in the type it came in, also where all experts came in one."""
+    folder = tmp_path / "half"
+    model = hf_model("qwen3_moe", torch.float16, vocab_size=VOCAB)
+    model.save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float16"
+    run = imported(folder, tmp_path, "--data.tokenizer", "byte")
+    assert same(exported(run, tmp_path / "out"), tensors_of(folder))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+    narrow = exported(run, tmp_path / "narrow", dtype="bfloat16")
+    assert all(t.dtype == torch.bfloat16 for t in narrow.values())
+    mixed = tmp_path / "mixed"
+    shutil.copytree(folder, mixed)
+    wide = {n: t.float() if "gate.weight" in n or "norm" in n else t for n, t in tensors_of(folder).items()}
+    save_file(wide, mixed / "model.safetensors", metadata={"format": "pt"})
+    _edit_config(mixed, dtype="bfloat16")
+    assert same(exported(imported(mixed, tmp_path, "--data.tokenizer", "byte"), tmp_path / "out-mixed"), wide)
+    fused = tmp_path / "fused"
+    model.save_pretrained(fused, save_original_format=False)
+    assert same(
+        exported(imported(fused, tmp_path, "--data.tokenizer", "byte"), tmp_path / "out-fused"), tensors_of(folder)
+    )
+
+
+def test_a_number_too_large_for_float16_is_an_error(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "mixtral"
+    shutil.copytree(folders["mixtral"], folder)
+    _edit_tensor(folder, "model.norm.weight", lambda t: t * 1e5)
+    run = imported(folder, tmp_path)
+    with pytest.raises(RunError, match=r"model\.norm\.weight has .*, too large for float16; use --dtype bfloat16"):
+        exported(run, tmp_path / "out", dtype="float16")
+
+
+def test_a_run_of_an_older_version_goes_out_as_what_it_is(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Its config.json says no theta, which transformers reads otherwise than the version that imported it."""
+    folder = tmp_path / "mixtral"
+    shutil.copytree(folders["mixtral"], folder)
+    _edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    run = imported(folder, tmp_path)
+    config = run / "hugging_face" / "config.json"
+    body = json.loads(config.read_text())
+    del body["rope_parameters"]
+    config.write_text(json.dumps(body))
+    (run / "hugging_face" / "phalanx_types.json").unlink()
+    exported(run, tmp_path / "out")
+    after = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert after["rope_parameters"]["rope_theta"] == 1e4 and after["max_position_embeddings"] == 64
+    assert not (tmp_path / "out" / "phalanx_types.json").exists()
+
+
+def test_a_caution_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "olmoe"
+    hf_model("olmoe, renormalised", torch.float32, vocab_size=VOCAB).save_pretrained(folder)
+    run = imported(folder, tmp_path, "--data.tokenizer", "byte")
+    done = phalanx("export-hf", str(run), str(tmp_path / "out"))
+    assert done.returncode == 0 and "warning: norm_topk_prob is true" in done.stderr and "vLLM" in done.stderr
+
+
 # ---- whole commands --------------------------------------------------------------------------------------------------------------
 
 
@@ -208,7 +266,7 @@ def test_an_imported_run_generates_trains_and_goes_out(folders: dict[str, Path],
     run = tmp_path / "runs" / "mine"
     assert done.returncode == 0 and f"{run} is a run at step 0" in done.stdout and "50.0%" in done.stdout, done.stderr
     assert phalanx("generate", str(run), "x = ", "--tokens", "4").returncode == 0
-    trained = phalanx("train", str(run / "recipe.toml"))
+    trained = phalanx("train", str(run / "recipe.toml"), "--trust")
     assert trained.returncode == 0, trained.stderr
     done = phalanx("export-hf", str(run), str(tmp_path / "out"), "--shard-mb", "1", "--ranks", "2")
     assert done.returncode == 0 and "DeepseekV3ForCausalLM, step 2" in done.stdout, done.stderr

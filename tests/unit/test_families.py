@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from typing import Any
 
 import pytest
+import torch
 
+from phalanx.core.config import Recipe
 from phalanx.core.errors import PlanError
 from phalanx.models.families import FAMILIES, Family, families_for, find_family
 from phalanx.models.families.names import NameLink, NameRule, in_tensor, links, shapes_of
+from phalanx.models.families.options import DEFAULTS
+from phalanx.models.router import routing_weights
+from phalanx.plan import run_problems
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.model.model import PRESETS, ModelSpec, RouterSpec, resolve_model
 from phalanx.plan.model.model_settings import settings_for
@@ -79,16 +85,37 @@ def test_yarn_is_read_from_both_versions_of_the_config() -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"sliding_window": 4096, "max_position_embeddings": 32768}, "config.json: sliding_window = 4096"),
+    ("mixtral", {"sliding_window": 4096, "max_position_embeddings": 4096}, "set it to null, if no sequence is to be"),
+    ("mixtral", {"sliding_window": 4096, "use_sliding_window": False}, "config.json: sliding_window = 4096"),
+    ("mixtral", {"sliding_window": 0}, "config.json: sliding_window = 0"),
+    ("olmoe", {"sliding_window": 8}, "config.json: sliding_window = 8"),
+    ("qwen2_moe", {"use_sliding_window": True}, "config.json: use_sliding_window = true"),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
-    ("mixtral", {"num_experts_per_tok": 1}, "gives the router no gradient"),
+    (
+        "mixtral",
+        {"num_experts": 4},
+        "config.json: num_local_experts = 8: says 8, and num_experts, which means the same, 4",
+    ),
+    ("mixtral", {"is_causal": False}, "config.json: is_causal = false"),
+    ("mixtral", {"per_layer_config": {"0": {"hidden_act": "gelu"}}}, "config.json: per_layer_config"),
+    ("mixtral", {"rope_theta": True, "rope_parameters": None}, "rope_theta must be a positive number"),
+    ("mixtral", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "must be one table, the same for all"),
     ("mixtral", {"hidden_act": "gelu"}, "config.json: hidden_act = 'gelu': only SwiGLU"),
     ("mixtral", {"attention_dropout": 0.1}, "attention_dropout"),
     ("mixtral", {"hidden_size": "4096"}, "config.json: hidden_size = '4096': must be a whole number"),
     ("mixtral", {"num_hidden_layers": 0}, "num_hidden_layers"),
     ("mixtral", {"rms_norm_eps": -1}, "rms_norm_eps"),
-    ("mixtral", {"num_key_value_heads": 5}, "model.num_kv_heads = 5: must divide num_heads"),
-    ("qwen2_moe", {"decoder_sparse_step": 2}, "config.json: decoder_sparse_step = 2"),
-    ("qwen2_moe", {"mlp_only_layers": [3]}, "config.json: mlp_only_layers = [3]: only the first layers"),
+    ("mixtral", {"num_key_value_heads": 5}, "config.json: num_key_value_heads = 5: must divide num_attention_heads"),
+    ("mixtral", {"head_dim": None, "hidden_size": 36}, "num_attention_heads = 32: makes heads of 1 dims"),
+    ("qwen2_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4}, "config.json: decoder_sparse_step = 2"),
+    ("qwen2_moe", {"mlp_only_layers": [1]}, "config.json: mlp_only_layers = [1]: only the first layers"),
+    ("qwen2_moe", {"mlp_only_layers": 5}, "must be a list of layer numbers"),
+    ("qwen2_moe", {"layer_types": 5}, "every layer must be full_attention"),
+    (
+        "qwen2_moe",
+        {"num_experts_per_tok": 9},
+        "config.json: num_experts_per_tok = 9: must lie between 1 and num_experts",
+    ),
     ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ("qwen2_moe", {"qkv_bias": "yes"}, "config.json: qkv_bias = 'yes': must be true or false"),
     ("qwen3_moe", {"attention_bias": True}, "config.json: attention_bias = true"),
@@ -116,8 +143,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v2", {"norm_topk_prob": True}, "config.json: norm_topk_prob = true"),
     ("deepseek_v2", {"topk_method": "other"}, "topk_method"),
     ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
-    ("deepseek_v2", {"n_group": 7}, "router.num_groups = 7: must divide num_experts"),
+    ("deepseek_v2", {"n_group": 7}, "config.json: n_group = 7: must divide n_routed_experts"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+    ("deepseek_v3", {"num_experts_per_tok": 1}, "gives the router no gradient"),
+    ("deepseek_v3", {"n_group": 8}, "config.json: n_group = 8: each group needs 2 experts"),
+    (
+        "deepseek_v3",
+        {"num_experts_per_tok": 5},
+        "config.json: num_experts_per_tok = 5: the 2 chosen groups hold only 4",
+    ),
     ("deepseek_v3", {"attention_bias": True}, "biases of latent attention"),
     ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights cannot be trained on"),
     ("deepseek_v3", {"num_key_value_heads": 8}, "keys and values of its own"),
@@ -134,7 +168,112 @@ def test_what_cannot_be_had_is_refused_by_name(name: str, changes: dict[str, Any
 def test_all_problems_of_a_config_come_at_once() -> None:
     config = {**BY_NAME["mixtral"].config_of(small(BY_NAME["mixtral"])), "hidden_act": "gelu", "vocab_size": 0}
     assert len(BY_NAME["mixtral"].spec_of({**config, "router_jitter_noise": 1})[1]) == 3
-    assert len(BY_NAME["mixtral"].spec_of({})[1]) > 5
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {k: v for k, v in config.items() if k not in keys}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (extra `hf`)"
+)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.model_type)
+def test_what_a_file_does_not_say_is_what_transformers_takes(family: Family) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family.model_type)
+    theirs = {f.name: f.default for f in dataclasses.fields(config)} | {"rope_theta": type(config).default_theta}
+    first = {name: key for name, key in family.aliases.items() if name in theirs}
+    theirs |= {key: theirs[name] for name, key in first.items()}
+    own = {**DEFAULTS, **family.defaults}
+    assert not {k: (v, theirs[k]) for k, v in own.items() if k in theirs and theirs[k] != v}
+    assert own.keys() - theirs.keys() <= {"head_dim", *DEFAULTS}
+    assert dict(config.attribute_map).items() <= family.aliases.items() | {(v, k) for k, v in family.aliases.items()}
+    read = {key for key in family.config_of(PRESETS[family.preset]) if key in theirs}
+    assert read - own.keys() <= {"rope_parameters", "architectures", "head_dim"}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.model_type)
+def test_an_empty_file_is_the_model_of_transformers_defaults(family: Family) -> None:
+    spec, problems = family.spec_of({})
+    if family.model_type == "deepseek_v2":  # transformers has no default for this one
+        assert [p.where for p in problems] == ["config.json: num_experts_per_tok"]
+        return
+    assert not problems and spec.num_layers == family.defaults["num_hidden_layers"]
+    assert spec.rope_theta == (1e6 if family.model_type == "mixtral" else 1e4)
+    if family.model_type == "deepseek_v3":
+        r = spec.router
+        assert (r.num_groups, r.group_topk, r.scale, spec.dense_layers) == (8, 4, 2.5, 3)
+
+
+def test_nulls_mean_what_transformers_makes_of_them() -> None:
+    v3 = BY_NAME["deepseek_v3"]
+    config = v3.config_of(small(v3))
+    spec, problems = v3.spec_of({**config, "rope_interleave": None, "norm_topk_prob": None, "q_lora_rank": None})
+    assert not problems and spec.mla is not None
+    assert (spec.mla.rope_interleaved, spec.router.renormalize, spec.mla.q_rank) == (False, False, 0)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_a_single_expert_with_its_weight_divided_by_itself_has_weight_one(name: str) -> None:
+    family = BY_NAME[name]
+    config = {**family.config_of(small(family)), "num_experts_per_tok": 1, "norm_topk_prob": True}
+    spec, problems = family.spec_of(config)
+    assert not problems and spec.router.softmax_order == "after_topk"
+    assert resolve_model(*settings_for(spec)) == spec
+    logits = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    weights = routing_weights(logits, logits.softmax(-1), logits.argmax(-1, keepdim=True), spec.router)
+    weights.sum().backward()
+    assert (weights == 1).all() and logits.grad is not None and not logits.grad.any()
+    assert family.config_of(spec).get("norm_topk_prob", True) and not family.express_problems(spec)
+    learned = dataclasses.replace(small(family), top_k=1)  # ours: the weight is the score, so that the router learns
+    if name == "mixtral":
+        assert any("router.softmax_order" in str(p) for p in family.express_problems(learned))
+    else:
+        assert not family.express_problems(learned) and family.config_of(learned)["norm_topk_prob"] is False
+
+
+def test_legal_configs_that_no_recipe_could_say() -> None:
+    v3, qwen = BY_NAME["deepseek_v3"], BY_NAME["qwen3_moe"]
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+    for family, changes in (
+        (v3, {"n_group": 4, "topk_group": 4}),
+        (v3, {"first_k_dense_replace": 2}),
+        (qwen, {"mlp_only_layers": [0, 1, 7, 1]}),
+        (qwen, {"decoder_sparse_step": 2}),
+        (qwen, {"rope_parameters": {**yarn, "mscale_all_dim": 1.0, "truncate": True}}),
+        (qwen, {"rope_parameters": {**yarn, "factor": 1}}),
+    ):
+        spec, problems = family.spec_of({**family.config_of(small(family)), **changes})
+        assert not problems, list(map(str, problems))
+        settings = settings_for(spec)
+        recipe = dataclasses.replace(
+            Recipe(), model=settings[0], router=dataclasses.replace(settings[1], aux_loss=0.01)
+        )
+        assert resolve_model(*settings) == spec and not run_problems(recipe, world=1)
+        assert family.says(family.config_of(spec), spec)
+    assert v3.spec_of({**v3.config_of(small(v3)), "n_group": 4, "topk_group": 4})[0].router.num_groups == 1
+
+
+def test_two_tables_of_the_rotary_embedding() -> None:
+    family = BY_NAME["qwen2_moe"]
+    config = without(family.config_of(small(family)), "rope_parameters")
+    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+    spec, problems = family.spec_of(
+        {**config, "rope_scaling": yarn, "rope_theta": 5e5, "rope_parameters": {"rope_theta": 7.0}}
+    )
+    assert not problems and spec.rope_theta == 5e5 and spec.yarn == YarnSpec(factor=2.0, original_length=16)
+    spec, _ = family.spec_of({**config, "rope_scaling": yarn, "original_max_position_embeddings": 32})
+    assert spec.yarn == YarnSpec(factor=2.0, original_length=32), "transformers takes the one beside the table"
+    spec, _ = family.spec_of({**config, "rope_scaling": {"type": "yarn", "factor": 2.0}})
+    assert spec.yarn == YarnSpec(factor=2.0, original_length=32768), "max_position_embeddings, by its default"
+
+
+def test_a_run_says_what_others_make_of_its_export() -> None:
+    olmoe = BY_NAME["olmoe"]
+    assert not olmoe.cautions(small(olmoe))
+    renormalised = dataclasses.replace(small(olmoe), router=RouterSpec(renormalize=True))
+    assert "vLLM ignores" in olmoe.cautions(renormalised)[0]
 
 
 def test_unknown_architecture_names_the_nearest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +23,7 @@ class ExportArgs:
     step: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Checkpoint to read. Default: the newest."""
     dtype: Annotated[str | None, tyro.conf.arg(metavar="TYPE")] = None
-    """bfloat16, float32 or float64. Default: that of the imported checkpoint, or train.dtype."""
+    """bfloat16, float16, float32 or float64. Default: that of each imported tensor, or train.dtype."""
     family: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Architecture (mixtral, qwen3_moe, ...). Default: that of the import, or the first that can express the model."""
     shard_mb: int = 5000
@@ -53,6 +54,8 @@ def main(args: list[str]) -> int:
     else:
         run_local(lambda info, stop: _rank(plan, info.rank, ranks), ranks=ranks, threads=1)
     finish_export(plan)
+    for caution in plan.cautions:
+        print(f"phalanx export-hf: warning: {caution}", file=sys.stderr)
     size = sum(plan.bytes_of(link) for shard in plan.shards for link in shard)
     count = len(plan.shards)
     files = f"{count} files" if count > 1 else "one file"

@@ -92,7 +92,7 @@ class RouterConfig:
     softmax_order: Literal["before_topk", "after_topk"] | None = None
     """Softmax over all experts and then top-k, or top-k and then softmax over the chosen logits."""
     renormalize: bool | None = None
-    """Divide the chosen weights by their sum."""
+    """Divide the chosen weights by their sum (a single one stays as it is: else the router had no gradient)."""
     scale: float | None = None
     """Factor on the chosen weights (DeepSeek's routed_scaling_factor)."""
     num_groups: int | None = None

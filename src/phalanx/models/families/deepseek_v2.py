@@ -5,6 +5,8 @@ Also here: what V3 shares with it.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx.models.families.family import Family
@@ -15,19 +17,22 @@ from phalanx.plan.model import MlaSpec, ModelSpec, RouterSpec
 REST = (*ENDS, *NORMS, *LATENT_ATTENTION, *mlp("mlp", "mlp"), *mlp("mlp.shared_experts", "moe.shared"))
 
 
+KEYS: Mapping[str, str] = {"num_experts": "n_routed_experts", "dense_layers": "first_k_dense_replace"}
+
+
 def latent_shape(options: Options, *, interleaved: bool) -> dict[str, Any]:
     """Arguments of `ModelSpec` that both DeepSeek families have; their losses, where the config tells of them."""
     options.only("attention_bias", False, why="biases of latent attention are not there")
     options.only("moe_layer_freq", 1, why="every layer after the dense ones has experts")
-    shape = common(options)
+    shape = common(options, latent=True)
     heads = options.whole("num_attention_heads")
-    if options.whole("num_key_value_heads", heads) != heads:
+    if options.whole("num_key_value_heads", null=heads) != heads:
         options.refuse(
             "num_key_value_heads", "each head of latent attention has keys and values of its own", f"use {heads}"
         )
     nope, rope = options.whole("qk_nope_head_dim"), options.whole("qk_rope_head_dim", least=2)
     mla = MlaSpec(
-        q_rank=options.whole("q_lora_rank") if options.config.get("q_lora_rank") is not None else 0,
+        q_rank=options.whole("q_lora_rank") if options.get("q_lora_rank") is not None else 0,
         kv_rank=options.whole("kv_lora_rank"),
         nope_dim=nope,
         rope_dim=rope,
@@ -35,12 +40,12 @@ def latent_shape(options: Options, *, interleaved: bool) -> dict[str, Any]:
         rope_interleaved=interleaved,
     )
     ffn = options.whole("moe_intermediate_size")
-    dense = min(options.whole("first_k_dense_replace", 0, least=0), shape["num_layers"])
+    dense = min(options.whole("first_k_dense_replace", least=0), shape["num_layers"])
     return {
         **shape,
         "num_kv_heads": heads,
         "head_dim": nope + rope,
-        "norm_eps": options.number("rms_norm_eps", 1e-6),
+        "norm_eps": options.number("rms_norm_eps"),
         "mla": mla,
         "num_experts": options.whole("n_routed_experts"),
         "expert_ffn": ffn,
@@ -72,10 +77,17 @@ def latent_fields(spec: ModelSpec, architecture: str) -> dict[str, Any]:
     }
 
 
-def groups(options: Options) -> dict[str, Any]:
-    """Group-limited routing; one group is none."""
-    count = options.whole("n_group", 1)
-    return {"num_groups": count, "group_topk": options.whole("topk_group", 1) if count > 1 else 1}
+def groups(options: Options, *, ranked_by: int) -> dict[str, Any]:
+    """Group-limited routing, by the best `ranked_by` experts of each group; no limit where all groups are chosen."""
+    experts, count, chosen = (options.whole(key) for key in ("n_routed_experts", "n_group", "topk_group"))
+    if experts % count:
+        options.refuse("n_group", f"must divide n_routed_experts = {experts}", f"try {math.gcd(experts, count)}")
+    elif experts // count < ranked_by:
+        rule = f"each group needs {ranked_by} experts, by which it is ranked, but there are {experts} in all"
+        options.refuse("n_group", rule, f"try {math.gcd(experts, max(experts // ranked_by, 1))}")
+    if chosen > count:
+        options.refuse("topk_group", f"must lie between 1 and n_group = {count}", f"try {count}")
+    return {"num_groups": count, "group_topk": chosen} if chosen < count else {}
 
 
 def _read(options: Options) -> ModelSpec:
@@ -85,14 +97,14 @@ def _read(options: Options) -> ModelSpec:
     options.only("scoring_func", "softmax", why="DeepSeek-V2 scores with a softmax")
     options.only("mlp_bias", False, why="biases of MLPs are not there")
     options.only("topk_method", "greedy", "group_limited_greedy", why="is not a choice of experts that we know")
-    limited = options.config.get("topk_method", "greedy") == "group_limited_greedy"
+    limited = options.get("topk_method") == "group_limited_greedy"
     return ModelSpec(
         name="deepseek-v2",
         **latent_shape(options, interleaved=True),
         router=RouterSpec(
-            scale=options.number("routed_scaling_factor", 1.0),
+            scale=options.number("routed_scaling_factor"),
             group_score="max",
-            **(groups(options) if limited else {}),
+            **(groups(options, ranked_by=1) if limited else {}),
         ),
     )
 
@@ -117,4 +129,33 @@ DEEPSEEK_V2 = Family(
     fused_rules=(*REST, *FUSED_EXPERTS),
     read=_read,
     write=_write,
+    defaults={
+        "vocab_size": 102400,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "first_k_dense_replace": 0,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "n_group": None,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "routed_scaling_factor": 1.0,
+        "topk_group": None,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "v_head_dim": 128,
+        "num_experts_per_tok": None,
+        "moe_intermediate_size": 1407,
+    },
+    aliases={"num_experts": "n_routed_experts"},
+    keys=KEYS,
 )

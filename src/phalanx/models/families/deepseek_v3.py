@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.models.families.deepseek_v2 import REST, groups, latent_fields, latent_shape
+from phalanx.models.families.deepseek_v2 import KEYS, REST, groups, latent_fields, latent_shape
 from phalanx.models.families.family import Family
 from phalanx.models.families.names import FUSED_EXPERTS, NameRule, experts
 from phalanx.models.families.options import Options
@@ -34,22 +34,22 @@ _COPIES = (
 def _read(options: Options) -> ModelSpec:
     options.only("scoring_func", "sigmoid", why="DeepSeek-V3 scores with a sigmoid")
     options.only("topk_method", "noaux_tc", why="is not a choice of experts that we know")
-    renormalize = options.flag("norm_topk_prob", True)
-    if renormalize and options.config.get("num_experts_per_tok") == 1:
+    renormalize = options.flag("norm_topk_prob")
+    if renormalize and options.get("num_experts_per_tok") == 1:
         options.refuse(
             "num_experts_per_tok", "a single chosen expert has weight 1 here, which gives the router no gradient"
         )
     return ModelSpec(
         name="deepseek-v3",
-        **latent_shape(options, interleaved=options.flag("rope_interleave", True)),
-        mtp_layers=options.whole("num_nextn_predict_layers", 0, least=0),
+        **latent_shape(options, interleaved=options.flag("rope_interleave")),
+        mtp_layers=options.whole("num_nextn_predict_layers", least=0),
         router=RouterSpec(
             score="sigmoid",
             renormalize=renormalize,
-            scale=options.number("routed_scaling_factor", 1.0),
+            scale=options.number("routed_scaling_factor"),
             group_score="top2",
             bias_rate=PRESETS["deepseek-v3"].router.bias_rate,
-            **groups(options),
+            **groups(options, ranked_by=2),
         ),
     )
 
@@ -59,7 +59,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         **latent_fields(spec, "DeepseekV3ForCausalLM"),
         "n_group": spec.router.num_groups,
         "topk_group": spec.router.group_topk,
-        "norm_topk_prob": spec.router.renormalize,
+        "norm_topk_prob": spec.router.renormalize and spec.top_k > 1,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "rope_interleave": spec.mla is None or spec.mla.rope_interleaved,
@@ -75,6 +75,35 @@ DEEPSEEK_V3 = Family(
     fused_rules=(*REST, *FUSED_EXPERTS, _BIAS),
     read=_read,
     write=_write,
+    defaults={
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_interleave": True,
+        "attention_bias": False,
+        "num_nextn_predict_layers": 1,
+    },
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    keys=KEYS,
     mtp_rules=_MTP,
     copies=_COPIES,
     absent=(_BIAS,),

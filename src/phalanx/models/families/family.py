@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.core.errors import Problem
 from phalanx.models.families.names import NameLink, NameRule, links
-from phalanx.models.families.options import Options
+from phalanx.models.families.options import Options, in_words_of_file, read_options
 from phalanx.plan.layout import Box
 from phalanx.plan.model import PRESETS, ModelSpec, model_problems
 
@@ -38,6 +38,14 @@ class Family:
     """The model that a config means; problems are left in the options."""
     write: Callable[[ModelSpec], dict[str, Any]]
     """The fields that say so."""
+    defaults: Mapping[str, Any]
+    """What transformers takes for a field that the file does not have, besides those that all families share."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Second names of fields, as transformers knows them."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the model -> keys of the file, where they are not those of most families."""
+    cautions: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ()
+    """What a person who exports `spec` should know of programs that read it otherwise."""
     mtp_rules: tuple[NameRule, ...] = ()
     """What blocks of multi-token prediction have besides the tensors of a block. Families without leave those blocks out."""
     copies: tuple[NameRule, ...] = ()
@@ -47,9 +55,10 @@ class Family:
 
     def spec_of(self, config: Mapping[str, Any]) -> tuple[ModelSpec, list[Problem]]:
         """The model, and everything about the config that it cannot be."""
-        options = Options(config)
-        spec = _canonical(self.read(options), PRESETS[self.preset])
-        return spec, options.problems or model_problems(spec)
+        options = read_options(config, self.defaults, self.aliases)
+        spec = self.read(options)
+        problems = options.problems or [in_words_of_file(p, self.keys) for p in model_problems(spec)]
+        return _canonical(spec, PRESETS[self.preset]), problems
 
     def config_of(self, spec: ModelSpec) -> dict[str, Any]:
         return {"model_type": self.model_type, **self.write(spec)}
@@ -64,6 +73,12 @@ class Family:
             Problem(where=f"model.{name}", value=value, rule=rule, hint=f"{self.model_type} has {other!r}")
             for name, value, other in differences(_canonical(self.without_mtp(spec), PRESETS[self.preset]), again)
         ]
+
+    def says(self, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+        """Whether `config` means `spec`, whatever it says of blocks of multi-token prediction."""
+        found, problems = self.spec_of(config)
+        own = _canonical(spec, PRESETS[self.preset])
+        return not problems and not differences(own, dataclasses.replace(found, mtp_layers=spec.mtp_layers))
 
     def without_mtp(self, spec: ModelSpec) -> ModelSpec:
         """`spec` without the blocks that this family has no names for."""
@@ -114,9 +129,15 @@ def _canonical(spec: ModelSpec, base: ModelSpec) -> ModelSpec:
         changes["dense_ffn"] = base.dense_ffn
     if not spec.shared_ffn:
         changes["shared_gate"] = base.shared_gate
-    if spec.router.num_groups == 1:
-        changes["router"] = dataclasses.replace(spec.router, group_topk=1, group_score=base.router.group_score)
-    return dataclasses.replace(spec, **changes)
+    if not spec.moe_layers:
+        names = ("num_experts", "top_k", "expert_ffn", "shared_ffn", "shared_gate", "router")
+        return dataclasses.replace(spec, **changes | {n: getattr(base, n) for n in names})
+    router = spec.router
+    if router.num_groups == 1:
+        router = dataclasses.replace(router, group_topk=1, group_score=base.router.group_score)
+    if spec.top_k == 1 or (router.score == "softmax" and router.softmax_order == "after_topk"):
+        router = dataclasses.replace(router, renormalize=base.router.renormalize)
+    return dataclasses.replace(spec, **changes, router=router)
 
 
 def differences(spec: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]:

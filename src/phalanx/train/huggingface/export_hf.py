@@ -4,7 +4,8 @@
     write_shards   some of the shards, each read from the run's checkpoint by boxes and written whole; processes share them
     finish         the small files, the index, and the folder's name
 
-Must never change: a folder with the name asked for is complete; no number is rounded but to the type asked for; the expert bias stays fp32.
+Must never change: a folder with the name asked for is complete; no number is rounded but to the type that its tensor came in, or that was asked
+for; the expert bias stays fp32; config.json means the model of the run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,10 +34,14 @@ from phalanx.runtime.state import BoxTensor
 from phalanx.train import state_dtype
 from phalanx.train.huggingface.hf_tokenizer import tokenizer_files
 from phalanx.train.huggingface.hugging_face import INDEX_FILE, SINGLE_FILE, read_config, strange_links
-from phalanx.train.huggingface.import_hf import KEPT_FOLDER, small_files
+from phalanx.train.huggingface.import_hf import KEPT_FOLDER, TYPES_FILE, small_files
 from phalanx.train.setup import DTYPES, RunFolder, choose_checkpoint
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+TYPES = {**DTYPES, "float16": torch.float16}
+"""What can be written. (float16 is no type to train in.)"""
+WORDS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+"""Types in the words of safetensors."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +55,8 @@ class Export:
     family: Family
     step: int
     dtype: torch.dtype
+    types: Mapping[str, torch.dtype]
+    """Of tensors that came in another one."""
     shards: tuple[tuple[NameLink, ...], ...]
 
     @property
@@ -62,7 +69,14 @@ class Export:
         return SINGLE_FILE if count == 1 else f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
 
     def type_of(self, link: NameLink) -> torch.dtype:
-        return torch.float32 if link.param is None or link.param in self._buffers else self.dtype
+        if link.param is None or link.param in self._buffers:
+            return torch.float32
+        return self.types.get(link.tensor, self.dtype)
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """What a person should know of programs that read it otherwise."""
+        return self.family.cautions(self.spec)
 
     def bytes_of(self, link: NameLink) -> int:
         return link.part.num_elements * self.type_of(link).itemsize
@@ -87,21 +101,36 @@ def plan_export(
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer.vocab_size)
     chosen, problems = _choose_family(folder, spec, family)
     problems += _target_problems(target)
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and dtype not in TYPES:
         problems.append(
-            Problem(where="--dtype", value=dtype, rule="is not a known data type", hint=nearest(dtype, DTYPES))
+            Problem(where="--dtype", value=dtype, rule="is not a known data type", hint=nearest(dtype, TYPES))
         )
     raise_if(problems, ConfigError, subject="the export")
     assert chosen is not None  # or there was a problem
     _, found = choose_checkpoint(folder, spec, step)
-    kept = read_config(folder.path / KEPT_FOLDER)[0]
-    words = (dtype, kept.get("dtype"), kept.get("torch_dtype"), recipe.train.dtype)
-    word = next(w for w in words if w in DTYPES)
+    kept, came = read_config(folder.path / KEPT_FOLDER)[0], _types_of_import(folder)
+    words = (dtype, came.pop("", None), kept.get("dtype"), kept.get("torch_dtype"), recipe.train.dtype)
+    word = next(w for w in words if w in TYPES)
     plan = Export(
-        run=folder, target=target, recipe=recipe, spec=spec, family=chosen, step=found, dtype=DTYPES[word], shards=()
-    )
+        run=folder, target=target, recipe=recipe, spec=spec, family=chosen, step=found, dtype=TYPES[word],
+        types={} if dtype else {name: TYPES[word] for name, word in came.items()}, shards=(),
+    )  # fmt: skip
     links = sorted([*chosen.links(spec), *chosen.copies_of(spec)], key=lambda link: _natural(link.tensor))
     return Export(**{**vars(plan), "shards": _shards(plan, links, shard_bytes)})
+
+
+def _types_of_import(folder: RunFolder) -> dict[str, str]:
+    """Types of the tensors that a run came from (the commonest under the empty name), as far as they are known."""
+    path = folder.path / KEPT_FOLDER / TYPES_FILE
+    try:
+        return {str(name): WORDS[word] for name, word in json.loads(path.read_text(encoding="utf-8")).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        problem = Problem(
+            where=str(path), value=str(error), rule="must be a table of types", hint="import the run again"
+        )
+        raise CheckpointError([problem], subject=f"the run {folder.path}") from error
 
 
 def _choose_family(folder: RunFolder, spec: ModelSpec, asked: str | None) -> tuple[Family | None, list[Problem]]:
@@ -198,7 +227,15 @@ def _read_shard(plan: Export, manager: CheckpointManager, links: Sequence[NameLi
         boxes.append(BoxTensor(f"{kind}/{link.param}", logical[link.param], link.box, held, primary=True))
         out[link.tensor] = held.view(link.shape)
     manager.load(boxes, step=plan.step, partial=True)
-    return {link.tensor: out[link.tensor].to(plan.type_of(link)).contiguous() for link in links}
+    return {link.tensor: _narrowed(link.tensor, out[link.tensor], plan.type_of(link)) for link in links}
+
+
+def _narrowed(name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` in the type that is written. Raises `RunError` where a number is too large for it."""
+    found = x.to(dtype).contiguous()
+    if dtype == torch.float16 and not found.isfinite().all() and x.isfinite().all():
+        raise RunError(f"{name} has {x.abs().max().item():g}, too large for float16; use --dtype bfloat16")
+    return found
 
 
 def finish_export(plan: Export) -> None:
@@ -235,10 +272,14 @@ def _small_files(plan: Export) -> dict[str, bytes]:
     config = json.loads(kept.pop("config.json", b"{}"))
     if config.get("model_type") != plan.family.model_type:
         config = _fresh_config(plan)
+    elif not plan.family.says(config, plan.spec):  # an older version read it otherwise, and trained what it read
+        second = ("rope_theta", "rope_scaling", "original_max_position_embeddings", *plan.family.aliases)
+        config = {k: v for k, v in config.items() if k not in second} | plan.family.config_of(plan.spec)
     if "tokenizer.json" not in kept:
         kept |= tokenizer_files(plan.run, length=plan.recipe.train.seq_len)
         config["eos_token_id"] = plan.run.read_tokenizer().eos_id
-    if "num_nextn_predict_layers" in config:
+    if plan.family.mtp_rules:
+        config.pop("num_mtp_layers", None)
         config["num_nextn_predict_layers"] = plan.spec.mtp_layers  # others were left behind when the model came in
     config.pop("torch_dtype", None)
     config["dtype"] = str(plan.dtype).removeprefix("torch.")

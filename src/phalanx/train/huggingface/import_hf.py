@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.core.settings import describe_settings
 from phalanx.data import ByteTokenizer, Tokenizer, parse_choice, read_tokenizer_file
-from phalanx.models.families import shapes_of
+from phalanx.models.families import NameLink, shapes_of
 from phalanx.plan import run_problems
 from phalanx.plan.layout import boxes_of_range
 from phalanx.plan.mapping import resolve_mapping, to_json_dict
@@ -39,7 +40,9 @@ from phalanx.train.setup import DTYPES, PATIENCE_S, RunFolder, versions
 KEPT_FOLDER = "hugging_face"
 """Folder in the run folder for the small files of the checkpoint, for its tokenizer and for the way back."""
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
-LEFT_OUT = ("*.index.json",)
+TYPES_FILE = "phalanx_types.json"
+"""Beside them: {tensor: type} of what goes out again, the commonest type under the empty name. It stays here."""
+LEFT_OUT = ("*.index.json", TYPES_FILE)
 TRAINING_SETTINGS = (
     "router.z_loss",
     "router.aux_loss",
@@ -165,7 +168,7 @@ def import_rank(job: Import, info: WorldInfo, stop: StopRequest) -> int:
     def prepare() -> None:
         job.folder.create()
         locks.append(job.folder.lock())
-        _keep_small_files(job.checkpoint.path, job.folder.path / KEPT_FOLDER)
+        _keep_small_files(job.checkpoint, job.folder.path / KEPT_FOLDER)
         job.folder.write_recipe(job.recipe, job.tokenizer)
 
     peers.first(prepare)
@@ -204,10 +207,25 @@ def share_of(spec: ModelSpec, *, rank: int, world: int, dtype: torch.dtype) -> l
     return out
 
 
-def _keep_small_files(source: Path, target: Path) -> None:
+def _keep_small_files(source: HfCheckpoint, target: Path) -> None:
     target.mkdir(exist_ok=True)
-    for path in small_files(source):
+    for path in small_files(source.path):
         shutil.copyfile(path, target / path.name)
+    types = types_on_disk(source)
+    most = Counter(types.values()).most_common(1)[0][0]
+    (target / TYPES_FILE).write_text(json.dumps({"": most} | {n: t for n, t in types.items() if t != most}))
+
+
+def types_on_disk(source: HfCheckpoint) -> dict[str, str]:
+    """Type of each tensor that an export writes, in the words of safetensors, by what it was read from (maybe all experts in one)."""
+    read: dict[str | None, list[NameLink]] = defaultdict(list)
+    for link in source.links:
+        read[link.param].append(link)
+    return {
+        link.tensor: next(source.tensors[r.tensor].dtype for r in read[link.param] if r.box.intersection(link.box))
+        for link in source.family.links(source.spec)
+        if link.param is not None
+    }
 
 
 def small_files(folder: Path) -> list[Path]:
