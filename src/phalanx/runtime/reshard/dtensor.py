@@ -69,6 +69,6 @@ def dtensor_of(
     """The DTensor of which this rank holds `local` (None: it is not in the mesh)."""
     mesh, placements = target
     if local is None:
-        local = torch.empty(0, dtype=dtype, device=mesh.device_type)
+        local = torch.empty(0 if len(shape) else (), dtype=dtype, device=mesh.device_type)  # torch takes no empty shape=
     stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     return DTensor.from_local(local, mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=stride)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -247,15 +248,45 @@ def _tensor_problems(
         if out is not None:
             problems += _fit(f"{move.name} of out", move.dst.ranks, move.dst.local_shapes, rank, out[i], dtype)
             problems += _writable(f"{move.name} of out", out[i])
-    return problems
+    return problems or ([] if out is None else _shared_memory(moves, source, out))
 
 
 def _writable(where: str, x: torch.Tensor | None) -> list[Problem]:
     """Each element of what is received has a place of its own."""
-    if x is None or not any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
+    if x is None or x.numel() == 0:
         return []
-    rule, hint = "several of its elements are one place in memory", "clone() what was expanded"
-    return [Problem(where=where, value=tuple(x.stride()), rule=rule, hint=hint)]
+    reach = 0
+    for size, step in sorted(zip(x.shape, x.stride(), strict=True), key=lambda pair: pair[1]):
+        if size > 1 and step <= reach:
+            rule, hint = "several of its elements are one place in memory", "clone() what was expanded"
+            return [Problem(where=where, value=tuple(x.stride()), rule=rule, hint=hint)]
+        reach += (size - 1) * step
+    return []
+
+
+def _shared_memory(moves: Sequence[Move], source: Tensors, out: Tensors) -> list[Problem]:
+    """Where something is received lies nothing that is sent, and nothing else that is received."""
+    named = zip((*moves, *moves), (*source, *out), strict=True)
+    places = [(move.name, _place(x), i >= len(moves)) for i, (move, x) in enumerate(named) if x is not None and x.numel()]
+    places.sort(key=lambda place: np.lib.array_utils.byte_bounds(place[1])[0])
+    problems, near = [], list[tuple[str, np.ndarray, bool]]()
+    for name, place, written in places:
+        first = np.lib.array_utils.byte_bounds(place)[0]
+        near = [other for other in near if np.lib.array_utils.byte_bounds(other[1])[1] > first]
+        for other, there, also in near:
+            if (written or also) and np.shares_memory(place, there):
+                rule = f"shares memory with {other} of {'out' if also else 'the source'}"
+                where = f"{name} of {'out' if written else 'the source'}"
+                problems.append(Problem(where=where, value=place.shape, rule=rule, hint="give out memory of its own"))
+        near.append((name, place, written))
+    return problems
+
+
+def _place(x: torch.Tensor) -> np.ndarray:
+    """The addresses of a tensor's elements, as an array that nobody reads (so that it may lie on a device)."""
+    strides = tuple(step * x.element_size() for step in x.stride())
+    words = {"data": (x.data_ptr(), True), "shape": tuple(x.shape), "strides": strides, "typestr": f"|V{x.element_size()}"}
+    return np.asarray(type("Place", (), {"__array_interface__": {**words, "version": 3}})())
 
 
 def _fit(
@@ -267,6 +298,9 @@ def _fit(
     dtype: torch.dtype,
 ) -> list[Problem]:
     wanted = shapes[ranks.index(rank)] if rank in ranks else None
+    if x is not None and (not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_meta or x.is_quantized):
+        found = type(x).__name__ if not isinstance(x, torch.Tensor) else "meta" if x.is_meta else str(x.layout)
+        return [Problem(where=where, value=found, rule="must be a dense tensor with elements in memory")]
     if x is None:
         if wanted is None or 0 in wanted:
             return []

@@ -54,7 +54,8 @@ class RankTensors:
         if piece.store not in ("source", "dest"):
             return None
         view = self._view(piece)
-        return _bytes(view) if view.is_contiguous() and view.device == wire else None
+        plain = view.is_contiguous() and not view.is_conj() and not view.is_neg()  # memory holds the very numbers, in order
+        return _bytes(view) if plain and view.device == wire else None
 
     def pack(self, step: Step, buffer: torch.Tensor) -> torch.Tensor:
         """Put a message together at the beginning of `buffer`; returns its bytes there."""
@@ -127,8 +128,8 @@ class RankTensors:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, without a copy."""
-    return x.reshape(-1).view(torch.uint8)
+    """The bytes of a contiguous tensor, without a copy. (One of one element may have any stride, which a view of bytes refuses.)"""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

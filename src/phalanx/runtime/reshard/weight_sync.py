@@ -51,10 +51,13 @@ class WeightSync:
 
         Raises as `Resharder.move` does; `weights` and `version` are then as they were.
         """
-        rank = self._resharder.rank
-        source = [params.get(m.name) if rank in m.src.ranks else None for m in self._moves]
-        source = [None if x is None else x.detach() for x in source]
-        op_id = f"weights{self.version + 1}"
+        rank, op_id = self._resharder.rank, f"weights{self.version + 1}"
+        try:
+            source = [params.get(m.name) if rank in m.src.ranks else None for m in self._moves]
+            source = [None if x is None else x.detach() for x in source]
+        except Exception:  # whatever it is: the others must hear of it
+            self._resharder.refuse(op_id)
+            raise
         what = self._prepared if self._prepared is not None else self._moves
         got = self._resharder.move(what, source, dtypes=self._dtypes, device=self._device, out=self._spare, op_id=op_id)
         if self._prepared is None:
