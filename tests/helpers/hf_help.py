@@ -1,37 +1,26 @@
-"""Small random models of transformers, what they compute, and what we compute with the same checkpoint on any mapping.
-
-transformers rounds to float32 inside every family, whatever the type of the model: in RMSNorm, in the softmax of router and attention, in the
-rotary tables. `in_float64` turns each of these wishes into float64 while a block runs, so that the same code of transformers is an oracle in
-float64 too.
-"""
+"""Small random models of transformers, and what we compute with the same checkpoint on any mapping (`phalanx_lab/bench/parity/models.py` has the rest)."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
-from phalanx.core.config import OptimConfig
 from phalanx.kernels.cpu.cross_entropy import IGNORE
-from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
+from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.layout.parameters import Box
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.placement import plain_placement
-from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import GroupCache, build_groups
+from phalanx.plan.mapping.folding import Folding, make_folding
+from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.state.boxes import BoxTensor
-from phalanx.train.assembly import assemble
-from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint, open_checkpoint
+from phalanx.train.huggingface.hugging_face import BoxReader, open_checkpoint
 from phalanx.train.step.transaction import StepParts, train_step
 from phalanx.verify.reference import GradientRecorder
+from phalanx_lab.bench.parity import models
+from phalanx_lab.bench.parity.models import Theirs, draw_weights, in_float64, parts_of, relative
 
 SEQUENCES, LENGTH, VOCAB = 4, 24, 64
 _COMMON = {
@@ -104,20 +93,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 ALL = {**CONFIGS, **OTHERS}
 
 
-class _Float64(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wide = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        named = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
-        return func(*wide, **named) if func is not torch.Tensor.float else wide[0].to(torch.float64)
-
-
-@contextlib.contextmanager
-def in_float64() -> Iterator[None]:
-    """Whoever asks for float32 gets float64."""
-    with _Float64():
-        yield
-
-
 def hf_model(name: str, dtype: torch.dtype, **changes: Any) -> Any:
     """A random model in eager attention, with weights that make every part count."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -127,14 +102,7 @@ def hf_model(name: str, dtype: torch.dtype, **changes: Any) -> Any:
     with in_float64() if dtype == torch.float64 else contextlib.nullcontext():
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
         model = model.to(dtype).train()
-    generator = torch.Generator().manual_seed(len(name))
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))):
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(dtype)
-            tensor.copy_(1 + 0.2 * noise if tensor.dim() == 1 else noise / tensor.shape[-1] ** 0.5)
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("correction_bias"):
-                buffer.mul_(0.02)
+    draw_weights(model, len(name))
     return model
 
 
@@ -146,24 +114,8 @@ def tokens_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].contiguous(), labels
 
 
-@dataclasses.dataclass(frozen=True)
-class Theirs:
-    """What transformers computes: (B, S, V) logits, mean loss, gradients by the names that it has in memory."""
-
-    logits: torch.Tensor
-    loss: float
-    gradients: dict[str, torch.Tensor]
-
-
 def run_theirs(model: Any) -> Theirs:
-    tokens, labels = tokens_and_labels()
-    dtype = next(model.parameters()).dtype
-    with in_float64() if dtype == torch.float64 else contextlib.nullcontext():
-        logits = model(input_ids=tokens, use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-        loss.backward()
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-    return Theirs(logits.detach(), loss.item(), gradients)
+    return models.run_theirs(model, _micro(make_folding(world=1), 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,21 +126,6 @@ class Ours:
     loss: float
     gradients: list[BoxTensor]
     bytes_read: int
-
-
-def parts_of(rank: int, cache: GroupCache, checkpoint: HfCheckpoint, folding: Folding, dtype: torch.dtype) -> StepParts:
-    """A run's state on this rank of a mapping, not yet filled."""
-    ctx = ModelContext(
-        spec=checkpoint.spec,
-        dispatch=DispatchSpec(),
-        placement=plain_placement(checkpoint.spec.num_experts, folding),
-        groups=build_groups(folding, rank=rank, cache=cache),
-        comms=Collectives(timeout_s=240),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        kernels="fast" if dtype == torch.float32 else "reference",
-    )
-    return assemble(ctx, optim=OptimConfig(clip_norm=0.0), num_microbatches=1)
 
 
 def run_ours(
@@ -229,29 +166,9 @@ def _logits_error(parts: StepParts, batch: TokenBatch, want_BSV: torch.Tensor) -
     return relative(hidden_NH @ model.head_weight.T, own_BSV.flatten(0, 1).chunk(axis.size, dim=1)[axis.index])
 
 
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest difference over the largest value."""
-    return ((got - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
-
-
 def logical_gradients(folder: Path, theirs: Theirs) -> dict[str, torch.Tensor]:
     """Gradients of transformers, laid out as our parameters."""
-    checkpoint = open_checkpoint(folder)
-    out: dict[str, torch.Tensor] = {}
-    for link in checkpoint.family.links(checkpoint.spec, fused=True):
-        if link.tensor not in theirs.gradients or link.param is None:  # the expert bias has none
-            continue
-        source = theirs.gradients[link.tensor]
-        shape = next(s for n, s in _shapes(checkpoint.spec).items() if n == link.param)
-        target = out.setdefault(link.param, torch.full(shape, torch.nan, dtype=source.dtype))
-        target[link.box.slices()] = source[link.part.slices()].reshape(link.box.sizes)
-    return out
-
-
-def _shapes(spec: Any) -> dict[str, tuple[int, ...]]:
-    from phalanx.models.families.names import shapes_of
-
-    return shapes_of(spec)
+    return models.logical_gradients(open_checkpoint(folder), theirs)
 
 
 def whole(name: str, tensor: torch.Tensor) -> BoxTensor:

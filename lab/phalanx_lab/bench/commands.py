@@ -9,6 +9,7 @@ from phalanx.core.errors import nearest
 
 BENCHMARKS = {
     "train": ("train", "training speed on one rank, beside transformers in the same run"),
+    "transformers": ("parity.command", "what a config.json means to us, beside the installed transformers"),
     "curve": ("curve", "the loss curve of the fast bf16 path beside that of the plain fp32 one"),
     "context": ("context", "memory of a step on one long sequence that 1, 2, 4 and 8 ranks share"),
     "reshard": (

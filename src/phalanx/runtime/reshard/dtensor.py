@@ -69,6 +69,7 @@ def dtensor_of(
     """The DTensor of which this rank holds `local` (None: it is not in the mesh)."""
     mesh, placements = target
     if local is None:
-        local = torch.empty(0 if len(shape) else (), dtype=dtype, device=mesh.device_type)  # torch takes no empty shape=
+        none = 0 if len(shape) else ()  # torch takes no empty `shape=`, and would take that of the local tensor
+        local = torch.empty(none, dtype=dtype, device=mesh.device_type)
     stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     return DTensor.from_local(local, mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=stride)

@@ -267,7 +267,9 @@ def _writable(where: str, x: torch.Tensor | None) -> list[Problem]:
 def _shared_memory(moves: Sequence[Move], source: Tensors, out: Tensors) -> list[Problem]:
     """Where something is received lies nothing that is sent, and nothing else that is received."""
     named = zip((*moves, *moves), (*source, *out), strict=True)
-    places = [(move.name, _place(x), i >= len(moves)) for i, (move, x) in enumerate(named) if x is not None and x.numel()]
+    places = [
+        (move.name, _place(x), i >= len(moves)) for i, (move, x) in enumerate(named) if x is not None and x.numel()
+    ]
     places.sort(key=lambda place: np.lib.array_utils.byte_bounds(place[1])[0])
     problems, near = [], list[tuple[str, np.ndarray, bool]]()
     for name, place, written in places:
@@ -285,7 +287,12 @@ def _shared_memory(moves: Sequence[Move], source: Tensors, out: Tensors) -> list
 def _place(x: torch.Tensor) -> np.ndarray:
     """The addresses of a tensor's elements, as an array that nobody reads (so that it may lie on a device)."""
     strides = tuple(step * x.element_size() for step in x.stride())
-    words = {"data": (x.data_ptr(), True), "shape": tuple(x.shape), "strides": strides, "typestr": f"|V{x.element_size()}"}
+    words = {
+        "data": (x.data_ptr(), True),
+        "shape": tuple(x.shape),
+        "strides": strides,
+        "typestr": f"|V{x.element_size()}",
+    }
     return np.asarray(type("Place", (), {"__array_interface__": {**words, "version": 3}})())
 
 

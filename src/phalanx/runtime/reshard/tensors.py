@@ -54,7 +54,7 @@ class RankTensors:
         if piece.store not in ("source", "dest"):
             return None
         view = self._view(piece)
-        plain = view.is_contiguous() and not view.is_conj() and not view.is_neg()  # memory holds the very numbers, in order
+        plain = view.is_contiguous() and not view.is_conj() and not view.is_neg()  # memory is what is sent
         return _bytes(view) if plain and view.device == wire else None
 
     def pack(self, step: Step, buffer: torch.Tensor) -> torch.Tensor:
