@@ -1,7 +1,7 @@
 """Moves between layouts as programs: what they wait for, what a real move tells under the same ids, and their clock."""
 
 import pytest
-from reshard_help import equal_hosts, prefilled, random_case, sources
+from reshard_help import equal_hosts
 from tiers import times
 
 from phalanx.plan.layout.mesh.placements import Replicate, Shard, mesh_layout
@@ -15,6 +15,7 @@ from phalanx.runtime.reshard.program import rank_program
 from phalanx.runtime.reshard.resharder import PlanOptions, Resharder
 from phalanx.simulate.hardware.cost import Cost
 from phalanx.simulate.program.clock import run_moves
+from phalanx_lab.bench.reshard.drawn import prefilled, random_case, sources
 from ranks import run_ranks
 
 WORLD = 8

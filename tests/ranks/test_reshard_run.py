@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from reshard_help import equal_hosts, local_of, logical_terms, prefilled, random_case, same, sources, wanted, whole
+from reshard_help import equal_hosts
 from tiers import ALL, times
 
 from phalanx.core.errors import PeerError, PhalanxError, PlanError
@@ -18,6 +18,16 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.reshard.resharder import KEPT_PLANS, PlanOptions, Resharder
 from phalanx_lab.bench.reshard.counts import gather_counts
+from phalanx_lab.bench.reshard.drawn import (
+    local_of,
+    logical_terms,
+    prefilled,
+    random_case,
+    same,
+    sources,
+    wanted,
+    whole,
+)
 from ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks

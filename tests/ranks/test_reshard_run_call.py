@@ -228,3 +228,83 @@ def odd_calls(rank, cache):
 
 def test_odd_calls_are_refused_before_anything_travels():
     run_ranks(WORLD, odd_calls)
+
+
+def awkward_tensors(rank, cache):
+    """One element of any stride, alone in a message; conjugate ones; a DTensor of no dims."""
+    resharder = phalanx.open_resharder(hosts=HOSTS, timeout_s=20)
+    src, dst = whole_layout((1, 1), [0]), whole_layout((1, 1), [5])
+    x = torch.arange(9.0).as_strided((1, 1), (5, 7), 3)
+    assert x.is_contiguous() and x.stride() == (5, 7)
+    out = torch.zeros(9).as_strided((1, 1), (7, 5), 2)
+    got = phalanx.reshard(
+        x if rank == 0 else None, src, dst, dtype=torch.float32, out=out if rank == 5 else None, resharder=resharder
+    )
+    assert (got is None) == (rank != 5) and (rank != 5 or got.item() == out.item() == 3)
+    z = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    got = phalanx.reshard(
+        z if rank == 0 else None, whole_layout((2,), [0]), whole_layout((2,), [7]), dtype=z.dtype, resharder=resharder
+    )
+    assert rank != 7 or got.tolist() == [1 - 2j, 3 + 4j]
+    a, b = mesh_of([0, 1]), mesh_of([2, 3])
+    one = DTensor.from_local(torch.tensor(7.0), a, [Replicate()], run_check=False)
+    if rank >= 2:
+        one = distribute_tensor(torch.tensor(7.0), a, [Replicate()], src_data_rank=None)
+    got = phalanx.reshard(one, None, (b, [Replicate()]), resharder=resharder)
+    assert got.shape == () and (rank not in (2, 3) or got.to_local().item() == 7)
+
+
+def test_tensors_that_lie_awkwardly_arrive():
+    run_ranks(WORLD, awkward_tensors)
+
+
+def bad_places(rank, cache):
+    resharder = phalanx.open_resharder(hosts=HOSTS, timeout_s=20)
+    src, dst = whole_layout((3, 4), [0]), whole_layout((3, 4), [0, 3])
+    x = torch.arange(12.0).view(3, 4)
+    mine = x if rank == 0 else None
+
+    def said(given, out):
+        out = out if rank in (0, 3) else None
+        with pytest.raises(PhalanxError) as error:
+            phalanx.reshard(given, src, dst, dtype=torch.float32, out=out, resharder=resharder)
+        return str(error.value)
+
+    fresh = torch.zeros(3, 4)
+    assert (
+        "tensor of out = (3, 4): shares memory with tensor of the source" in said(mine, x if rank == 0 else fresh)
+        or rank
+    )
+    assert "one place in memory" in said(mine, torch.zeros(20).as_strided((3, 4), (1, 1))) or rank not in (0, 3)
+    assert "must be a dense tensor" in said(x.to_sparse() if rank == 0 else None, fresh) or rank
+    assert "must be a dense tensor" in said(x.to("meta") if rank == 0 else None, fresh) or rank
+    assert "is not a tensor" in said({"tensor": [1.0]} if rank == 0 else {"tensor": None}, None) or rank
+    room = torch.zeros(3, 8)
+    room[:, :4] = x
+    beside = room[:, 4:] if rank == 0 else fresh  # in one piece of memory with the source, and nowhere the same
+    got = phalanx.reshard(
+        room[:, :4] if rank == 0 else None, src, dst, dtype=torch.float32,
+        out=beside if rank in (0, 3) else None, resharder=resharder,
+    )  # fmt: skip
+    assert got is None or torch.equal(got, x)
+
+
+def test_places_that_cannot_be_written_are_refused_by_all():
+    run_ranks(WORLD, bad_places)
+
+
+def broken_delivery(rank, cache):
+    layout = {"w": whole_layout((4,), [0])}, {"w": whole_layout((4,), [3])}
+    sync = phalanx.WeightSync(
+        phalanx.open_resharder(hosts=HOSTS, timeout_s=20), src=layout[0], dst=layout[1], dtypes={"w": torch.float32}
+    )
+    with pytest.raises(PlanError if rank == 0 else PeerError, match="dense tensor" if rank == 0 else "refused"):
+        sync.deliver({"w": "a word"} if rank == 0 else {})
+    with pytest.raises(AttributeError if rank == 0 else PeerError):
+        sync.deliver(None if rank == 0 else {})
+    got = sync.deliver({"w": torch.ones(4)} if rank == 0 else {})
+    assert rank != 3 or got["w"].tolist() == [1] * 4
+
+
+def test_a_delivery_that_fails_on_one_rank_keeps_nobody_waiting():
+    run_ranks(WORLD, broken_delivery)

@@ -12,6 +12,8 @@ from phalanx.core.files import check_writable, write_json
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
     "bench train": ("phalanx_lab.bench.train", "measure"),
+    "bench transformers": ("phalanx_lab.bench.parity.command", "measure"),
+    "bench reshard-drawn": ("phalanx_lab.bench.reshard.strange", "run_drawn"),
     "bench curve": ("phalanx_lab.bench.curve", "compare"),
     "bench context": ("phalanx_lab.bench.context", "measure"),
     "bench hiding --what ring": ("phalanx_lab.bench.hiding", "measure"),

@@ -26,6 +26,7 @@ BENCHMARKS = {
     ),
     "memory": ("memory.command", "memory of the ranks of a run beside what the dry run promises"),
     "reshard-plan": ("reshard.plan", "plans of moves between layouts, against the bound and the paper's greedy"),
+    "reshard-drawn": ("reshard.strange", "drawn reshards of strange tensors, and calls that are wrong on one rank"),
     "robust": ("robust.command", "kill ranks inside overlapped layers, and watch the memory of such layers for long"),
     "storm": (
         "storm.command",

@@ -23,8 +23,8 @@ import tyro
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
-from phalanx_lab.bench.parity.compare import Outcome, compare
-from phalanx_lab.bench.parity.draw import Case, drawn, edges
+from phalanx_lab.bench.parity.compare import Compared, compare
+from phalanx_lab.bench.parity.draw import Configuration, drawn, edges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +78,13 @@ def measure(options: TransformersArgs) -> dict[str, Any]:
     return _report(outcomes, seed, transformers.__version__, time.perf_counter() - begin_s)
 
 
-def _cases(options: TransformersArgs, seed: int) -> Iterator[Case]:
+def _cases(options: TransformersArgs, seed: int) -> Iterator[Configuration]:
     for case in (*(edges(seed) if options.edges else ()), *(drawn(seed, n) for n in range(options.drawn))):
         if options.only in case.name:
             yield case
 
 
-def _report(outcomes: list[Outcome], seed: int, version: str, seconds: float) -> dict[str, Any]:
+def _report(outcomes: list[Compared], seed: int, version: str, seconds: float) -> dict[str, Any]:
     verdicts = Counter(o.verdict for o in outcomes)
     kinds = sorted({kind for o in outcomes for kind in o.errors})
     return {
@@ -101,7 +101,7 @@ def _report(outcomes: list[Outcome], seed: int, version: str, seconds: float) ->
     }
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: Compared) -> str:
     reasons = outcome.wrong or [w for w in (", ".join(outcome.refused), outcome.theirs) if w]
     config = f"\n    {outcome.config}" if outcome.wrong else ""
     return f"{outcome.verdict}: {outcome.case}" + "".join(f"\n    {reason}" for reason in reasons) + config

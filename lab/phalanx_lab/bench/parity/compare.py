@@ -31,7 +31,7 @@ from phalanx.runtime.processes.world import WorldInfo
 from phalanx.train.huggingface import export_hf
 from phalanx.train.huggingface.hugging_face import HfCheckpoint, open_checkpoint
 from phalanx.train.huggingface.import_hf import KEPT_FOLDER, Import, import_rank, plan_import
-from phalanx_lab.bench.parity.draw import LENGTH, SEQUENCES, Case, Config
+from phalanx_lab.bench.parity.draw import LENGTH, SEQUENCES, Config, Configuration
 from phalanx_lab.bench.parity.models import (
     NotLoadedError,
     draw_weights,
@@ -55,17 +55,16 @@ REDRAWS = 4
 FIRST_TOKEN = 8
 STORED = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 """Types of weights on disk; cases take turns."""
-Verdict = Literal["agree", "both refuse", "we refuse", "they refuse", "mismatch"]
 
 
 @dataclass
-class Outcome:
+class Compared:
     """What came of a case. `errors` are relative: `float64 logits`, `float32 gradients`, ..."""
 
     case: str
     config: Config
     key: str
-    verdict: Verdict = "agree"
+    verdict: Literal["agree", "both refuse", "we refuse", "they refuse", "mismatch"] = "agree"
     wrong: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     """Where our problems are."""
@@ -75,9 +74,9 @@ class Outcome:
     redrawn: int = 0
 
 
-def compare(case: Case, folder: Path, *, number: int = 0) -> Outcome:
+def compare(case: Configuration, folder: Path, *, number: int = 0) -> Compared:
     """Run one case in an empty folder."""
-    outcome = Outcome(case.name, case.config, case.key)
+    outcome = Compared(case.name, case.config, case.key)
     source = folder / "source"
     try:
         model = build(case.base, source)
@@ -114,7 +113,7 @@ def _save(model: Any, config: Config, folder: Path, *, seed: int, dtype: torch.d
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _without_weights(outcome: Outcome, why: str) -> Outcome:
+def _without_weights(outcome: Compared, why: str) -> Compared:
     outcome.theirs, outcome.verdict = why, "they refuse"
     family = find_family(outcome.config["model_type"])
     assert isinstance(family, Family)  # drawn from the list
@@ -124,7 +123,7 @@ def _without_weights(outcome: Outcome, why: str) -> Outcome:
     return outcome
 
 
-def _told(outcome: Outcome, ask: Callable[[], list[Problem]]) -> list[Problem] | None:
+def _told(outcome: Compared, ask: Callable[[], list[Problem]]) -> list[Problem] | None:
     """Problems, as a list or as an error; anything else that is raised is wrong."""
     try:
         return ask()
@@ -135,7 +134,7 @@ def _told(outcome: Outcome, ask: Callable[[], list[Problem]]) -> list[Problem] |
         return None
 
 
-def _one(outcome: Outcome, source: Path, folder: Path) -> bool:
+def _one(outcome: Compared, source: Path, folder: Path) -> bool:
     """Compare one draw of weights; True where rounding decided which experts were chosen, so that it says nothing."""
     found: list[tuple[HfCheckpoint, Import]] = []
 
@@ -222,7 +221,7 @@ def _own_pass(checkpoint: HfCheckpoint, dtype: torch.dtype) -> _Pass:
     return _Pass(plain, packed, *own_gradients(parts, packed_batch()))
 
 
-def _numbers(outcome: Outcome, checkpoint: HfCheckpoint, source: Path, wide: Any) -> bool:
+def _numbers(outcome: Compared, checkpoint: HfCheckpoint, source: Path, wide: Any) -> bool:
     truth = _their_pass(wide, checkpoint)
     for dtype, limit in LIMITS.items():
         want = truth if dtype == torch.float64 else _their_pass(load_theirs(source, dtype), checkpoint)
@@ -258,7 +257,7 @@ def _gradient_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor])
 # ---- there and back ----------------------------------------------------------------------------------------------------------
 
 
-def _exports(outcome: Outcome, job: Import, source: Path, folder: Path) -> None:
+def _exports(outcome: Compared, job: Import, source: Path, folder: Path) -> None:
     """The run of the import goes out with the file that came in, and with one that we write."""
     run = job.folder.path
 

@@ -20,7 +20,7 @@ NO_MEANING = ("model_type", "architectures", "bos_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True)
-class Case:
+class Configuration:
     """`config` over weights that fit `base`."""
 
     name: str
@@ -30,19 +30,19 @@ class Case:
     """The key that is not as in `base`; '' where all are."""
 
 
-def drawn(seed: int, number: int) -> Case:
-    """Case `number` of a seed: families take turns; about one in six has something that we refuse."""
+def drawn(seed: int, number: int) -> Configuration:
+    """Configuration `number` of a seed: families take turns; about one in six has something that we refuse."""
     rng = np.random.default_rng([seed, number])
     model_type = list(FAMILIES)[number % len(FAMILIES)]
     config = _config(rng, model_type)
     if rng.random() < 1 / 6:
         odd = ODD[int(rng.integers(len(ODD)))]
         config |= odd
-        return Case(f"drawn {number}: {model_type}, {next(iter(odd))}", config, config)
-    return Case(f"drawn {number}: {model_type}", config, config)
+        return Configuration(f"drawn {number}: {model_type}, {next(iter(odd))}", config, config)
+    return Configuration(f"drawn {number}: {model_type}", config, config)
 
 
-def edges(seed: int) -> Iterator[Case]:
+def edges(seed: int) -> Iterator[Configuration]:
     """Each key of a drawn file of each family deleted, then null, in turn; and values at the edge of what is legal."""
     for at, model_type in enumerate(FAMILIES):
         rng = np.random.default_rng([seed, 1 << 20, at])
@@ -52,11 +52,11 @@ def edges(seed: int) -> Iterator[Case]:
             if key in NO_MEANING:
                 continue
             without = {k: v for k, v in base.items() if k != key}
-            yield Case(f"{model_type} without {key}", base, without, key)
-            yield Case(f"{model_type} with {key} null", base, {**base, key: None}, key)
+            yield Configuration(f"{model_type} without {key}", base, without, key)
+            yield Configuration(f"{model_type} with {key} null", base, {**base, key: None}, key)
         for change in (*EDGES, *EDGES_OF.get(model_type, ())):
             changed = {**base, **change}
-            yield Case(f"{model_type} with {change}", changed, changed, next(iter(change)))
+            yield Configuration(f"{model_type} with {change}", changed, changed, next(iter(change)))
 
 
 # ---- files -------------------------------------------------------------------------------------------------------------------

@@ -117,6 +117,13 @@ class _Sides:
 
     def item(self, name: str, rank: int) -> _Item:
         x, out = self.state[name], self.out.get(name, self.out.get(""))
+        hint = "give a tensor, or None where this rank holds nothing"
+        problems = [
+            Problem(where=where, value=type(given).__name__, rule="is not a tensor", hint=hint)
+            for where, given in ((name, x), (f"{name} of out", out))
+            if given is not None and not isinstance(given, torch.Tensor)
+        ]
+        raise_if(problems, PlanError, subject="what is moved")
         shape = self._shape(name, x)
         given = _of(self.src, name)
         src = (

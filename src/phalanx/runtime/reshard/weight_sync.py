@@ -54,7 +54,7 @@ class WeightSync:
         rank, op_id = self._resharder.rank, f"weights{self.version + 1}"
         try:
             source = [params.get(m.name) if rank in m.src.ranks else None for m in self._moves]
-            source = [None if x is None else x.detach() for x in source]
+            source = [x.detach() if isinstance(x, torch.Tensor) else x for x in source]
         except Exception:  # whatever it is: the others must hear of it
             self._resharder.refuse(op_id)
             raise
