@@ -11,6 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from phalanx.runtime.reshard.program import RankProgram, rank_program
 from phalanx.runtime.reshard.sums import not_summable
 
 REFUSED = -1
+NO_HOSTS = -2
+"""In place of a plan, where hosts were not given and are to be asked for."""
 KEPT_PLANS = 64
 HASH_DIGITS = 15
 """Hexadecimal digits of a plan's hash in the integer: 60 bits."""
@@ -93,6 +96,7 @@ class Resharder:
     def hosts(self) -> Hosts:
         """Collective on first use, if hosts were not given."""
         if self._hosts is None:
+            self._compare(NO_HOSTS, "hosts")  # ranks to which they were given would not take part in what follows
             self._hosts = hosts_by_name(self.comms.gather_objects(socket.gethostname(), self.axis), self.axis.ranks)
         return self._hosts
 
@@ -133,7 +137,7 @@ class Resharder:
         prepared, dest = ready
         devices = {x.device for x in (*source, *dest) if x is not None}
         lane = self._lane(next(iter(devices), torch.device("cpu")), op_id)
-        with torch.no_grad():
+        with torch.inference_mode():  # destinations may have been made in it, and are then written to nowhere else
             self.report = run_program(prepared.plan, prepared.program, lane, source=source, dest=dest)
         return dest
 
@@ -185,7 +189,8 @@ class Resharder:
         refused = by_number.pop(REFUSED, [])
         if refused:
             raise PeerError(f"{op_id}: nothing was moved, because ranks {refused} refused: they say why")
-        groups = "; ".join(f"ranks {ranks}: plan {number:0{HASH_DIGITS}x}" for number, ranks in by_number.items())
+        said = {n: "no hosts" if n == NO_HOSTS else f"plan {n:0{HASH_DIGITS}x}" for n in by_number}
+        groups = "; ".join(f"ranks {ranks}: {said[number]}" for number, ranks in by_number.items())
         rule = "differs between ranks, so nothing was moved: they were given different layouts, types, hosts or options"
         raise PlanError([Problem(where=f"{op_id}.plan", value=groups, rule=rule)], subject="what is moved")
 
@@ -266,34 +271,45 @@ def _writable(where: str, x: torch.Tensor | None) -> list[Problem]:
 
 def _shared_memory(moves: Sequence[Move], source: Tensors, out: Tensors) -> list[Problem]:
     """Where something is received lies nothing that is sent, and nothing else that is received."""
-    named = zip((*moves, *moves), (*source, *out), strict=True)
-    places = [
-        (move.name, _place(x), i >= len(moves)) for i, (move, x) in enumerate(named) if x is not None and x.numel()
+    both = [
+        (x, move.name, written)
+        for side, written in ((source, False), (out, True))
+        for x, move in zip(side, moves, strict=True)
     ]
-    places.sort(key=lambda place: np.lib.array_utils.byte_bounds(place[1])[0])
-    problems, near = [], list[tuple[str, np.ndarray, bool]]()
-    for name, place, written in places:
-        first = np.lib.array_utils.byte_bounds(place)[0]
-        near = [other for other in near if np.lib.array_utils.byte_bounds(other[1])[1] > first]
-        for other, there, also in near:
-            if (written or also) and np.shares_memory(place, there):
+    spans = sorted(((*_span(x), i) for i, (x, _, _) in enumerate(both) if x is not None and x.numel()))
+    problems, near = [], list[tuple[int, int]]()
+    for first, stop, i in spans:
+        near = [(end, j) for end, j in near if end > first]
+        x, name, written = both[i]
+        for _, j in near:
+            there, other, also = both[j]
+            if (written or also) and np.shares_memory(_place(x), _place(there)):
                 rule = f"shares memory with {other} of {'out' if also else 'the source'}"
                 where = f"{name} of {'out' if written else 'the source'}"
-                problems.append(Problem(where=where, value=place.shape, rule=rule, hint="give out memory of its own"))
-        near.append((name, place, written))
+                problems.append(
+                    Problem(
+                        where=where,
+                        value=None if x is None else tuple(x.shape),
+                        rule=rule,
+                        hint="give out memory of its own",
+                    )
+                )
+        near.append((stop, i))
     return problems
 
 
-def _place(x: torch.Tensor) -> np.ndarray:
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """Address of the first element, and of what follows the last."""
+    reach = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
+
+
+def _place(x: torch.Tensor | None) -> np.ndarray:
     """The addresses of a tensor's elements, as an array that nobody reads (so that it may lie on a device)."""
-    strides = tuple(step * x.element_size() for step in x.stride())
-    words = {
-        "data": (x.data_ptr(), True),
-        "shape": tuple(x.shape),
-        "strides": strides,
-        "typestr": f"|V{x.element_size()}",
-    }
-    return np.asarray(type("Place", (), {"__array_interface__": {**words, "version": 3}})())
+    assert x is not None  # it has a span
+    size = x.element_size()
+    words = {"version": 3, "data": (x.data_ptr(), True), "shape": tuple(x.shape), "typestr": f"|V{size}"}
+    return np.asarray(SimpleNamespace(__array_interface__={**words, "strides": tuple(n * size for n in x.stride())}))
 
 
 def _fit(

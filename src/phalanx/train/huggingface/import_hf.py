@@ -217,15 +217,18 @@ def _keep_small_files(source: HfCheckpoint, target: Path) -> None:
 
 
 def types_on_disk(source: HfCheckpoint) -> dict[str, str]:
-    """Type of each tensor that an export writes, in the words of safetensors, by what it was read from (maybe all experts in one)."""
+    """Type of each tensor that an export writes, in the words of safetensors: its own, or that of the one with all experts it was read from."""
     read: dict[str | None, list[NameLink]] = defaultdict(list)
     for link in source.links:
         read[link.param].append(link)
-    return {
-        link.tensor: next(source.tensors[r.tensor].dtype for r in read[link.param] if r.box.intersection(link.box))
-        for link in source.family.links(source.spec)
-        if link.param is not None
-    }
+
+    def origin(link: NameLink) -> str:
+        if link.tensor in source.tensors:
+            return link.tensor
+        return next(r.tensor for r in read[link.param] if r.box.intersection(link.box))
+
+    links = source.family.links(source.spec)
+    return {link.tensor: source.tensors[origin(link)].dtype for link in links if link.param is not None}
 
 
 def small_files(folder: Path) -> list[Path]:
