@@ -276,7 +276,7 @@ def _shared_memory(moves: Sequence[Move], source: Tensors, out: Tensors) -> list
         for side, written in ((source, False), (out, True))
         for x, move in zip(side, moves, strict=True)
     ]
-    spans = sorted(((*_span(x), i) for i, (x, _, _) in enumerate(both) if x is not None and x.numel()))
+    spans = sorted(((*_span(x), i) for i, (x, _, _) in enumerate(both) if isinstance(x, torch.Tensor) and x.numel()))
     problems, near = [], list[tuple[int, int]]()
     for first, stop, i in spans:
         near = [(end, j) for end, j in near if end > first]
@@ -312,6 +312,13 @@ def _place(x: torch.Tensor | None) -> np.ndarray:
     return np.asarray(SimpleNamespace(__array_interface__={**words, "strides": tuple(n * size for n in x.stride())}))
 
 
+def _is_dense(x: object) -> bool:
+    """Also of what has of a tensor what moving needs (`runtime/state/views.py`)."""
+    if not isinstance(x, torch.Tensor):
+        return all(hasattr(x, name) for name in ("shape", "dtype", "device", "stride", "__getitem__"))
+    return x.layout == torch.strided and not x.is_meta and not x.is_quantized
+
+
 def _fit(
     where: str,
     ranks: tuple[int, ...],
@@ -321,8 +328,8 @@ def _fit(
     dtype: torch.dtype,
 ) -> list[Problem]:
     wanted = shapes[ranks.index(rank)] if rank in ranks else None
-    if x is not None and (not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_meta or x.is_quantized):
-        found = type(x).__name__ if not isinstance(x, torch.Tensor) else "meta" if x.is_meta else str(x.layout)
+    if x is not None and not _is_dense(x):
+        found = str(x.device if x.is_meta else x.layout) if isinstance(x, torch.Tensor) else type(x).__name__
         return [Problem(where=where, value=found, rule="must be a dense tensor with elements in memory")]
     if x is None:
         if wanted is None or 0 in wanted:
