@@ -315,18 +315,3 @@ def broken_delivery(rank, cache):
 
 def test_a_delivery_that_fails_on_one_rank_keeps_nobody_waiting():
     run_ranks(WORLD, broken_delivery)
-
-
-def hosts_here_and_there(rank, cache):
-    """Given on some ranks alone: all are told, and the group goes on."""
-    src, dst = whole_layout((2,), [0]), whole_layout((2,), [1])
-    x = torch.ones(2) if rank == 0 else None
-    odd = phalanx.open_resharder(hosts=HOSTS if rank < 3 else None, timeout_s=20)
-    with pytest.raises(PlanError, match=r"ranks \[3, 4, 5, 6, 7\]: no hosts"):
-        phalanx.reshard(x, src, dst, dtype=torch.float32, resharder=odd)
-    got = phalanx.reshard(x, src, dst, dtype=torch.float32, resharder=phalanx.open_resharder(timeout_s=20))
-    assert rank != 1 or got.tolist() == [1, 1]
-
-
-def test_hosts_that_only_some_ranks_have_been_given():
-    run_ranks(WORLD, hosts_here_and_there)

@@ -27,8 +27,6 @@ from phalanx.runtime.reshard.program import RankProgram, rank_program
 from phalanx.runtime.reshard.sums import not_summable
 
 REFUSED = -1
-NO_HOSTS = -2
-"""In place of a plan, where hosts were not given and are to be asked for."""
 KEPT_PLANS = 64
 HASH_DIGITS = 15
 """Hexadecimal digits of a plan's hash in the integer: 60 bits."""
@@ -96,7 +94,6 @@ class Resharder:
     def hosts(self) -> Hosts:
         """Collective on first use, if hosts were not given."""
         if self._hosts is None:
-            self._compare(NO_HOSTS, "hosts")  # ranks to which they were given would not take part in what follows
             self._hosts = hosts_by_name(self.comms.gather_objects(socket.gethostname(), self.axis), self.axis.ranks)
         return self._hosts
 
@@ -189,8 +186,7 @@ class Resharder:
         refused = by_number.pop(REFUSED, [])
         if refused:
             raise PeerError(f"{op_id}: nothing was moved, because ranks {refused} refused: they say why")
-        said = {n: "no hosts" if n == NO_HOSTS else f"plan {n:0{HASH_DIGITS}x}" for n in by_number}
-        groups = "; ".join(f"ranks {ranks}: {said[number]}" for number, ranks in by_number.items())
+        groups = "; ".join(f"ranks {ranks}: plan {number:0{HASH_DIGITS}x}" for number, ranks in by_number.items())
         rule = "differs between ranks, so nothing was moved: they were given different layouts, types, hosts or options"
         raise PlanError([Problem(where=f"{op_id}.plan", value=groups, rule=rule)], subject="what is moved")
 
