@@ -29,6 +29,7 @@ import phalanx
 from phalanx.core.errors import ConfigError, PeerError, PhalanxError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.plan.layout.tensors import whole_layout
+from phalanx.plan.reshard.types import Move
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.processes.launch import StopRequest, run_local
@@ -47,8 +48,8 @@ from phalanx_lab.bench.reshard.drawn import (
 )
 
 RANKS = 4
-TIMEOUT_S = 20.0
-PROMPT_S = 5.0
+TIMEOUT_S = 60.0
+PROMPT_S = 30.0
 """A wrong call that keeps a rank waiting longer than this on a busy machine has left it to a timeout."""
 MESHES = ([0, 1, 2, 3], [[0, 1], [2, 3]], [3, 1], [2], [[0], [2]])
 WRONG = ("shape", "type", "nothing", "list", "sparse", "meta", "expanded", "overlapping", "in place", "layout", "count")
@@ -113,7 +114,7 @@ def describe(report: dict[str, Any]) -> str:
 
 
 def _rank(info: WorldInfo, stop: StopRequest, cases: int, seed: int, path: Path) -> int:
-    init_world(info, device="cpu", timeout_s=60.0)
+    init_world(info, device="cpu", timeout_s=120.0)
     told = all_cases(info.rank, list(range(cases)), seed)
     if info.rank == 0:
         path.write_text(json.dumps(told))
@@ -202,13 +203,25 @@ class _Call:
         kept = [None if x is None else x.clone() for x in source]
         self._note(case, source)
         culprit = _culprit(case) if self.rng.random() < 0.25 else None
-        moves, types, taken = case.moves, list(case.dtypes), list[Any](source)
+        moves, taken = case.moves, list[Any](source)
         if culprit is not None:
             self.wrong = WRONG[int(self.rng.integers(len(WRONG)))]
             self.kinds.add(f"wrong {self.wrong}")
             if self.wrong in ("expanded", "overlapping", "in place"):
                 given = list(out)
             moves, given = self._spoil(case, culprit, taken, given)
+        got = self._moved(case, moves, taken, given)
+        for i, want in enumerate(wanted(case, self.rank)):
+            if not same(got[i], want):
+                return f"tensor {i} of {case.moves[i].src.shape}, {case.dtypes[i]}, differs from the oracle"
+            if not same(source[i], kept[i]):
+                return f"tensor {i}: the source was written to"
+        return ""
+
+    def _moved(
+        self, case: DrawnMove, moves: tuple[Move, ...], taken: list[Any], given: list[Any] | None
+    ) -> list[torch.Tensor | None]:
+        """The answer of the call, tensor by tensor."""
         options = PlanOptions(
             method=case.method,
             message_bytes=case.message_bytes,
@@ -217,28 +230,21 @@ class _Call:
         )
         resharder = Resharder(self.comms, self.axis, hosts=case.hosts, options=options)
         if self.form == "moves":
-            got = resharder.move(moves, taken, dtypes=types, out=given, op_id=f"case{self.number}")
-        else:
-            names = [move.name for move in case.moves]
-            state: Any = dict(zip(names, taken, strict=False))
-            answer = phalanx.reshard(
-                state,
-                {move.name: move.src for move in moves},
-                {move.name: move.dst for move in moves},
-                dtype=dict(zip(names, types, strict=True)),
-                out=None if given is None else dict(zip(names, given, strict=True)),
-                resharder=resharder,
-            )
-            got = [answer[name] for name in names]
-        for i, want in enumerate(wanted(case, self.rank)):
-            if not same(got[i], want):
-                return f"tensor {i} of {case.moves[i].src.shape}, {case.dtypes[i]}, differs from the oracle"
-            if not same(source[i], kept[i]):
-                return f"tensor {i}: the source was written to"
-        return ""
+            return resharder.move(moves, taken, dtypes=case.dtypes, out=given, op_id=f"case{self.number}")
+        names = [move.name for move in case.moves]
+        state: Any = dict(zip(names, taken, strict=False))
+        answer = phalanx.reshard(
+            state,
+            {move.name: move.src for move in moves},
+            {move.name: move.dst for move in moves},
+            dtype=dict(zip(names, case.dtypes, strict=True)),
+            out=None if given is None else dict(zip(names, given, strict=True)),
+            resharder=resharder,
+        )
+        return [answer[name] for name in names]
 
     def _note(self, case: DrawnMove, source: list[torch.Tensor | None]) -> None:
-        """Kinds of tensors that all ranks can name, and how those of this rank lie (rank 0 counts)."""
+        """Kinds of tensors, and how those of this rank lie."""
         for move, dtype, x in zip(case.moves, case.dtypes, source, strict=True):
             size = int(np.prod(move.src.shape))
             self.kinds |= {f"{len(move.src.shape)} dims"} | (
