@@ -123,7 +123,7 @@ def test_large_vocabularies_use_four_bytes(tmp_path, corpus_file):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     prepared = prepare(config(tmp_path, corpus_file, tokenizer=str(tmp_path / "tokenizer.json")))
     stream = prepared.train.pools[0][0]
-    assert stream.tokens.dtype == np.uint32 and isinstance(stream.tokens, np.memmap)
+    assert stream.tokens.tokens.dtype == np.uint32 and isinstance(stream.tokens.tokens, np.memmap)
     assert stream_documents(stream)[0][0] == 70_001
 
 
@@ -229,7 +229,9 @@ def test_same_text_gives_the_same_data_in_another_cache(tmp_path, corpus_file):
     first = prepare(config(tmp_path, corpus_file, tokenizer="bpe:300"))
     second = prepare(config(tmp_path / "other", corpus_file, tokenizer="bpe:300"))
     assert not second.reused and first.fingerprint == second.fingerprint
-    assert [s.tokens.tobytes() for s in first.train.pools[0]] == [s.tokens.tobytes() for s in second.train.pools[0]]
+    assert [s.tokens.tokens.tobytes() for s in first.train.pools[0]] == [
+        s.tokens.tokens.tobytes() for s in second.train.pools[0]
+    ]
 
 
 def test_changed_data_cannot_be_resumed(tmp_path, corpus_file, texts):

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.reading import is_count
 
 
 def main(args: Sequence[str]) -> int:
@@ -44,7 +45,7 @@ def asked_mtp_layers(overrides: Sequence[str]) -> int:
     """What the overrides say of `model.mtp_layers`, which decides what is read; 0 where they say nothing that is a number."""
     words = [w for word in overrides for w in word.split("=", 1)]
     said = [after for word, after in itertools.pairwise(words) if word == "--model.mtp_layers"]
-    return int(said[-1]) if said and said[-1].isdecimal() else 0
+    return int(said[-1]) if said and is_count(said[-1]) else 0
 
 
 def read_args(args: Sequence[str]) -> tuple[Path, list[str]]:

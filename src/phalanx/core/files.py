@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import DataError, Problem, RunError
+from phalanx.core.reading import MalformedError, load_json
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
@@ -22,16 +23,15 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
 def read_json(path: Path, *, where: str) -> Any:
     """What a JSON file says. Raises `DataError` naming `where` (a setting or an argument) and why it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return load_json(path)
     except OSError as error:
         problem = Problem(
             where=where, value=str(path), rule=f"cannot be read: {error.strerror}", hint="name another file"
         )
         raise DataError([problem], subject="a file") from error
-    except ValueError as error:
-        raise DataError(
-            [Problem(where=where, value=str(path), rule=f"is not JSON: {error}")], subject="a file"
-        ) from error
+    except MalformedError as error:
+        problems = [Problem(where=where, value=str(path), rule=p.rule, hint=p.hint) for p in error.problems]
+        raise DataError(problems, subject="a file") from error
 
 
 def check_writable(path: Path | None) -> None:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from phalanx.core.errors import PhalanxError, Problem, ProblemsError, RunError
+from phalanx.core.reading import parse_json
 
 MOST_BYTES = 1 << 30
 """Longest message that is read."""
@@ -55,7 +56,8 @@ def decode(data: bytes, *, most: int = MOST_BYTES) -> Any:
     if len(data) > most:
         raise MessageError(f"a message of {len(data)} bytes; at most {most}")
     try:
-        return _read(json.loads(data.decode("utf-8", "surrogatepass")), 0)
+        text = data.decode("utf-8", "surrogatepass")
+        return _read(parse_json(text, where="a message", plain=False), 0)
     except MessageError:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as err:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 Direction = Literal["forward", "backward"]
 
-_ID = re.compile(r"(?:mb(\d+)\.)?(?:L(\d+)\.)?(?:(fwd|bwd|re|count|eval)\.)?(.*)")
+_ID = re.compile(r"(?:mb(\d{1,18})\.)?(?:L(\d{1,18})\.)?(?:(fwd|bwd|re|count|eval)\.)?(.*)")
 _DIRECTIONS: dict[str, Direction] = {"fwd": "forward", "count": "forward", "bwd": "backward", "re": "backward"}
 
 

@@ -7,7 +7,6 @@ it (``recipes/a.toml: train.steps`` or ``--train.steps``). Must never change: lo
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Literal
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.processor import Processor, this_processor
+from phalanx.core.reading import MOST_TOML, MalformedError, parse_toml, read_text
 from phalanx.core.rules import EFFECTS, LIMITS, Effect, Limit, inert_settings, recipe_problems, value_of
 from phalanx.core.settings import (
     IllegalValueError,
@@ -151,8 +151,7 @@ def _found(path: Path) -> Path:
 def _parse_file(reading: _Reading, path: Path) -> dict[str, object] | None:
     """The file's table, or None after saying why there is none."""
     try:
-        text = _found(path).read_bytes().decode()
-        return tomllib.loads(text)
+        return parse_toml(read_text(_found(path), most=MOST_TOML), where=str(path))
     except FileNotFoundError:
         folder = _found(path).parent
         beside = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
@@ -160,10 +159,9 @@ def _parse_file(reading: _Reading, path: Path) -> dict[str, object] | None:
         reading.add("recipe", str(path), "is not a file", hint)
     except OSError as error:
         reading.add("recipe", str(path), f"cannot be read: {error.strerror}", "give the path of a .toml file")
-    except UnicodeDecodeError as error:
-        reading.add("recipe", str(path), f"is not UTF-8 (byte {error.start})", "save it as UTF-8")
-    except tomllib.TOMLDecodeError as error:
-        reading.add("recipe", str(path), f"is not TOML: {error}", "quote text, and write one KEY = VALUE a line")
+    except MalformedError as error:
+        for problem in error.problems:
+            reading.add("recipe", str(path), problem.rule, problem.hint)
     return None
 
 

@@ -10,7 +10,6 @@ import ast
 import dataclasses
 import inspect
 import math
-import tomllib
 import types
 import typing
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from typing import Literal
 
 from phalanx.core import config
 from phalanx.core.errors import nearest
+from phalanx.core.reading import MalformedError, parse_toml
 
 Scalar = bool | int | float | str
 Value = Scalar | tuple[Scalar, ...] | None
@@ -88,9 +88,11 @@ class Setting:
             return text
         if text.startswith("["):
             try:
-                value = tomllib.loads(f"v = {text}")["v"]
-            except tomllib.TOMLDecodeError as error:
-                raise IllegalValueError(self.rule, f"as a TOML list it is broken: {error}") from error
+                value = parse_toml(f"v = {text}", where=self.name)["v"]
+            except MalformedError as error:
+                raise IllegalValueError(
+                    self.rule, f"as a TOML list it is broken: {error.problems[0].rule.removeprefix('is not TOML: ')}"
+                ) from error
             return self.from_toml(value)
         return tuple(self._scalar_from_text(part.strip()) for part in text.split(","))
 
@@ -170,6 +172,8 @@ class Setting:
                 value.encode()
             except UnicodeEncodeError:
                 raise IllegalValueError("must be valid UTF-8 text") from None
+            if "\0" in value:
+                raise IllegalValueError("must be text without NUL characters")
         return value
 
 

@@ -95,14 +95,14 @@ def read_bytes(text: str) -> int | None:
     match = _BYTES.fullmatch(text.strip())
     if match is None:
         return None
-    count = int(float(match["number"]) * _BYTE_UNITS[match["unit"].lower().removesuffix("b")])
-    return count if count > 0 else None
+    count = float(match["number"]) * _BYTE_UNITS[match["unit"].lower().removesuffix("b")]
+    return int(count) if 1 <= count < 2**63 else None
 
 
 def read_rate(text: object, *, where: str) -> tuple[float, Problem | None]:
     """The rate, or a problem for a list of problems. Bytes are refused: a link that is 8 times off is no small mistake."""
     match = _RATE.fullmatch(str(text).strip())
-    if match is None or isinstance(text, bool) or not float(match["number"]) > 0:
+    if match is None or isinstance(text, bool) or not 0 < float(match["number"]) < 1e24:
         rule = "is not a rate in bits per second above 0"
         return 1.0, Problem(where=where, value=text, rule=rule, hint="write 1gbit, 200mbit or 1e9")
     return float(match["number"]) * _RATE_FACTORS[(match["unit"] or "").lower()], None

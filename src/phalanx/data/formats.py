@@ -7,9 +7,9 @@ that makes sense; a reader never yields text that it had to repair.
 from __future__ import annotations
 
 import codecs
+import errno
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from phalanx.core.errors import Problem, nearest
+from phalanx.core.errors import Problem, first_line, nearest
+from phalanx.core.reading import MOST_LINE, MalformedError, lines_of, open_regular, parse_json
+from phalanx.data.parquet_pages import PageError, page_sizes
 from phalanx.data.problems import ProblemLog
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -27,7 +29,15 @@ TOKEN_SUFFIXES = (".bin", ".idx")
 
 _BLOCK_BYTES = 1 << 20
 _SHOWN = 40
-_ROWS = 256
+MOST_DOCUMENT = MOST_LINE
+"""Bytes of a document: more take gigabytes to tokenise."""
+MOST_PAGE = 2 * MOST_DOCUMENT
+"""Bytes of a page of Parquet, of which a reader keeps two."""
+MOST_EXPANSION, SPARE_BYTES = 500, 64 << 20
+"""Text is at most so many times as large as its file, and `SPARE_BYTES` more. Compressed text is 3 to 20 times as large."""
+_LEAST_SPENT = 64
+_ROWS = 16
+"""Rows that are decoded at once: each may be as large as a page."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +90,11 @@ def _unreadable(path: Path, error: OSError) -> Problem:
 def _read_text(path: Path, limit: int | None, log: ProblemLog) -> Iterator[Document]:
     """Documents of at most `limit` characters (None: the file is one document), cut after a line end where there is one."""
     buffer, line = "", 1
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for text in _decode(file, path, log):
             buffer += text
+            if limit is None and len(buffer) > MOST_DOCUMENT:
+                raise OSError(errno.EFBIG, f"has more than {MOST_DOCUMENT} characters")
             while limit is not None and len(buffer) > limit:
                 cut = buffer.rfind("\n", 0, limit) + 1 or limit
                 yield Document(buffer[:cut], f"{path}:{line}", file.tell())
@@ -126,11 +138,12 @@ def _broken_text(path: Path, data: bytes, *, at: int, base: int, line: int) -> P
 
 
 def _read_jsonl(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
-    number = 0
-    with open(path, "rb") as raw, _decompressed(raw, suffix_of(path)) as lines:
+    number, budget = 0, _Budget(path)
+    with open_regular(path) as raw, _decompressed(raw, suffix_of(path)) as lines:
         try:
-            for line in lines:
+            for line in lines_of(lines, most=MOST_DOCUMENT):
                 number += 1
+                budget.spend(len(line))
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if not line.strip():
                     continue
@@ -138,12 +151,28 @@ def _read_jsonl(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
                 if text is not None:
                     yield Document(text, f"{path}:{number}", raw.tell())
         except (OSError, EOFError, zlib.error) as error:
-            where = f"{path}:{number + 1}"
-            log.add(
-                Problem(
-                    where=where, value=path.name, rule=f"cannot be decompressed ({error})", hint="copy the file again"
-                )
-            )
+            log.add(_broken_off(path, f"{path}:{number + 1}", error))
+
+
+def _broken_off(path: Path, where: str, error: Exception) -> Problem:
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        rule, hint = str(error.strerror), "cut the document into several, or remove the file if you do not know it"
+    else:
+        rule, hint = f"cannot be decompressed ({error})", "copy the file again"
+    return Problem(where=where, value=path.name, rule=rule, hint=hint)
+
+
+class _Budget:
+    """What a file may become: text of some hundred times its size is none, but a bomb that takes all memory, or reading without end."""
+
+    def __init__(self, path: Path) -> None:
+        self._left = SPARE_BYTES + MOST_EXPANSION * path.stat().st_size
+
+    def spend(self, size: int) -> None:
+        """Raises `OSError` where it is used up. An empty line takes time too."""
+        self._left -= max(size, _LEAST_SPENT)
+        if self._left < 0:
+            raise OSError(errno.EFBIG, f"becomes more than {MOST_EXPANSION} times as large as it is")
 
 
 def _decompressed(raw: BinaryIO, suffix: str) -> BinaryIO:
@@ -156,23 +185,17 @@ def _decompressed(raw: BinaryIO, suffix: str) -> BinaryIO:
 
 def _field_of(line: bytes, where: str, field: str, log: ProblemLog) -> str | None:
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = parse_json(line.decode("utf-8"), where=where, plain=False)
     except UnicodeDecodeError as error:
         rule = f"must be UTF-8, and is not at byte {error.start} of the line"
         log.add(
             Problem(where=where, value=line[error.start : error.start + 4], rule=rule, hint="repair or remove the line")
         )
         return None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except MalformedError as error:
         shown = line.strip()[:_SHOWN].decode("utf-8", "replace")
-        log.add(
-            Problem(
-                where=where,
-                value=shown,
-                rule=f"must be one JSON object a line ({error})",
-                hint="repair or remove the line",
-            )
-        )
+        rule = f"must be one JSON object a line, and {error.problems[0].rule}"
+        log.add(Problem(where=where, value=shown, rule=rule, hint="repair or remove the line"))
         return None
     if not isinstance(record, dict):
         rule = f"must be a JSON object with a field {field!r}, not a {type(record).__name__}"
@@ -220,11 +243,34 @@ def _checked(text: object, where: str, field: str, names: list[str], log: Proble
 def _read_parquet(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
     try:
         with pq.ParquetFile(path) as file:
-            if _has_text_column(file, path, field, log):
+            if _has_text_column(file, path, field, log) and _has_sound_pages(file, path, field, log):
                 yield from _rows(file, path, field, log)
-    except pa.ArrowException as error:
-        rule = f"is not a readable parquet file ({str(error).splitlines()[0]})"
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        rule = f"is not a readable parquet file ({first_line(error)})"
         log.add(Problem(where=str(path), value=path.name, rule=rule, hint="copy the file again"))
+
+
+def _has_sound_pages(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog) -> bool:
+    """Whether no page of the column becomes larger than a document may: the library would take as much memory as a page says."""
+    size = path.stat().st_size
+    with open_regular(path) as raw:
+        for group in range(file.metadata.num_row_groups):
+            columns = map(file.metadata.row_group(group).column, range(file.metadata.num_columns))
+            column = next(c for c in columns if c.path_in_schema == field)
+            start = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
+            rule, length = "", column.total_compressed_size
+            try:
+                if not 0 <= start <= start + length <= size:
+                    rule = f"names bytes {start} to {start + length} of a file of {size}"
+                elif any(unpacked > MOST_PAGE for _, unpacked in page_sizes(raw, start, length)):
+                    rule = f"has a page that becomes more than {MOST_PAGE} bytes"
+            except PageError as error:
+                rule = f"is not a readable parquet file ({error})"
+            if rule:
+                where = f"{path}:row group {group}"
+                log.add(Problem(where=where, value=path.name, rule=rule, hint="write it with smaller pages"))
+                return False
+    return True
 
 
 def _has_text_column(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog) -> bool:
@@ -245,11 +291,15 @@ def _has_text_column(file: pq.ParquetFile, path: Path, field: str, log: ProblemL
 
 
 def _rows(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
-    size, total, number = path.stat().st_size, max(file.metadata.num_rows, 1), 0
+    size, total, number, budget = path.stat().st_size, max(file.metadata.num_rows, 1), 0, _Budget(path)
     for batch in file.iter_batches(batch_size=_ROWS, columns=[field]):
         for cell in batch.column(0):
             number += 1
             where = f"{path}:row {number}"
+            data = cell.as_buffer()
+            budget.spend(0 if data is None else data.size)
+            if data is not None and data.size > MOST_DOCUMENT:
+                raise OSError(errno.EFBIG, f"row {number} has more than {MOST_DOCUMENT} bytes")
             try:
                 text = cell.as_py()
             except UnicodeDecodeError as error:

@@ -137,10 +137,11 @@ def _fits(
     rules = {
         "has negative sequence lengths": bool((lengths < 0).any()),
         "places sequences between tokens": bool((pointers % itemsize).any()),
+        f"places sequences outside of the {size} bytes of the .bin": bool(((pointers < 0) | (pointers > size)).any()),
         "has sequences that do not follow each other": bool(
             (pointers[1:] != pointers[:-1] + lengths[:-1] * itemsize).any()
         ),
-        "has documents out of order": bool(starts[0] != 0 or starts[-1] != n or (np.diff(starts) < 0).any()),
+        "has documents out of order": bool(starts[0] != 0 or starts[-1] != n or (starts[1:] < starts[:-1]).any()),
     }
     broken = [rule for rule, bad in rules.items() if bad]
     for rule in broken:

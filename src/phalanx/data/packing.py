@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.data.token_file import TokenFile
+
 Ints = NDArray[np.int64]
 
 IGNORE = -100
@@ -27,7 +29,7 @@ IGNORE = -100
 class TokenStream:
     """Documents of one source, of one side of the split; arrays are usually memory-mapped."""
 
-    tokens: NDArray[np.unsignedinteger] | NDArray[np.signedinteger]
+    tokens: NDArray[np.unsignedinteger] | NDArray[np.signedinteger] | TokenFile
     """Token file, documents of both sides in it."""
     begin: Ints
     """(n,) where each document begins in `tokens`."""

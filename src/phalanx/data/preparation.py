@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError, Problem
+from phalanx.core.reading import MalformedError, load_json, typed
 from phalanx.data import store
 from phalanx.data.cache import CacheProgress, digest, ensure_folder, silent, write_atomically, writing
 from phalanx.data.dataset import Dataset
@@ -122,13 +123,22 @@ def _identified(
     """Sources with identity: built-in corpora as the run `resume` knew them if all that was made of them is still there."""
     path = cache / "pins" / f"{resume}.json"
     if resume is not None and path.exists():
-        pins = json.loads(path.read_bytes())
+        pins = _pins(path)
         pinned = tuple(
             replace(s, identity=pins[s.spec]) if s.spec in pins else identify(s, cache, progress) for s in sources
         )
         if _is_prepared(config, pinned, cache):
             return pinned
     return tuple(identify(s, cache, progress) for s in sources)
+
+
+def _pins(path: Path) -> dict[str, str]:
+    """Specification -> identity; empty where the file was damaged."""
+    try:
+        found: dict[str, str] = typed(load_json(path), dict[str, str], where=str(path))
+    except (OSError, MalformedError):
+        return {}
+    return found
 
 
 def _is_prepared(config: DataConfig, sources: Sequence[Source], cache: Path) -> bool:

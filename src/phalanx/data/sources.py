@@ -12,12 +12,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError, Problem, nearest
+from phalanx.core.reading import MalformedError, load_json, open_regular, typed
 from phalanx.data import corpus
 from phalanx.data.cache import CacheProgress, digest, locked, silent, write_atomically, writing
 from phalanx.data.formats import TEXT_SUFFIXES, TOKEN_SUFFIXES, Document, ReadOptions, read_documents, suffix_of
@@ -216,9 +217,21 @@ def identify(source: Source, cache: Path, progress: CacheProgress) -> Source:
             with locked(memo.parent / ".locks" / memo.stem, progress):
                 if not memo.exists():
                     write_atomically(memo, json.dumps(_identity(source, found, progress)).encode())
-    known = json.loads(memo.read_bytes())
-    files = tuple(Path(f) for f in known["files"]) if source.kind == "builtin" else source.files
-    return replace(source, identity=known["identity"], files=files)
+        try:
+            known: _Known = typed(load_json(memo), _Known, where=str(memo))
+        except MalformedError:  # a damaged disk
+            known = typed(_identity(source, found, progress), _Known, where=str(memo))
+            write_atomically(memo, json.dumps(asdict(known)).encode())
+    files = tuple(Path(f) for f in known.files) if source.kind == "builtin" else source.files
+    return replace(source, identity=known.identity, files=files)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the cache remembers of a source."""
+
+    identity: str
+    files: list[str] = field(default_factory=list)
 
 
 def _identity(source: Source, found: list[corpus.SourceFile], progress: CacheProgress) -> dict[str, object]:
@@ -239,7 +252,7 @@ def _identity(source: Source, found: list[corpus.SourceFile], progress: CachePro
 
 def _blocks(path: Path) -> Iterator[bytes]:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             while block := file.read(_HASH_BLOCK_BYTES):
                 yield block
     except OSError as error:

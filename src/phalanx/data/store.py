@@ -1,10 +1,11 @@
 """Prepared tokens of one source on disk: a folder that is written once and then only memory-mapped.
 
-    meta.json            dtype, sizes of all files (a folder that does not match them is prepared anew)
+    meta.json            dtype, sizes and checksums of all files (a folder that does not match them is prepared anew)
     tokens.bin           all documents, each closed by EOS (text sources; a Megatron source keeps its own .bin)
     P.SIDE.begin.npy     for part P (one per .bin) and side train or validation: where each document begins in the token file
     P.SIDE.offset.npy    ... and in the stream of that side
     P.SIDE.bare.npy      documents whose EOS is not in the token file (Megatron sources without it only)
+    P.sums.npy           checksums of the blocks of the token file, compared when tokens are read (`token_file.py`)
     counts.npy           (2, vocabulary) how often each token is a target, train and validation
 
 Which side a document is on depends on its content and the fraction alone: the same text is never in both, and a document added to the
@@ -20,20 +21,22 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.core.errors import DataError, Problem
-from phalanx.data.cache import CacheProgress
+from phalanx.core.errors import DataError, Problem, first_line
+from phalanx.core.reading import load_json, malformed, typed
+from phalanx.data.cache import CacheProgress, digest
 from phalanx.data.formats import Document
 from phalanx.data.megatron import MegatronFile, open_megatron
 from phalanx.data.packing import TokenStream
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sources import Source, documents
+from phalanx.data.token_file import TokenFile, block_sums, file_sum
 from phalanx.data.tokenizer import Tokenizer
 
 Ints = NDArray[np.int64]
@@ -43,6 +46,7 @@ STORE_VERSION = 1
 """Raise it whenever the same input would give other files."""
 
 _META = "meta.json"
+TOKENS = "tokens.bin"
 _BATCH_CHARS = 2_000_000
 _CHUNK_TOKENS = 4_000_000
 
@@ -66,6 +70,8 @@ class _Part:
     length: Ints
     hashes: NDArray[np.uint64]
     bare: NDArray[np.bool_]
+    path: Path | None = None
+    """The user's file that has the tokens; None: tokens.bin of the folder."""
 
 
 def is_validation(text: str, fraction: float) -> bool:
@@ -74,11 +80,12 @@ def is_validation(text: str, fraction: float) -> bool:
 
 
 def is_complete(folder: Path) -> bool:
-    """Has `folder` all its files in full length?"""
+    """Has `folder` all its files, in full length and as they were written? Tokens themselves are compared when they are read."""
     try:
-        meta = json.loads((folder / _META).read_bytes())
-        return all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
-    except (OSError, ValueError, KeyError):
+        meta = _read_meta(folder)
+        whole = all((folder / name).stat().st_size == size for name, size in meta.sizes.items())
+        return whole and all(file_sum(folder / name) == told for name, told in meta.sums.items())
+    except (OSError, DataError):
         return False
 
 
@@ -106,43 +113,110 @@ def write_store(
         first += len(part.begin)
         _write_index(folder, str(number), part, mask)
         counts += _count_targets(part, mask, tokenizer)
+        np.save(folder / f"{number}.sums.npy", block_sums(folder / TOKENS if part.path is None else part.path))
     np.save(folder / "counts.npy", counts)
     _write_meta(folder, dtype=dtype.str, parts=len(parts), documents=len(hashes), text_bytes=text_bytes)
 
 
 def _write_meta(folder: Path, **entries: object) -> None:
-    sizes = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
-    meta = {"version": STORE_VERSION, **entries, "sizes": sizes}
-    (folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    files = sorted(folder.iterdir())
+    sizes = {p.name: p.stat().st_size for p in files}
+    sums = {p.name: file_sum(p) for p in files if p.name != TOKENS}
+    meta = {"version": STORE_VERSION, **entries, "sizes": sizes, "sums": sums}
+    (folder / _META).write_text(json.dumps({**meta, "checksum": digest(meta)}, indent=1), encoding="utf-8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreMeta:
+    """What meta.json says."""
+
+    version: int
+    dtype: Literal["<u2", "<u4"]
+    parts: int
+    documents: int
+    text_bytes: int
+    sizes: dict[str, int]
+    sums: dict[str, int] = field(default_factory=dict)
+    """Of all files but the tokens; empty in folders of earlier versions."""
+    checksum: str = ""
+    """Of all this."""
+
+
+def _read_meta(folder: Path) -> StoreMeta:
+    """Raises `OSError`, and `DataError` where it is not what was written."""
+    where = folder / _META
+    table = load_json(where)
+    meta: StoreMeta = typed(table, StoreMeta, where=str(where))
+    strange = [name for name in (*meta.sizes, *meta.sums) if Path(name).name != name]
+    if strange or (meta.checksum and meta.checksum != digest({k: v for k, v in table.items() if k != "checksum"})):
+        raise malformed(str(where), meta.checksum, "was altered since it was written", "delete the folder")
+    return meta
 
 
 def open_store(folder: Path, source: Source, tokenizer: Tokenizer) -> Store:
-    """Memory-maps what `write_store` wrote."""
-    meta = json.loads((folder / _META).read_bytes())
-    if source.kind == "tokens":
-        log = ProblemLog()
-        token_files = [f.tokens for f in (open_megatron(p, log) for p in source.files) if f is not None]
-        log.raise_if_any()
-    else:
-        token_files = [np.memmap(folder / "tokens.bin", np.dtype(meta["dtype"]), "r")]
-    streams = {
-        side: tuple(
-            s for p, t in enumerate(token_files) if (s := _open_stream(folder, f"{p}.{side}", t, tokenizer.eos_id))
-        )
-        for side in SIDES
-    }
-    counts = np.load(folder / "counts.npy")
-    return Store(streams=streams, counts=counts, documents=meta["documents"], text_bytes=meta["text_bytes"])
+    """Memory-maps what `write_store` wrote. Raises `DataError` where it is not that."""
+    try:
+        meta = _read_meta(folder)
+        if source.kind == "tokens":
+            log = ProblemLog()
+            token_files = [(f.path, f.tokens) for f in (open_megatron(p, log) for p in source.files) if f is not None]
+            log.raise_if_any()
+        else:
+            path = folder / TOKENS
+            token_files = [(path, np.memmap(path, np.dtype(meta.dtype), "r"))]
+        parts = [_open_tokens(folder, p, *file, tokenizer) for p, file in enumerate(token_files)]
+        streams = {
+            side: tuple(
+                s for p, t in enumerate(parts) if (s := _open_stream(folder, f"{p}.{side}", t, tokenizer.eos_id))
+            )
+            for side in SIDES
+        }
+        counts = _array(folder / "counts.npy", np.int64, (len(SIDES), tokenizer.vocab_size))
+    except (OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise malformed(str(folder), None, f"is no folder of prepared tokens ({error})", "delete it") from error
+    return Store(streams=streams, counts=counts, documents=meta.documents, text_bytes=meta.text_bytes)
 
 
-def _open_stream(folder: Path, name: str, tokens: NDArray[Any], eos_id: int) -> TokenStream | None:
-    begin = np.load(folder / f"{name}.begin.npy", mmap_mode="r")
+def _open_tokens(folder: Path, part: int, path: Path, tokens: NDArray[Any], tokenizer: Tokenizer) -> TokenFile:
+    file = folder / f"{part}.sums.npy"
+    sums = _array(file, np.uint32, (-1,)) if file.exists() else None
+    made_in = folder if path.parent == folder else None
+    return TokenFile(tokens, path=path, sums=sums, vocab_size=tokenizer.vocab_size, made_in=made_in)
+
+
+def _open_stream(folder: Path, name: str, tokens: TokenFile, eos_id: int) -> TokenStream | None:
+    begin = _array(folder / f"{name}.begin.npy", np.int64, (-1,))
     if not len(begin):
         return None
-    offset = np.load(folder / f"{name}.offset.npy", mmap_mode="r")
+    offset = _array(folder / f"{name}.offset.npy", np.int64, (len(begin) + 1,))
     bare_file = folder / f"{name}.bare.npy"
-    bare = np.load(bare_file, mmap_mode="r") if bare_file.exists() else None
+    bare = _array(bare_file, np.bool_, begin.shape) if bare_file.exists() else None
+    length = np.diff(offset) - (0 if bare is None else bare)
+    if (
+        offset[0] != 0
+        or (offset[1:] < offset[:-1]).any()
+        or (length < 0).any()
+        or (begin < 0).any()
+        or (begin > len(tokens) - length).any()
+    ):
+        rule = f"names documents outside of the {len(tokens)} tokens"
+        raise malformed(str(folder / f"{name}.begin.npy"), None, rule, "delete the folder: it is prepared anew")
     return TokenStream(tokens=tokens, begin=begin, offset=offset, bare=bare, eos_id=eos_id)
+
+
+def _array(path: Path, dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
+    """A .npy file of this type and shape (-1: any length), memory-mapped. Raises `DataError`."""
+    try:
+        found: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, TypeError, OverflowError, SyntaxError, EOFError, MemoryError) as error:
+        raise malformed(str(path), None, f"is no array ({first_line(error)})", "delete the folder") from error
+    fits = found.ndim == len(shape) and all(n in (m, -1) for n, m in zip(shape, found.shape, strict=True))
+    if found.dtype != dtype or not fits:
+        rule = f"must be an array of {np.dtype(dtype)} with the shape {shape}"
+        raise malformed(str(path), f"{found.dtype} {found.shape}", rule, "delete the folder: it is prepared anew")
+    return found
 
 
 # --- the split
@@ -170,7 +244,7 @@ def split(hashes: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
 def _tokenise(folder: Path, texts: Iterable[Document], tokenizer: Tokenizer, dtype: np.dtype[Any]) -> tuple[_Part, int]:
     """Writes tokens.bin; the bytes of text that went into it come second."""
     lengths, hashes, text_bytes = array("q"), array("Q"), 0
-    path = folder / "tokens.bin"
+    path = folder / TOKENS
     with open(path, "wb") as file:
         for batch in _batches(texts):
             encoded = [text.encode("utf-8") for text in batch]
@@ -231,7 +305,8 @@ def _megatron_part(file: MegatronFile, eos_id: int) -> _Part:
         "Q", (_hash(file.tokens[b : b + n].tobytes()) for b, n in zip(begin.tolist(), length.tolist(), strict=True))
     )
     bare = np.asarray(file.tokens[begin + length - 1] != eos_id)
-    return _Part(tokens=file.tokens, begin=begin, length=length, hashes=np.array(hashes, np.uint64), bare=bare)
+    found = np.array(hashes, np.uint64)
+    return _Part(tokens=file.tokens, begin=begin, length=length, hashes=found, bare=bare, path=file.path)
 
 
 def _ids_are_legal(file: MegatronFile, tokenizer: Tokenizer, log: ProblemLog) -> bool:

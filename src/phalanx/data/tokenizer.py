@@ -6,12 +6,14 @@ machine that has the same tokenizer (compare `fingerprint`); text is never read 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import tokenizers
@@ -19,13 +21,16 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from phalanx.core.config import DataConfig
-from phalanx.core.errors import DataError, Problem, nearest
+from phalanx.core.errors import DataError, PhalanxError, Problem, first_line, nearest
+from phalanx.core.reading import is_count, load_json, malformed, read_text, typed
 
 Ints = NDArray[np.int64]
 
 EOS = "<|endoftext|>"
 SMALLEST_BPE = 257
 """256 bytes and EOS."""
+MOST_TOKENS = 10_000_000
+"""Of a vocabulary. The largest published one has a million; a table of counts takes 16 bytes a token."""
 _META = "tokenizer_meta.json"
 _LONG_RUN = re.compile(r"\S{128}")
 """Learning from text without spaces (genomes, encoded data) is cut here: it takes merges x word length (100 kB, 1,000 tokens: 4.4 s, cut 0.1 s)."""
@@ -90,42 +95,84 @@ class FileTokenizer:
 
     def __init__(self, content: str, *, eos_token: str, name: str) -> None:
         self._content = content
-        self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        self._tokenizer, vocabulary = parse_tokenizer(content)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True  # text that spells a special token is text
         self._eos_token = eos_token
         self.name = name
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self.eos_id = self._tokenizer.get_vocab(with_added_tokens=True)[eos_token]
+        self.vocab_size = 1 + max(vocabulary.values())
+        self.eos_id = vocabulary[eos_token]
         self.fingerprint = hashlib.blake2b(f"{eos_token}\n{content}".encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> Ints:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        with _in_rust(self.name):
+            return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ints]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _in_rust(self.name):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(e.ids, np.int64) for e in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         legal = [i for i in ids if 0 <= i < self.vocab_size]
-        return str(self._tokenizer.decode(legal, skip_special_tokens=True))
+        with _in_rust(self.name):
+            return str(self._tokenizer.decode(legal, skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text(self._content, encoding="utf-8")
-        meta = {"kind": "file", "eos_token": self._eos_token, "name": self.name}
+        meta = {"kind": "file", "eos_token": self._eos_token, "name": self.name, "sum": _sum(self._content)}
         (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """What `save` wrote into `folder` (a run folder, for `phalanx generate`)."""
+@dataclass(frozen=True)
+class _Meta:
+    """What tokenizer_meta.json says."""
+
+    kind: Literal["byte", "file"]
+    eos_token: str = ""
+    name: str = ""
+    sum: str = ""
+
+
+def _sum(content: str) -> str:
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+
+@contextlib.contextmanager
+def _in_rust(name: str) -> Iterator[None]:
+    """Whatever the library says is a `DataError`: it raises bare `Exception`, and where it panics something that is none."""
     try:
-        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        if meta["kind"] == "byte":
+        yield
+    except (KeyboardInterrupt, SystemExit, PhalanxError):
+        raise
+    except BaseException as error:
+        problem = Problem(where=name, value=None, rule=f"the library of tokenizers failed: {first_line(error)[:200]}")
+        raise DataError([problem], subject="the tokenizer") from None
+
+
+def parse_tokenizer(content: str) -> tuple[tokenizers.Tokenizer, dict[str, int]]:
+    """A tokenizer.json, and its vocabulary with what was added. Raises `DataError`."""
+    with _in_rust("tokenizer.json"):
+        tokenizer = tokenizers.Tokenizer.from_str(content)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary or max(vocabulary.values()) >= MOST_TOKENS:
+        found = max(vocabulary.values()) if vocabulary else 0
+        raise malformed("tokenizer.json", found, f"must have tokens, with ids below {MOST_TOKENS}")
+    return tokenizer, vocabulary
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """What `save` wrote into `folder` (a run folder, for `phalanx generate`). Raises `DataError` where it was altered since; one of an earlier version has no checksum."""
+    try:
+        meta: _Meta = typed(load_json(folder / _META), _Meta, where=str(folder / _META))
+        if meta.kind == "byte":
             return ByteTokenizer()
-        content = (folder / "tokenizer.json").read_text(encoding="utf-8")
-        return FileTokenizer(content, eos_token=meta["eos_token"], name=meta["name"])
-    except Exception as error:  # `tokenizers` raises bare Exception for a broken file
+        content = read_text(folder / "tokenizer.json")
+        if meta.sum not in ("", _sum(content)):
+            raise malformed(str(folder / "tokenizer.json"), _sum(content), f"was written with checksum {meta.sum}")
+        return FileTokenizer(content, eos_token=meta.eos_token, name=meta.name)
+    except (DataError, OSError, KeyError) as error:
         problem = Problem(
             where=str(folder), value=_META, rule=f"holds no readable tokenizer ({error})", hint="is it a run folder?"
         )
@@ -144,7 +191,7 @@ def parse_choice(config: DataConfig) -> int | Path | None:
             rule = f"has no effect with data.tokenizer = {choice!r}, which has its own"
             problems.append(Problem(where="data.eos_token", value=config.eos_token, rule=rule, hint="leave it out"))
         size = choice.removeprefix("bpe:")
-        if choice != "byte" and not (size.isdecimal() and SMALLEST_BPE <= int(size) < 2**31):
+        if choice != "byte" and not (is_count(size) and SMALLEST_BPE <= int(size) < MOST_TOKENS):
             rule = f"must name a vocabulary of at least {SMALLEST_BPE} tokens (256 bytes and EOS)"
             problems.append(Problem(where="data.tokenizer", value=choice, rule=rule, hint="for example bpe:8192"))
     elif not path.is_file():
@@ -169,10 +216,11 @@ def parse_choice(config: DataConfig) -> int | Path | None:
 def read_tokenizer_file(path: Path, *, eos_token: str | None) -> FileTokenizer:
     """A Hugging Face tokenizer. EOS is `eos_token`, or what the files next to it name, or a name commonly used for it."""
     try:
-        content = path.read_text(encoding="utf-8")
-        vocabulary = tokenizers.Tokenizer.from_str(content).get_vocab(with_added_tokens=True)
-    except Exception as error:  # `tokenizers` raises bare Exception for a broken file
-        rule = f"is not a Hugging Face tokenizer.json ({error})"
+        content = read_text(path)
+        vocabulary = parse_tokenizer(content)[1]
+    except (OSError, DataError) as error:
+        why = error.problems[0].rule if isinstance(error, DataError) else error.strerror
+        rule = f"is not a Hugging Face tokenizer.json ({why})"
         raise DataError(
             [Problem(where="data.tokenizer", value=str(path), rule=rule)], subject="the tokenizer"
         ) from error
@@ -215,7 +263,7 @@ def _named_eos(folder: Path, vocabulary: dict[str, int]) -> str | None:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path)
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

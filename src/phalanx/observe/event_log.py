@@ -19,6 +19,7 @@ from typing import Any
 
 from phalanx.core.errors import DataError, Problem
 from phalanx.core.events import Event
+from phalanx.core.reading import lines_of, open_regular, parse_json
 
 Record = dict[str, Any]
 
@@ -94,8 +95,8 @@ def _whole_lines(file: int) -> int:
 def read_events(path: Path) -> Iterator[Record]:
     """All records of one log. A torn last line is left out; any other broken line raises `DataError` naming file and line."""
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+        with open_regular(path) as file:
+            for number, line in enumerate(lines_of(file), start=1):
                 if line.endswith(b"\n"):
                     yield _decode(path, number, line)
     except OSError as error:
@@ -106,7 +107,7 @@ def read_events(path: Path) -> Iterator[Record]:
 
 def _decode(path: Path, number: int, line: bytes) -> Record:
     try:
-        record = json.loads(line)
+        record = parse_json(line, where=f"{path}:{number}")
         if (
             isinstance(record, dict)
             and isinstance(record.get("kind"), str)

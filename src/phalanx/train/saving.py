@@ -10,7 +10,6 @@ training goes on, and is an error at the end.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Literal, TypeVar
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem
 from phalanx.core.events import CheckpointSaved, Emit, Note
+from phalanx.core.reading import parse_table
 from phalanx.core.recipe import dump_recipe
 from phalanx.data import Loader
 from phalanx.plan.mapping import AnyFolding, to_json_dict
@@ -166,7 +166,7 @@ def run_state(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, loader: Load
         tokens=samples * t.seq_len,
         seed=t.seed,
         loader=loader.state(step),
-        model=json.loads(spec.to_json()),
+        model=parse_table(spec.to_json(), where="the model"),
         model_hash=spec.hash,
         recipe_hash=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:16],
         folding=to_json_dict(folding),
@@ -180,7 +180,7 @@ def read_run_state(manager: CheckpointManager, recipe: Recipe, spec: ModelSpec, 
 
     Raises `CheckpointError` where it is damaged or another run's, `ConfigError` where the run has done more steps than it is to have.
     """
-    state = manager.read_state(found, model=json.loads(spec.to_json()))
+    state = manager.read_state(found, model=parse_table(spec.to_json(), where="the model"))
     step = loader.check_state(state.loader) if state.loader else found  # an import drew no sample yet
     if step > recipe.train.steps:
         rule = f"is less than the {step} steps that this run has done"

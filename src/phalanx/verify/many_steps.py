@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from phalanx.core.errors import RunError
+from phalanx.core.reading import load_json
 from phalanx.models import TokenBatch, part_of
 from phalanx.runtime.comm import Collectives, GroupCache, build_groups, with_second_groups
 from phalanx.runtime.processes import STOPPED, StopRequest, WorldInfo, close_world, init_world, run_local
@@ -120,7 +121,7 @@ def _fork(run: Callable[[WorldInfo, StopRequest], Curve], path: Path, *, ranks: 
         raise KeyboardInterrupt
     if not path.exists():
         raise RunError("the first rank ended without its curve")
-    return Curve(**json.loads(path.read_text()))
+    return Curve(**load_json(path))
 
 
 def _on_mapping(case: Case, steps: int, info: WorldInfo, stop: StopRequest) -> Curve:

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from phalanx.core.errors import PhalanxError, RunError
+from phalanx.core.reading import parse_json
 from phalanx.models import TokenBatch
 from phalanx.plan.mapping import Folding
 from phalanx.plan.model import parameters
@@ -131,7 +132,7 @@ def _read(path: Path) -> list[RankReport]:
     if not path.exists():
         return []
     lines = path.read_text().split("\n")[:-1]  # what follows the last line feed was cut off by a crash
-    return [RankReport(**json.loads(line)) for line in lines]
+    return [RankReport(**parse_json(line, where=str(path), plain=False)) for line in lines]
 
 
 # ---- on the ranks --------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ The JSON file has, for `ours`, `printed` (maximum rank overlap as printed), `spr
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import tyro
 
 from phalanx.core.errors import ConfigError, DataError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
+from phalanx.core.reading import MalformedError, load_json
 from phalanx.core.units import format_seconds
 from phalanx.observe.pictures import placement_svg, placement_text
 from phalanx.plan.placement.search import (
@@ -149,9 +149,9 @@ def _loads(args: PlacementArgs) -> Floats:
 def _read(path: Path) -> Any:
     """A JSON file. Raises `DataError` naming it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        rule = "cannot be read as JSON" if isinstance(error, ValueError) else str(error.strerror)
+        return load_json(path)
+    except (OSError, MalformedError) as error:
+        rule = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else error.problems[0].rule
         raise DataError([Problem(where=str(path), value=None, rule=rule)], subject="arguments") from error
 
 

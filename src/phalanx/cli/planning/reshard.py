@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
@@ -14,6 +13,7 @@ import tyro
 
 from phalanx.core.errors import PlanError, Problem, nearest
 from phalanx.core.files import check_writable, write_json, write_text
+from phalanx.core.reading import is_count, parse_table
 from phalanx.core.units import format_seconds, read_rate
 from phalanx.observe.pictures import svg_picture, text_picture
 from phalanx.plan.layout import TensorLayout
@@ -141,7 +141,7 @@ def _slow_hosts(given: tuple[str, ...], problems: list[Problem]) -> dict[int, fl
     for text in given:
         host, _, word = text.partition("=")
         rate, problem = read_rate(word, where=f"--slow {text}")
-        if problem or not host.isdecimal():
+        if problem or not is_count(host):
             rule, hint = "is not a host and its rate", "write 1=2gbit"
             problems.append(Problem(where="--slow", value=text, rule=rule, hint=hint))
         else:
@@ -190,7 +190,7 @@ def reshard_result(plan: ReshardPlan, took: float) -> dict[str, Any]:
         "cpu_s": took,
         "num_hops": len(hops),
         "hops": hops,
-        **json.loads(plan.to_json()),
+        **parse_table(plan.to_json(), where="the plan"),
     }
 
 

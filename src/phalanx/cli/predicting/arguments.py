@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from phalanx.core.errors import ConfigError, Problem, nearest
+from phalanx.core.reading import is_count
 from phalanx.plan.model import PRESETS, ModelSpec
 from phalanx.simulate.hardware import GpuCluster, parse_cluster
 from phalanx.simulate.mapping import known_models, published_model
@@ -16,7 +17,7 @@ def read_steps(text: str | None) -> tuple[int | None, int | None]:
         return None, None
     begin, colon, end = text.partition(":")
     parts = (begin, end if colon else begin)
-    if all(part == "" or part.isdecimal() for part in parts) and any(parts):
+    if all(part == "" or is_count(part) for part in parts) and any(parts):
         first, last = (int(part) if part else None for part in parts)
         if first is None or last is None or first <= last:
             return first, last

@@ -31,6 +31,7 @@ from numpy.typing import ArrayLike
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.messages import message
+from phalanx.core.reading import parse_table
 from phalanx.core.units import format_bytes
 from phalanx.plan.mapping import LayerPlacements, Placement
 from phalanx.plan.placement.search import (
@@ -140,7 +141,10 @@ class Replacement:
 
     def to_json(self) -> str:
         fields = {n: getattr(self, n) for n in ("action", "before", "after", "gain_s", "cost_s", "interval")}
-        return json.dumps({**fields, "migrations": [json.loads(m.to_json()) for m in self.migrations]}, sort_keys=True)
+        return json.dumps(
+            {**fields, "migrations": [parse_table(m.to_json(), where="a migration") for m in self.migrations]},
+            sort_keys=True,
+        )
 
     @property
     def hash(self) -> str:

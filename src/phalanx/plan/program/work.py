@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from phalanx.core.op_ids import read_op_id
+from phalanx.core.reading import is_count
 from phalanx.plan.layout import FlatLayout, LocalParam, publication
 from phalanx.plan.mapping import AnyFolding, micro_axis
 from phalanx.plan.model import ModelSpec
@@ -252,7 +253,7 @@ class Counting:
     @property
     def _num_chunks(self) -> int:
         kind, _, count = str(self.dispatch.overlap).partition(":")
-        return int(count) if kind == "coarse" and count.isdigit() else 1
+        return int(count) if kind == "coarse" and is_count(count) else 1
 
     # ---- compute -----------------------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,11 @@ follows from it (`plan/recovery/generation.py`). Must never change: a descriptor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from phalanx.core.errors import PlanError, Problem
+from phalanx.core.errors import PhalanxError, PlanError, Problem
+from phalanx.core.reading import is_count, typed
 from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements, Placement
 
 EXPERT_AXES = ("etp", "ep", "pp")
@@ -69,7 +70,7 @@ def read_state_descriptor(data: Mapping[str, Any]) -> StateDescriptor:
             racks=tuple(int(r) for r in data["racks"]),
         )
         found.folding.check()
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, PhalanxError) as error:
         rule = f"is no state descriptor of a member: {type(error).__name__} {error}"
         raise PlanError(
             [Problem(where="state_descriptor", value=None, rule=rule)], subject="a member's report"
@@ -107,11 +108,14 @@ class StateReport:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StateReport:
-        """Reads what `dataclasses.asdict` makes of one. Raises `PlanError` where a state descriptor is none, `TypeError` where there are other fields."""
-        places = {
-            name: None if data[name] is None else read_state_descriptor(data[name]) for name in ("descriptor", "then")
-        }
-        return cls(**{**data, **places})
+        """Reads what `dataclasses.asdict` makes of one. Raises `PlanError` where a state descriptor is none, `MalformedError` where there are other fields."""
+        table = dict(typed(data, dict[str, Any], where="about"))
+        now, then = (
+            None if at is None else read_state_descriptor(at)
+            for at in (table.pop("descriptor", None), table.pop("then", None))
+        )
+        found: StateReport = typed(table, cls, where="about")
+        return replace(found, descriptor=now, then=then)
 
 
 def slots_of(placement: AnyPlacement, folding: Folding, rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -137,7 +141,7 @@ class Fact:
     def order(self) -> tuple[str, str, list[tuple[int, str]]]:
         """Sorting key by rack, by machine, then by place on it; numbers as numbers."""
         parts = self.uid.split(".")
-        return self.rack, self.machine, [(int(p), "") if p.isdecimal() else (0, p) for p in parts]
+        return self.rack, self.machine, [(int(p), "") if is_count(p) else (0, p) for p in parts]
 
 
 def machines_of(facts: Sequence[Fact]) -> list[str]:

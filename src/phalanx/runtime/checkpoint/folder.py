@@ -27,14 +27,15 @@ from typing import Any
 
 from phalanx.core.errors import CheckpointError, Problem
 from phalanx.core.messages import message
+from phalanx.core.reading import MalformedError, parse_json, parse_table, read_text
 
 STATE_FILE = "run_state.json"
 LATEST_FILE = "latest"
 ABANDONED = "abandoned"
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,18})")
 _WRITING, _DELETING, _REPLACED = ".writing-", ".deleting-", ".replaced-"
-_WRITTEN_BY = re.compile(r"-g(\d+)-([0-9a-f]+)$")
+_WRITTEN_BY = re.compile(r"-g(\d{1,18})-([0-9a-f]+)$")
 
 
 @message
@@ -81,7 +82,7 @@ def _checksum(body: Mapping[str, Any]) -> str:
 def parse_state(text: str, *, where: str) -> RunState:
     """The state in a `run_state.json`. Raises `CheckpointError` if it is not what was once written."""
     try:
-        body = json.loads(text)
+        body = parse_table(text, where=where)
         found, told = _checksum({k: v for k, v in body.items() if k != "checksum"}), body.pop("checksum")
         if (version := body.pop("format")) != FORMAT:
             raise ValueError(f"format {version}, this program reads {FORMAT}")
@@ -175,8 +176,8 @@ class CheckpointFolder:
         """The step that `latest` names; without a usable `latest`, the highest complete one."""
         steps = self.steps()
         try:
-            match = _NAME.fullmatch((self.path / LATEST_FILE).read_text().strip())
-        except (OSError, UnicodeDecodeError):
+            match = _NAME.fullmatch(read_text(self.path / LATEST_FILE, most=1000).strip())
+        except (OSError, MalformedError):
             match = None
         if match and int(match[1]) in steps:
             return int(match[1])
@@ -193,8 +194,8 @@ class CheckpointFolder:
     def _read_state(self, step: int) -> RunState:
         path = self.of(step) / STATE_FILE
         try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as err:
+            text = read_text(path)
+        except (OSError, MalformedError) as err:
             problem = Problem(where=str(path), value=_reason(err), rule="every checkpoint has a readable run state")
             raise CheckpointError([problem], subject="checkpoint") from err
         return parse_state(text, where=str(path))
@@ -367,7 +368,7 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, prefix:
 
 def _plain(value: Any) -> Any:
     """The value as JSON gives it back, so that a tuple equals the list it was saved as."""
-    return json.loads(json.dumps(value))
+    return parse_json(json.dumps(value), where="the run state")
 
 
 def with_files(state: RunState, files: Sequence[Mapping[str, FileEntry]], *, created: str) -> RunState:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.core.clock import now_s
 from phalanx.core.config import HOST_BEAT_S
+from phalanx.core.reading import parse_json
 from phalanx.runtime.membership.hangs import OtherHosts
 from phalanx.runtime.membership.keys import MEETINGS, SUMS, Keys, Service, ServiceLost
 from phalanx.runtime.membership.membership import KEPT, Announcement, Beat, FirstRule, Generation, Member, Membership
@@ -368,7 +369,8 @@ class HostAgent:
         """Members of hosts whose supervisor is a new one: none of theirs has outlived the old one."""
         hosts = sorted({m.host for m in last.members})
         own = dict(zip(hosts, keys.values([_own_key(h) for h in hosts]), strict=True))
-        return {m.uid for m in last.members if (text := own[m.host]) is not None and m.uid not in json.loads(text)}
+        told = {host: parse_json(text, where=_own_key(host)) for host, text in own.items() if text is not None}
+        return {m.uid for m in last.members if isinstance(told.get(m.host), list) and m.uid not in told[m.host]}
 
     def _tidy(self, keys: Keys, newest: Generation) -> None:
         """The host of the first member deletes keys that are no longer read: few at a time, and nothing while a generation forms."""

@@ -33,6 +33,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line
+from phalanx.core.reading import parse_json
 from phalanx.core.service_address import is_loopback
 from phalanx.runtime.membership.credentials import client_context, find_credentials, named_credentials, own_credentials
 from phalanx.runtime.membership.store import LENGTH, MESSAGE_BYTES
@@ -263,8 +264,8 @@ class SocketKeys:
         end = LENGTH.size + length
         message, self._read = self._read[LENGTH.size : end], self._read[end:]
         try:
-            state, result = json.loads(message)
-        except ValueError:
+            state, result = parse_json(message, where="an answer")
+        except (ValueError, TypeError):
             raise self._failed("it sent what is no answer") from None
         if state != "ok":
             raise self._failed(f"it refused: {result}")

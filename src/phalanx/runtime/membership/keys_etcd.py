@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from phalanx.core.reading import parse_table
 from phalanx.core.service_address import is_loopback
 from phalanx.runtime.membership.credentials import client_context, find_credentials, named_credentials
 from phalanx.runtime.membership.keys import CALL_S, EPOCH, OPENING, Over, ServiceLost, poll
@@ -161,7 +162,7 @@ class EtcdKeys:
                     return {}
                 if answer.status != 200:
                     raise OSError(f"{answer.status} {text[:200].decode(errors='replace')}")
-                found: dict[str, Any] = json.loads(text)
+                found = parse_table(text, where="an answer of etcd")
                 self._revision = max(self._revision, int(found.get("header", {}).get("revision", 0)))
                 return found
             except (OSError, http.client.HTTPException, ValueError) as err:

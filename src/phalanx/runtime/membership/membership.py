@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from phalanx.core.errors import Problem, ProblemsError, RunError
+from phalanx.core.reading import is_count, parse_json, parse_table, typed
 from phalanx.runtime.membership.keys import Keys
 
 KEPT = 100
@@ -105,10 +106,9 @@ class Generation:
 
     @classmethod
     def from_json(cls, text: str) -> Generation:
-        data = json.loads(text)
-        data["members"] = tuple(Member(**m) for m in data["members"])
-        data["left"] = tuple((uid, number) for uid, number in data["left"])
-        return cls(**data)
+        """Raises `MalformedError`."""
+        found: Generation = typed(parse_json(text, where="a generation"), cls, where="a generation")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +130,11 @@ class Announcement:
 
     @classmethod
     def from_json(cls, text: str) -> Announcement:
-        data = json.loads(text)
-        data["member"] = Member(**data["member"])
-        data["last"] = None if data["last"] is None else Generation.from_json(data["last"])
-        return cls(**data)
+        """Raises `MalformedError`."""
+        data = parse_table(text, where="an announcement")
+        last = data.pop("last", None)
+        found: Announcement = typed(data, cls, where="an announcement")
+        return found if last is None else replace(found, last=Generation.from_json(typed(last, str, where="last")))
 
 
 @dataclass(frozen=True)
@@ -173,13 +174,17 @@ class Membership:
     def announce(self, who: Announcement) -> None:
         """Raises `MembershipError` where this member runs another plan or version than the run."""
         mine = {"plan hash": who.plan_hash, "code version": who.version}
-        run = json.loads(self.keys.create("run", json.dumps(mine)))
+        text = self.keys.create("run", json.dumps(mine))
+        run = typed(parse_json(text, where="run"), dict[str, str], where="run")
         problems = [
             Problem(
-                where=name, value=mine[name], rule=f"the run has {run[name]!r}", hint=f"{who.member.uid} was refused"
+                where=name,
+                value=mine[name],
+                rule=f"the run has {run.get(name)!r}",
+                hint=f"{who.member.uid} was refused",
             )
             for name in mine
-            if mine[name] != run[name]
+            if mine[name] != run.get(name)
         ]
         if problems:
             raise MembershipError(problems, subject=f"member {who.member.uid}")
@@ -402,4 +407,4 @@ class FirstRule:
 def _order(member: Member) -> tuple[str, list[tuple[int, str]]]:
     """Sorting key by host, then by slot, numbers as numbers."""
     parts = member.uid.split(".")
-    return member.host, [(int(p), "") if p.isdecimal() else (0, p) for p in parts]
+    return member.host, [(int(p), "") if is_count(p) else (0, p) for p in parts]

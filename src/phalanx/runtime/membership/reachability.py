@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.core.reading import parse_json, typed
 from phalanx.runtime.membership.keys import Keys
 from phalanx.runtime.membership.membership import Generation, Membership
 
@@ -160,7 +161,10 @@ def remove_unreachable(
     keys.put(prefix + own, json.dumps(sorted(answers.silent)))
     if keys.wait(f"gen/{generation.number + 1}", COLLECT_S):
         return True
-    unreached = {k.removeprefix(prefix): json.loads(keys.get(k) or "[]") for k in keys.listed(prefix)}
+    unreached = {
+        k.removeprefix(prefix): typed(parse_json(keys.get(k) or "[]", where=k), list[str], where=k)
+        for k in keys.listed(prefix)
+    }
     gone = choose_removed(generation.uids, unreached)
     others = sorted({uid for pair in unreached.items() for uid in (pair[0], *pair[1])} - {*gone})
     change = f"could not be reached by {', '.join(others)}"

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.core.errors import first_line
+from phalanx.core.reading import MalformedError, parse_json
 
 LENGTH = struct.Struct(">I")
 MESSAGE_BYTES = 64 << 20
@@ -106,10 +107,10 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 def read_request(data: bytes) -> tuple[str, list[Any]]:
     """(operation, arguments). Raises `Refused`."""
     try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
+        found = parse_json(data, where="a request")
+    except MalformedError:
         raise Refused("a message that is not JSON") from None
-    if not isinstance(found, list) or not found or found[0] not in ARGUMENTS:
+    if not isinstance(found, list) or not found or not isinstance(found[0], str) or found[0] not in ARGUMENTS:
         raise Refused(f"a message that is no request; operations are {', '.join(ARGUMENTS)}")
     kinds, given = ARGUMENTS[found[0]], found[1:]
     if len(given) != len(kinds) or not all(KINDS[kind](x) for kind, x in zip(kinds, given, strict=True)):

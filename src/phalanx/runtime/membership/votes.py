@@ -17,10 +17,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from phalanx.core.errors import RunError
+from phalanx.core.reading import parse_table, typed
 from phalanx.plan.recovery import StateReport
 from phalanx.runtime.membership.keys import Keys, ServiceLost
 from phalanx.runtime.membership.membership import Generation
@@ -178,8 +179,10 @@ class MemberReport:
     @classmethod
     def from_json(cls, text: str) -> MemberReport:
         """Reads what `to_json` writes."""
-        data = json.loads(text)
-        return cls(**{**data, "about": StateReport.from_dict(data["about"])})
+        data = parse_table(text, where="a member's report")
+        about = StateReport.from_dict(data.pop("about", None))
+        found: MemberReport = typed(data, cls, where="a member's report")
+        return replace(found, about=about)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 from phalanx.core import messages
 from phalanx.core.errors import PhalanxError, RunError
+from phalanx.core.reading import parse_table
 from phalanx.runtime.membership.membership import Member, StaleMember
 from phalanx.runtime.processes import STOP_SIGNALS, die_with_parent
 
@@ -89,7 +90,7 @@ class Worker:
         for line in lines:
             if line.startswith(b"."):
                 self._beat(line)
-        messages = [json.loads(line) for line in lines if not line.startswith(b".")]
+        messages = [parse_table(line, where="a message of a worker") for line in lines if not line.startswith(b".")]
         for message in messages:
             self._error = message.get("error", self._error)
             self.pause_s = message.get("pause", self.pause_s)

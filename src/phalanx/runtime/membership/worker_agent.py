@@ -20,6 +20,7 @@ from typing import Any
 
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Emit, ignore
+from phalanx.core.reading import parse_json, typed
 from phalanx.runtime.membership.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership.membership import Announcement, Generation, Member, Membership, StaleMember
 from phalanx.runtime.membership.reachability import ProbeListener, probe_key, probe_members, remove_unreachable
@@ -241,7 +242,7 @@ class WorkerAgent(MembershipWatcher):
         """Who leaves after "leave", and why: the same for all members. Raises `ServiceLost`."""
         assert self.team is not None
         text = self._keys_of(self.team.generation).get(_leavers_key(self.team.generation, self._voting))
-        found: dict[str, str] = json.loads(text or "{}")
+        found: dict[str, str] = typed(parse_json(text or "{}", where="leavers"), dict[str, str], where="leavers")
         return found
 
     def waits_or_ends(self) -> dict[str, str]:
@@ -250,9 +251,8 @@ class WorkerAgent(MembershipWatcher):
         generation = self.team.generation
         wanted = {} if self.closing else self._leaving_of(generation)
         mine = {} if len(wanted) == len(generation.uids) else wanted
-        found: dict[str, str] = json.loads(
-            self._keys_of(generation).create(_leavers_key(generation, -1), json.dumps(mine))
-        )
+        text = self._keys_of(generation).create(_leavers_key(generation, -1), json.dumps(mine))
+        found: dict[str, str] = typed(parse_json(text, where="leavers"), dict[str, str], where="leavers")
         return found
 
     def gave_up(self, leavers: Mapping[str, str], *, given_to: Collection[str]) -> None:

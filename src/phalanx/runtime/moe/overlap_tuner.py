@@ -11,7 +11,6 @@ where they are apart by more than `APART` on any rank, it calibrates again, and 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import platform
 import statistics
@@ -27,6 +26,7 @@ import torch
 
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.files import write_json
+from phalanx.core.reading import MalformedError, parse_json, read_text
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.tiles import column_units
 from phalanx.plan.moe import DispatchPlan
@@ -147,13 +147,13 @@ class Tuner:
         """What an earlier run has left, if all ranks find the same."""
         text = ""
         if self.folder is not None:
-            with suppress(OSError):
-                text = (self.folder / f"{key}.json").read_text()
+            with suppress(OSError, MalformedError):
+                text = read_text(self.folder / f"{key}.json")
         told = dispatcher.comms.gather_objects(hashlib.sha256(text.encode()).hexdigest(), dispatcher.ep_etp)
         if not text or len(set(told)) > 1:
             return None
         with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError, ConfigError):
-            return _read(json.loads(text))
+            return _read(parse_json(text, where=key))
         return None
 
     def _measured(

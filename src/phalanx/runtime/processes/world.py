@@ -22,6 +22,7 @@ import torch.distributed as dist
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import private_folder
 from phalanx.core.process import begun
+from phalanx.core.reading import is_count
 from phalanx.core.service_address import is_loopback
 from phalanx.runtime.comm import DEFAULT_TIMEOUT_S
 
@@ -54,7 +55,7 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
         text = env.get(name)
         if text is None and default is not None:
             return default
-        if text is None or not text.isdecimal():
+        if text is None or not is_count(text):
             rule = "must be a whole number, as torchrun sets it"
             problems.append(
                 Problem(where=name, value=text, rule=rule, hint="start with torchrun, or unset RANK and WORLD_SIZE")

@@ -11,7 +11,6 @@ Young and Daly's interval: sqrt(2 * save_s * M), M the mean time between failure
 
 from __future__ import annotations
 
-import csv
 import heapq
 import math
 import random
@@ -23,6 +22,7 @@ from typing import Literal
 import numpy as np
 
 from phalanx.core.errors import DataError, PlanError, Problem, raise_if
+from phalanx.core.reading import MalformedError, is_count, parse_csv, read_text
 
 LLAMA3_FAILURES_PER_RANK_HOUR = 1.97e-5
 """419 unexpected interruptions in 54 days on 16,384 devices (arXiv 2407.21783, section 3.3.4)."""
@@ -253,16 +253,15 @@ def read_removals(path: Path) -> tuple[list[float], float]:
 def read_nodes(path: Path) -> list[tuple[float, str, str]]:
     """(seconds, add or remove, node) of a trace of spot instances: lines of `milliseconds,add|remove,node`. Raises `DataError`."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = [row for row in csv.reader(file) if row]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not text"
+        rows = parse_csv(read_text(path), where=str(path))
+    except (OSError, MalformedError) as error:
+        reason = error.problems[0].rule if isinstance(error, MalformedError) else error.strerror
         raise DataError(
             [Problem(where=str(path), value=None, rule=f"cannot be read ({reason})")], subject="the trace"
         ) from error
     problems, out = [], []
     for line, row in enumerate(rows, start=1):
-        if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].isdigit():
+        if len(row) != 3 or row[1] not in ("add", "remove") or not is_count(row[0]):
             rule = "is not MILLISECONDS,add|remove,NODE"
             problems.append(Problem(where=f"{path}:{line}", value=",".join(row), rule=rule, hint="0,add,node1"))
         else:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import re
-import tomllib
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,15 +19,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
+from phalanx.core.reading import MalformedError, is_count, parse_json, parse_toml, read_text
 from phalanx.core.units import format_bytes, format_rate
 
 Curve = tuple[tuple[float, float], ...]
 """(x, y) with x ascending; between knots y is linear in log x, outside it is the nearest knot's."""
 
 _FILES = (".toml", ".json")
-_NAME = re.compile(r"(?P<name>[a-z0-9][a-z0-9-]*?)x(?P<ranks>[0-9]+)", re.IGNORECASE)
+_NAME = re.compile(r"(?P<name>[a-z0-9][a-z0-9-]*?)x(?P<ranks>[0-9]{1,9})", re.IGNORECASE)
 
 
+MOST_RANKS = 10_000_000
+"""Of a cluster, more than any has."""
 DEVICE_HOP_S = 9e-7
 """Hop seconds of devices whose file does not say it: H100's (`h100.toml`, inside.hop_s)."""
 
@@ -160,9 +162,10 @@ def at(curve: Curve, x: float) -> float:
 
 def cluster_problems(cluster: GpuCluster) -> list[Problem]:
     """What is wrong with the numbers of a cluster."""
-    if cluster.world >= 1:
+    if 1 <= cluster.world <= MOST_RANKS:
         return []
-    return [Problem(where="cluster", value=cluster.name, rule="needs at least 1 rank", hint="try h100x8")]
+    rule = f"needs at least 1 rank and at most {MOST_RANKS}"
+    return [Problem(where="cluster", value=cluster.name, rule=rule, hint="try h100x8")]
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------------------
@@ -192,6 +195,8 @@ _NAMELESS = ("gemm", "gemm_fp32", "experts", "experts_fp32")
 LINKS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 """Collectives that a table of measured links may name."""
 _CURVES = ("attention_forward", "inside_bytes_per_s")
+MOST_NUMBER = 1e24
+"""Largest constant of a cluster: a million times the fastest machine's operations a second."""
 _SHARES = ("gemm_efficiency", "fp8_efficiency", "fp32_efficiency", "memory_efficiency", "between_efficiency")
 
 
@@ -223,7 +228,7 @@ def parse_cluster(text: str) -> GpuCluster:
     if not (colon and path.endswith(_FILES)):
         path, count = text, ""
     if path.endswith(_FILES):
-        if colon and path != text and not count.isdigit():
+        if colon and path != text and not is_count(count):
             rule, hint = "needs a number of ranks after the colon", f"try {path}:128"
             raise ConfigError([Problem(where="--cluster", value=text, rule=rule, hint=hint)], subject="the cluster")
         hardware = _read_hardware(path)
@@ -242,8 +247,8 @@ def parse_cluster(text: str) -> GpuCluster:
 def _read_hardware(path: str) -> Hardware:
     """Constants of a file of the user's."""
     try:
-        content = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_text(path)
+    except (OSError, MalformedError) as error:
         rule, hint = f"cannot be read ({getattr(error, 'strerror', 'not text')})", "name a cluster file"
         problem = Problem(where="--cluster", value=path, rule=rule, hint=hint)
         raise ConfigError([problem], subject="the cluster") from error
@@ -253,9 +258,9 @@ def _read_hardware(path: str) -> Hardware:
 def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
     """Constants from the text of a cluster file, TOML or (`where` ends in .json) JSON. Raises `ConfigError` with all problems of it."""
     try:
-        table = json.loads(text) if where.endswith(".json") else tomllib.loads(text)
-    except ValueError as error:  # both parsers' errors are
-        raise ConfigError([Problem(where=where, value=None, rule=str(error))], subject="the cluster file") from error
+        table = parse_json(text, where=where) if where.endswith(".json") else parse_toml(text, where=where)
+    except MalformedError as error:
+        raise ConfigError(error.problems, subject="the cluster file") from error
     if not isinstance(table, dict):
         problem = Problem(where=where, value=type(table).__name__, rule="is a table of constants")
         raise ConfigError([problem], subject="the cluster file")
@@ -303,17 +308,21 @@ def _read(
         value = _curve(value)
         if value is None:
             return "is a list of [x, y] above 0 with x ascending", entry["value"]
-    elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        return "is a number above 0", value
+    elif not _is_positive(value):
+        return f"is a number above 0, at most {MOST_NUMBER:g}", value
     values[full], sources[full] = value, str(entry["source"])
     return None
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST_NUMBER
 
 
 def _curve(value: object) -> Curve | None:
     if not isinstance(value, list) or not value:
         return None
     knots = [tuple(k) if isinstance(k, list) and len(k) == 2 else None for k in value]
-    good = all(k and all(isinstance(n, int | float) and 0 < n < math.inf for n in k) for k in knots)
+    good = all(k and all(map(_is_positive, k)) for k in knots)
     if not good:
         return None
     xs = [k[0] for k in knots if k]
@@ -401,5 +410,4 @@ def _is_row(name: str, row: object) -> bool:
     if not isinstance(row, list) or len(row) != _MEASURED[name][0] + 1:
         return False
     numbers = row if name in _NAMELESS else row[1:]
-    fits = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in numbers)
-    return fits and (name in _NAMELESS or row[0] in LINKS)
+    return all(map(_is_positive, numbers)) and (name in _NAMELESS or row[0] in LINKS)

@@ -5,19 +5,18 @@ Decides which row a name means (variants and other ways to write it too), and wh
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping as AnyMapping
 from importlib import resources
 
+from phalanx.core.reading import parse_csv_table
 from phalanx.plan.model import MlaSpec, ModelSpec, RouterSpec
 
 
 def known_models() -> dict[str, dict[str, str]]:
     """Rows of `models.csv` by name."""
     source = resources.files("phalanx.simulate") / "data" / "models.csv"
-    with source.open(encoding="utf-8") as file:
-        return {row["model"]: row for row in csv.DictReader(file)}
+    return {row["model"]: row for row in parse_csv_table(source.read_text(encoding="utf-8"), where="models.csv")}
 
 
 def _known(name: str, models: AnyMapping[str, dict[str, str]]) -> dict[str, str] | None:

@@ -28,7 +28,7 @@ MOST_SPREAD = 1.0
 """Largest spread of the logarithm of paces; beyond it devices would differ by more than any two generations of them do."""
 
 Floats = NDArray[np.float64]
-_FORM = re.compile(r"(?P<what>host|rank)=(?P<which>[0-9]+(?:\.[0-9]+)?%|[0-9]+):(?P<factor>[0-9.]+)")
+_FORM = re.compile(r"(?P<what>host|rank)=(?P<which>[0-9]{1,9}(?:\.[0-9]{1,9})?%|[0-9]{1,9}):(?P<factor>[0-9.]+)")
 
 
 @dataclass(frozen=True, kw_only=True)

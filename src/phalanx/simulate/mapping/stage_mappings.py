@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.reading import parse_table
 from phalanx.plan.mapping import StagedFolding
 from phalanx.simulate.mapping.mapping import Job, Mapping, mapping_problems
 
@@ -61,7 +62,9 @@ class StagedMapping:
 
     def to_json(self) -> str:
         """All choices of all stages."""
-        return json.dumps({"stages": [json.loads(stage.to_json()) for stage in self.stages]}, sort_keys=True)
+        return json.dumps(
+            {"stages": [parse_table(stage.to_json(), where="a stage") for stage in self.stages]}, sort_keys=True
+        )
 
     @property
     def hash(self) -> str:

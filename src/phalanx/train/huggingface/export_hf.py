@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
+from phalanx.core.reading import is_count, parse_table
 from phalanx.models.families import FAMILIES, Family, NameLink, families_for, shapes_of
 from phalanx.plan.model import ModelSpec, buffers, resolve_model
 from phalanx.runtime.checkpoint import CheckpointManager
@@ -167,7 +168,7 @@ def _target_problems(target: Path) -> list[Problem]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Layer 10 comes after layer 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if is_count(part) else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _shards(plan: Export, links: Sequence[NameLink], limit: int) -> tuple[tuple[NameLink, ...], ...]:
@@ -269,7 +270,7 @@ def _small_files(plan: Export) -> dict[str, bytes]:
     strange = [*strange_links(kept_folder), *strange_links(plan.run.path / "tokenizer")]
     raise_if(strange, CheckpointError, subject=f"the run {plan.run.path}")
     kept = {p.name: p.read_bytes() for p in small_files(kept_folder)}
-    config = json.loads(kept.pop("config.json", b"{}"))
+    config = parse_table(kept.pop("config.json", b"{}"), where=str(kept_folder / "config.json"))
     if config.get("model_type") != plan.family.model_type:
         config = _fresh_config(plan)
     elif not plan.family.says(config, plan.spec):  # an older version read it otherwise, and trained what it read

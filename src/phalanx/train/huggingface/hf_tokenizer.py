@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from phalanx.core.reading import load_json
 from phalanx.data import EOS, ByteTokenizer
 from phalanx.train.setup import RunFolder
 
@@ -37,7 +38,7 @@ def tokenizer_files(run: RunFolder, *, length: int) -> dict[str, bytes]:
 
 
 def _eos_token(folder: Path) -> str:
-    meta = json.loads((folder / "tokenizer_meta.json").read_text(encoding="utf-8"))
+    meta = load_json(folder / "tokenizer_meta.json")
     return str(meta["eos_token"])
 
 

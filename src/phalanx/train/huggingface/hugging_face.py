@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phalanx.core.errors import CheckpointError, Problem, nearest, raise_if
+from phalanx.core.reading import MalformedError, load_json
 from phalanx.models.families import Family, NameLink, find_family, in_tensor
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.state import BoxTensor
@@ -118,12 +118,13 @@ def read_config(path: Path) -> tuple[dict[str, Any], list[Problem]]:
     """config.json, empty where there is none that can be read."""
     where = path / "config.json"
     try:
-        config = json.loads(where.read_text(encoding="utf-8"))
+        config = load_json(where)
     except OSError as error:
         hint = "give the folder that holds config.json and the .safetensors files"
         return {}, [Problem(where=str(where), value=error.strerror, rule="must be there", hint=hint)]
-    except ValueError as error:
-        return {}, [Problem(where=str(where), value=None, rule=f"must be JSON: {error}", hint="download it again")]
+    except MalformedError as error:
+        rule = f"must be JSON, and {error.problems[0].rule}"
+        return {}, [Problem(where=str(where), value=None, rule=rule, hint="download it again")]
     if not isinstance(config, dict):
         return {}, [Problem(where=str(where), value=type(config).__name__, rule="must be a JSON table")]
     return config, []
@@ -151,7 +152,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], list[Problem]]:
     """tensor -> file; empty where the folder has one file and no index."""
     where = path / INDEX_FILE
     try:
-        weight_map = json.loads(where.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = load_json(where)["weight_map"]
         if not all(isinstance(v, str) and Path(v).name == v for v in weight_map.values()):
             raise ValueError("weight_map must name files of this folder")
     except FileNotFoundError:

@@ -10,7 +10,6 @@ a run that has checkpoints is never written over.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import torch
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.reading import parse_table
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.core.settings import describe_settings
 from phalanx.data import ByteTokenizer, Tokenizer, parse_choice, read_tokenizer_file
@@ -250,7 +250,7 @@ def _run_state(job: Import, info: WorldInfo) -> RunState:
     return RunState(
         step=0, samples=0, tokens=0, seed=t.seed,
         loader={},  # no sample was drawn: the first training run decides data and batch
-        model=json.loads(job.spec.to_json()), model_hash=job.spec.hash,
+        model=parse_table(job.spec.to_json(), where="the model"), model_hash=job.spec.hash,
         recipe_hash=hashlib.sha256(dump_recipe(job.recipe).encode()).hexdigest()[:16],
         folding=to_json_dict(folding), world=info.world, versions=versions(),
     )  # fmt: skip

@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from phalanx.core.reading import is_count, read_file
+
 DRAINED_SLOTS_FILE = "away"
 
 
@@ -28,8 +30,8 @@ class DrainedSlotsFile:
             found = os.stat(self.path)
             stamp = found.st_mtime_ns, found.st_ino
             if stamp != self._stamp:
-                words = self.path.read_text(encoding="utf-8", errors="replace").split()
-                self._slots = frozenset(int(w) for w in words if w.isdecimal())
+                words = read_file(self.path, most=1 << 20).decode("utf-8", "replace").split()
+                self._slots = frozenset(int(w) for w in words if is_count(w))
                 self._stamp = stamp
         except OSError:
             self._stamp, self._slots = None, frozenset()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from typing import IO
 
 from phalanx.core.errors import RunError
 from phalanx.core.files import write_json
+from phalanx.core.reading import load_json, typed
 from phalanx.train.setup import RunFolder
 
 PATIENCE_S = 1.0
@@ -83,12 +83,14 @@ class RunHosts:
     def first_place(self, slots: int) -> int:
         """Number of this host's first rank in the logs of the run. Call it while `preparing`."""
         path = self.path / "places.json"
-        places: dict[str, list[int]] = json.loads(path.read_text()) if path.exists() else {}
+        places: dict[str, tuple[int, int]] = {}
+        if path.exists():
+            places = typed(load_json(path), dict[str, tuple[int, int]], where=str(path))
         first, known = places.get(self.host, (0, 0))
         if known < slots:
             first = max((begin + count for begin, count in places.values()), default=0)
             temporary = path.with_suffix(".new")
-            write_json(temporary, {**places, self.host: [first, slots]})
+            write_json(temporary, {**places, self.host: (first, slots)})
             os.replace(temporary, path)
         return first
 

@@ -24,6 +24,7 @@ from typing import IO, Literal, Protocol
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, raise_if
 from phalanx.core.process import begun
+from phalanx.core.reading import parse_table
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.data import Tokenizer, load_tokenizer
 from phalanx.plan.model import ModelSpec
@@ -199,5 +200,5 @@ def choose_checkpoint(
     if chosen is None:
         problem = Problem(where=str(run.path), value=None, rule="has no checkpoint yet", hint=hint)
         raise CheckpointError([problem], subject="the run")
-    manager.read_state(chosen, model=json.loads(spec.to_json()))
+    manager.read_state(chosen, model=parse_table(spec.to_json(), where="the model"))
     return manager, chosen

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.messages import message
+from phalanx.core.reading import parse_table
 from phalanx.core.units import format_bytes, read_bytes
 from phalanx.plan.layout import StateLayouts, TensorLayout
 from phalanx.plan.mapping import Folding, fit_problems, parse_stage, stage_text
@@ -347,6 +348,6 @@ def index_of(plan: SyncPlan) -> Mapping[str, Any]:
         "step": plan.step,
         "layout": stage_text(plan.folding),
         "files": [plan.file_of(i).name for i in range(plan.folding.world)],
-        "model": json.loads(plan.spec.to_json()),
+        "model": parse_table(plan.spec.to_json(), where="the model"),
         "tensors": tensors,
     }

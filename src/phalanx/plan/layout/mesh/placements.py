@@ -225,8 +225,8 @@ def _ragged_problems(
 
 # ---- text -----------------------------------------------------------------------------------------------------------------------
 
-_SYMBOL = re.compile(r"R|S\d+")
-_TEXT = re.compile(r"(?P<mesh>\d+(x\d+)*)\s+(?P<spec>(R|S\d+)*)(\s+P(?P<partial>\d+))?")
+_SYMBOL = re.compile(r"R|S\d{1,3}")
+_TEXT = re.compile(r"(?P<mesh>\d{1,9}(x\d{1,9})*)\s+(?P<spec>(R|S\d{1,3})*)(\s+P(?P<partial>\d{1,3}))?")
 
 
 def mesh_sizes(text: str) -> tuple[int, ...]:

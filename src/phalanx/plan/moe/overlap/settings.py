@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.reading import is_count
 from phalanx.plan.moe.overlap.tiles import Order, TileSchedule, tile_schedule_problems
 
 Kind = Literal["serial", "coarse", "tiles", "fine", "auto", "fused"]
@@ -105,7 +106,7 @@ def _word(value: Any) -> str:
 
 def _number(most: int) -> Callable[[str], int]:
     def read(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= most):
+        if not (is_count(text) and 1 <= int(text) <= most):
             raise ValueError
         return int(text)
 
@@ -176,7 +177,7 @@ def setting_problems(text: str) -> list[Problem]:
     """What is wrong with the words."""
     kind, colon, number = text.partition(":")
     if kind == "coarse":
-        if number.isdecimal() and 2 <= int(number) <= MOST_CHUNKS:
+        if is_count(number) and 2 <= int(number) <= MOST_CHUNKS:
             return []
         rule = f"coarse takes a number of chunks from 2 to {MOST_CHUNKS}"
         return [Problem(where=WHERE, value=text, rule=rule, hint="coarse:2")]
