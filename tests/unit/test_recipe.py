@@ -260,6 +260,10 @@ def test_every_limit_refuses_and_suggests_what_it_accepts(name: str) -> None:
     assert found and found[0].rule.endswith(limit.rule)
     if limit.least is not None:
         assert found[0].hint == f"use {low:g}" and limit.allows(low)
+    top = limit.ceiling if limit.most is None and limit.below is None else None
+    if top is not None:
+        found = [p for p in problems_of(f"--{name}={int(2 * top)}") if p.where == f"--{name}"]
+        assert found and found[0].rule.endswith(f"must be at most {top:g}") and limit.allows(top)
     for bound in (limit.most, limit.below):
         if bound is not None:
             assert limit.allows(bound) == (limit.most is not None) and not limit.allows(bound + 1)

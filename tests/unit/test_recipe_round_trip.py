@@ -24,20 +24,28 @@ def scalars(setting: Setting) -> st.SearchStrategy[object]:
         return st.booleans()
     if setting.base is int:
         low = int(limit.least) if limit and limit.least is not None else None
-        high = int(limit.most) if limit and limit.most is not None else 2**40
+        high = int(min(2**40, limit.ceiling if limit.most is None else limit.most)) if limit else 2**40
         return st.integers(low, high)
     if setting.base is float:
         floats = st.floats(allow_nan=False, allow_infinity=False)
         return floats.filter(limit.allows) if limit else floats
-    return st.text()
+    return st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"))
 
 
 def values(setting: Setting) -> st.SearchStrategy[object]:
     one = scalars(setting)
     if (limit := LIMITS.get(setting.name)) and setting.base is float:
         low = limit.least if limit.least is not None else limit.above
-        high = limit.most if limit.most is not None else limit.below if limit.below is not None else 1e9
-        one = st.floats(low, high, exclude_min=limit.least is None, exclude_max=limit.most is None and high < 1e9)
+        high = (
+            limit.most
+            if limit.most is not None
+            else limit.below
+            if limit.below is not None
+            else min(1e9, limit.ceiling)
+        )
+        one = st.floats(
+            low, high, exclude_min=limit.least is None, exclude_max=limit.most is None and high == limit.below
+        )
     some = st.lists(one, min_size=1, max_size=3).map(tuple) if setting.many else one
     return st.none() | some if setting.optional else some
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.errors import ConfigError, Problem, printable, raise_if
 from phalanx.data import Tokenizer
 
 
@@ -58,7 +58,7 @@ def main(args: list[str]) -> int:
     print(options.prompt, end="", flush=True)
     shown = ""
     for text in decoded(new, tokenizer):
-        print(text[len(shown) :], end="", flush=True)
+        print(printable(text[len(shown) :]), end="", flush=True)
         shown = text
     print()
     return 0

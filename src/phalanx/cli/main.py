@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from phalanx.cli.allocator import start_again
 from phalanx.cli.lab import lab_part
-from phalanx.core.errors import PhalanxError, nearest
+from phalanx.core.errors import PhalanxError, nearest, printable
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def run_command(name: str, args: Sequence[str], *, debug: bool) -> int:
     except PhalanxError as error:
         if debug:
             traceback.print_exc()
-        print(f"phalanx {name}: {error}", file=sys.stderr)
+        print(printable(f"phalanx {name}: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"phalanx {name}: interrupted", file=sys.stderr)

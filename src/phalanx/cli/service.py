@@ -16,7 +16,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError, Problem, printable
 from phalanx.core.service_address import ServiceAddress, parse_service
 
 DEFAULT = "127.0.0.1:29400"
@@ -49,4 +49,4 @@ def read(args: list[str]) -> ServiceAddress:
 
 
 def _tell(text: str) -> None:
-    print(text, flush=True)
+    print(printable(text), flush=True)

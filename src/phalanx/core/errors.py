@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+MOST_SHOWN = 1000
+"""Characters of a value in a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +29,22 @@ class Problem:
     def __str__(self) -> str:
         found = "" if self.value is None else f" = {_shown(self.value)}"
         text = f"{self.where}{found}: {self.rule}"
-        return f"{text}; {self.hint}" if self.hint else text
+        return printable(f"{text}; {self.hint}" if self.hint else text)
+
+
+def printable(text: str) -> str:
+    """Text of a file, a log or a peer as a terminal may get it: what would steer the terminal is written out. Line feeds and tabs stay."""
+    return _STEERS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+_STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, those that turn the direction of writing, and halves of surrogate pairs, which no stream takes."""
 
 
 def _shown(value: object) -> str:
     """The value as a person writes it in a recipe, where that differs from Python."""
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def first_line(err: BaseException) -> str:

@@ -18,12 +18,14 @@ from phalanx.core.settings import describe_settings, show
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """Range of a number. `above` and `below` exclude the bound, `least` and `most` include it."""
+    """Range of a number. `above` and `below` exclude the bound, `least`, `most` and `ceiling` include it."""
 
     least: float | None = None
     most: float | None = None
     above: float | None = None
     below: float | None = None
+    ceiling: float = 1e12
+    """More than anything of use, so that nothing overflows or takes for ever. Told only where it is passed."""
 
     def allows(self, value: float) -> bool:
         return not (
@@ -31,6 +33,7 @@ class Limit:
             or (self.most is not None and value > self.most)
             or (self.above is not None and value <= self.above)
             or (self.below is not None and value >= self.below)
+            or value > self.ceiling
         )
 
     @property
@@ -38,12 +41,16 @@ class Limit:
         words = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
         return "must be " + " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
 
+    def refusal(self, value: float) -> str:
+        """The rule as `value` breaks it."""
+        return f"must be at most {self.ceiling:g}" if value > self.ceiling else self.rule
+
     def hint(self, value: float, default: object) -> str:
         """A legal value nearby: the bound that was passed, or the default where the bound itself is illegal."""
         if self.least is not None and value < self.least:
             return f"use {self.least:g}"
-        if self.most is not None and value > self.most:
-            return f"use {self.most:g}"
+        if value > (top := self.ceiling if self.most is None else self.most):
+            return f"use {top:g}"
         return f"the default is {show(default)}" if default is not None else "leave it out"
 
 
@@ -52,18 +59,34 @@ COUNT = Limit(least=1)
 NOT_NEGATIVE = Limit(least=0)
 SHARE = Limit(least=0, most=1)
 DECAY = Limit(least=0, below=1)
+WIDTH = Limit(least=1, ceiling=10_000_000)
+"""Of anything in a layer; published models have at most 131,072 (and a feed-forward layer of 10 times that in models that nobody trained)."""
+WIDTH_OR_NONE = Limit(least=0, ceiling=10_000_000)
+LAYERS, NO_LAYERS = Limit(least=1, ceiling=10_000), Limit(least=0, ceiling=10_000)
+"""The deepest published transformer has 2,500."""
+TOKENS = Limit(least=1, ceiling=10_000_000)
+"""Of a vocabulary, a sequence, a batch; the largest published ones have a tenth."""
+RANKS = Limit(least=1, ceiling=10_000_000)
+SECONDS = Limit(above=0, ceiling=1e9)
+GIGABYTES = Limit(above=0, ceiling=1e9)
+MOST_EXPERTS = 2_000_000
+"""Experts of all layers; DeepSeek-V3 has 14,848, BaGuaLu (doi 10.1145/3503221.3508417) 96,000 in a layer."""
 
 LEAST_SILENCE_BEATS = 5
 """A host is not taken for dead before it has missed so many heartbeats."""
 
 LIMITS: Mapping[str, Limit] = {
-    **{f"model.{k}": COUNT for k in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "vocab")},
-    **{f"model.{k}": COUNT for k in ("num_experts", "top_k", "expert_ffn", "dense_ffn")},
-    "model.shared_ffn": NOT_NEGATIVE,
-    "model.dense_layers": NOT_NEGATIVE,
-    **{f"model.{k}": COUNT for k in ("kv_rank", "nope_dim", "rope_dim", "value_dim", "yarn_original_length")},
-    **{f"model.{k}": NOT_NEGATIVE for k in ("q_rank", "yarn_mscale", "yarn_mscale_all_dim")},
-    "model.mtp_layers": NOT_NEGATIVE,
+    "model.num_layers": LAYERS,
+    "model.vocab": TOKENS,
+    **{f"model.{k}": WIDTH for k in ("hidden", "num_heads", "num_kv_heads", "head_dim")},
+    **{f"model.{k}": WIDTH for k in ("num_experts", "top_k", "expert_ffn", "dense_ffn")},
+    "model.shared_ffn": WIDTH_OR_NONE,
+    "model.dense_layers": NO_LAYERS,
+    **{f"model.{k}": WIDTH for k in ("kv_rank", "nope_dim", "rope_dim", "value_dim")},
+    "model.yarn_original_length": Limit(least=1, ceiling=1e9),
+    "model.q_rank": WIDTH_OR_NONE,
+    **{f"model.{k}": NOT_NEGATIVE for k in ("yarn_mscale", "yarn_mscale_all_dim")},
+    "model.mtp_layers": NO_LAYERS,
     "model.mtp_weight": POSITIVE,
     "model.yarn_factor": COUNT,
     "model.yarn_beta_fast": POSITIVE,
@@ -71,29 +94,29 @@ LIMITS: Mapping[str, Limit] = {
     "model.rope_theta": POSITIVE,
     "model.norm_eps": POSITIVE,
     "router.scale": POSITIVE,
-    "router.num_groups": COUNT,
-    "router.group_topk": COUNT,
+    "router.num_groups": WIDTH,
+    "router.group_topk": WIDTH,
     "router.z_loss": NOT_NEGATIVE,
     "router.aux_loss": NOT_NEGATIVE,
     "router.bias_rate": NOT_NEGATIVE,
     "router.force_skew": NOT_NEGATIVE,
-    "dispatch.capacity_factor": POSITIVE,
-    "dispatch.left_free": COUNT,
-    **{f"folding.{k}": COUNT for k in ("tp", "cp", "pp", "ep", "etp")},
-    "pipeline.virtual": COUNT,
-    "pipeline.layers": NOT_NEGATIVE,
-    "pipeline.extra_warmup": NOT_NEGATIVE,
-    "pipeline.memory_gb": POSITIVE,
+    "dispatch.capacity_factor": Limit(above=0, ceiling=1e6),
+    "dispatch.left_free": WIDTH,
+    **{f"folding.{k}": RANKS for k in ("tp", "cp", "pp", "ep", "etp")},
+    "pipeline.virtual": LAYERS,
+    "pipeline.layers": NO_LAYERS,
+    "pipeline.extra_warmup": Limit(least=0, ceiling=1e6),
+    "pipeline.memory_gb": GIGABYTES,
     "data.weights": POSITIVE,
     "data.builtin_bytes": COUNT,
     "data.validation_fraction": Limit(above=0, most=0.5),
     "train.steps": COUNT,
-    "train.seq_len": Limit(least=2),
-    "train.global_batch": COUNT,
-    "train.micro_batch": COUNT,
+    "train.seq_len": Limit(least=2, ceiling=1e9),
+    "train.global_batch": TOKENS,
+    "train.micro_batch": TOKENS,
     "train.seed": Limit(least=0, most=2**32 - 1),
     "train.eval_interval": NOT_NEGATIVE,
-    "train.eval_batches": COUNT,
+    "train.eval_batches": Limit(least=1, ceiling=1e6),
     "optim.lr": POSITIVE,
     "optim.min_lr_ratio": SHARE,
     "optim.warmup_steps": NOT_NEGATIVE,
@@ -103,19 +126,19 @@ LIMITS: Mapping[str, Limit] = {
     "optim.eps": POSITIVE,
     "optim.weight_decay": NOT_NEGATIVE,
     "optim.clip_norm": NOT_NEGATIVE,
-    "optim.bucket_mb": NOT_NEGATIVE,
-    "resilience.slots_per_rank": COUNT,
-    "resilience.f": COUNT,
-    "resilience.wanted": COUNT,
-    "resilience.minimum": COUNT,
-    "resilience.wait_s": POSITIVE,
-    "checkpoint.wait_s": NOT_NEGATIVE,
-    "resilience.hang_s": Limit(least=LEAST_SILENCE_BEATS * HOST_BEAT_S),
-    "resilience.limit_s": Limit(least=LEAST_SILENCE_BEATS * HOST_BEAT_S),
+    "optim.bucket_mb": Limit(least=0, ceiling=1e9),
+    "resilience.slots_per_rank": WIDTH,
+    "resilience.f": RANKS,
+    "resilience.wanted": RANKS,
+    "resilience.minimum": RANKS,
+    "resilience.wait_s": SECONDS,
+    "checkpoint.wait_s": Limit(least=0, ceiling=1e9),
+    "resilience.hang_s": Limit(least=LEAST_SILENCE_BEATS * HOST_BEAT_S, ceiling=1e9),
+    "resilience.limit_s": Limit(least=LEAST_SILENCE_BEATS * HOST_BEAT_S, ceiling=1e9),
     "resilience.straggler": NOT_NEGATIVE,
     "resilience.straggler_steps": COUNT,
-    "resilience.straggler_rest_s": POSITIVE,
-    "resilience.state_gb": POSITIVE,
+    "resilience.straggler_rest_s": SECONDS,
+    "resilience.state_gb": GIGABYTES,
     "resilience.replace_interval": NOT_NEGATIVE,
     "checkpoint.interval": NOT_NEGATIVE,
     "checkpoint.keep_last": COUNT,
@@ -126,8 +149,8 @@ LIMITS: Mapping[str, Limit] = {
     "observe.log_interval": COUNT,
     "observe.trace_steps": COUNT,
     "observe.prometheus_port": Limit(least=1, most=65535),
-    "launch.ranks": COUNT,
-    "launch.threads": COUNT,
+    "launch.ranks": RANKS,
+    "launch.threads": Limit(least=1, ceiling=1e6),
     "launch.timeout_s": Limit(least=1, most=1e6),
 }
 
@@ -454,7 +477,7 @@ def _limit_problems(recipe: Recipe, name: str, limit: Limit, default: object) ->
     numbers = value if isinstance(value, tuple) else () if value is None else (value,)
     wrong = [v for v in numbers if isinstance(v, int | float) and not limit.allows(v)]
     each = "each " if isinstance(value, tuple) else ""
-    return [Problem(where=name, value=v, rule=each + limit.rule, hint=limit.hint(v, default)) for v in wrong]
+    return [Problem(where=name, value=v, rule=each + limit.refusal(v), hint=limit.hint(v, default)) for v in wrong]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core.config import ObserveConfig
+from phalanx.core.errors import printable
 from phalanx.core.events import (
     CheckpointSaved,
     Event,
@@ -187,16 +188,16 @@ class ConsoleSink:
         self._checkpoint = f"checkpoint at step {event.step} ({what})"
         self._draw(force=True)
         if self._live is None:
-            self._print(Text(f"{event.step:>6} checkpoint {event.path} ({what})"))
+            self._print(Text(printable(f"{event.step:>6} checkpoint {event.path} ({what})")))
 
     def _say(self, note: Note) -> None:
         style = {"warning": "yellow", "error": "bold red"}.get(note.level, "")
         text = note.text if note.level == "info" else f"{note.level}: {note.text}"
-        self._print(Text(text, style=style))
+        self._print(Text(printable(text), style=style))
 
     def _straggling(self, event: Straggling) -> None:
         done = "it hands over and leaves" if event.put_out else "training waits for it in every step"
-        self._print(Text(f"{event.step:>6} {event.host} is slow: {event.why}; {done}", style="yellow"))
+        self._print(Text(printable(f"{event.step:>6} {event.host} is slow: {event.why}; {done}"), style="yellow"))
 
     def _formed(self, event: TeamFormed) -> None:
         moved = f"{format_bytes(event.moved_bytes)} moved in {format_seconds(event.moved_s)}"
@@ -205,7 +206,7 @@ class ConsoleSink:
         text = (
             f"generation {event.generation}: {event.why}; {event.members} members ({event.folding}), {built}, {moved}"
         )
-        self._print(Text(f"{event.step:>6} {text}", style="yellow"))
+        self._print(Text(printable(f"{event.step:>6} {text}"), style="yellow"))
 
     def _resumed(self, event: TrainingResumed) -> None:
         after = f"after {format_seconds(event.seconds)}"

@@ -8,18 +8,21 @@ went back behind (it happened after the checkpoint it resumed from) is void: `re
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
+import re
 import time
+import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.errors import DataError, Problem
+from phalanx.core.errors import DataError, Problem, printable
 from phalanx.core.events import Event
-from phalanx.core.reading import lines_of, open_regular, parse_json
+from phalanx.core.reading import MalformedError, lines_of, open_regular, parse_json, typed
 
 Record = dict[str, Any]
 
@@ -108,22 +111,58 @@ def read_events(path: Path) -> Iterator[Record]:
 def _decode(path: Path, number: int, line: bytes) -> Record:
     try:
         record = parse_json(line, where=f"{path}:{number}")
-        if (
-            isinstance(record, dict)
-            and isinstance(record.get("kind"), str)
-            and record.keys() >= _needed(record["kind"])
-        ):
-            return record
+        if _is_event(record):
+            return _cleaned(record) if _CONTROLS.search(line) else record
     except ValueError:
         pass
     rule, hint = "is not an event", "delete the line; each line is a JSON object with a kind"
     raise DataError([Problem(where=f"{path}:{number}", value=line[:80], rule=rule, hint=hint)], subject="the event log")
 
 
-def _needed(kind: str) -> frozenset[str]:
-    """Fields that every event of this kind was written with; none for kinds that we do not know (a newer program's)."""
+_CONTROLS = re.compile(rb"\\u00[0189]|\x7f|\xc2[\x80-\x9f]|\\u20|\xe2\x80|\xe2\x81")
+"""What may steer a terminal, in a line of JSON."""
+_NULLABLE = frozenset({"loss", "aux_loss", "z_loss", "grad_norm", "router_entropy", "mtp_loss"})
+"""Numbers that may be NaN, for which null is written."""
+_PLAIN: dict[Any, tuple[type, ...]] = {int: (int,), float: (float, int), str: (str,), bool: (bool,)}
+_LARGEST = 1 << 63
+
+
+def _is_event(record: Any) -> bool:
+    """Whether it has a kind and a time, and the fields of its kind with their types; kinds that we do not know (a newer program's) may have any."""
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return False
+    needed, types = _fields_of(record["kind"])
+    return record.keys() >= needed and all(
+        name not in record or _fits(name, record[name], of) for name, of in types.items()
+    )
+
+
+@functools.cache
+def _fields_of(kind: str) -> tuple[frozenset[str], dict[str, Any]]:
+    """Fields that every event of a kind was written with, and the types of all."""
     known = next((event for event in Event.__subclasses__() if event.__name__ == kind), Event)
-    return frozenset(f.name for f in fields(known) if f.default is MISSING)
+    needed = frozenset({"time_s", *(f.name for f in fields(known) if f.default is MISSING)})
+    return needed, {"time_s": float, **typing.get_type_hints(known)}
+
+
+def _fits(name: str, value: Any, declared: Any) -> bool:
+    if (kinds := _PLAIN.get(declared)) is not None:
+        plain = type(value) in kinds and (isinstance(value, str) or -_LARGEST < value < _LARGEST)
+        return plain or (value is None and name in _NULLABLE)
+    try:
+        typed(value, declared, where=name)
+    except MalformedError:
+        return False
+    return True
+
+
+def _cleaned(value: Any) -> Any:
+    """The same without what steers a terminal."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {_cleaned(k): _cleaned(v) for k, v in value.items()}
+    return [_cleaned(v) for v in value] if isinstance(value, list) else value
 
 
 @dataclass

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from phalanx.core.errors import DataError, Problem
 from phalanx.core.op_ids import read_op_id
 from phalanx.observe import Record, read_events
+from phalanx.observe.recorded.recovery import logs_of
 
 SETTING = "observe.trace_steps"
 
@@ -190,13 +191,11 @@ def read_recording(folder: Path, *, first: int | None = None, last: int | None =
 
 def find_recording(folder: Path, *, first: int | None = None, last: int | None = None) -> Recording | Problem:
     """Finds a recording as `read_recording` does, and returns what that would raise."""
-    logs = sorted((folder / "events").glob("rank-*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank-")))
+    logs = logs_of(folder)
     if not logs:
         hint = "give the folder of a run, such as runs/laptop"
         return Problem(where=str(folder), value=None, rule="has no event log", hint=hint)
-    read = {
-        int(path.stem.removeprefix("rank-")): _Reader(int(path.stem.removeprefix("rank-"))).read(path) for path in logs
-    }
+    read = {number: _Reader(number).read(path) for number, path in logs.items()}
     _void_starts(list(read.values()))
     _void_others(list(read.values()))
     found = sorted({s.step for reader in read.values() for s in (*reader.steps.values(), *reader.given_up)})

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.reading import open_regular
 from phalanx.core.trace_file import TraceFile
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe import History, Record, apply, log_path, read_events, read_history
@@ -90,13 +91,18 @@ class Course:
 
 def logs_of(folder: Path) -> dict[int, Path]:
     """Log of each rank, or slot of an elastic run."""
-    names = (re.fullmatch(r"rank-(\d+)\.jsonl", p.name) for p in (folder / "events").glob("rank-*.jsonl"))
+    names = (re.fullmatch(r"rank-(\d{1,9})\.jsonl", p.name) for p in (folder / "events").glob("rank-*.jsonl"))
     return {int(m[1]): log_path(folder, int(m[1])) for m in sorted(filter(None, names), key=lambda m: int(m[1]))}
+
+
+def _begin(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read(LOOK_BYTES)
 
 
 def is_elastic(folder: Path) -> bool:
     """Whether its members reported teams."""
-    return any(b'"kind":"TeamFormed"' in path.open("rb").read(LOOK_BYTES) for path in logs_of(folder).values())
+    return any(b'"kind":"TeamFormed"' in _begin(path) for path in logs_of(folder).values())
 
 
 def read_run(folder: Path) -> Course:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem, nearest, raise_if
+from phalanx.core.rules import LIMITS, MOST_EXPERTS
 from phalanx.plan.model.rope import YarnSpec
 
 INIT_STD = 0.02
@@ -510,6 +511,7 @@ def model_problems(spec: ModelSpec) -> list[Problem]:
         for name in sizes
         if getattr(spec, name) < 1
     ]
+    out += _too_large(spec)
     if out:
         return out
     out += _broken(_shape_rules(spec))
@@ -520,6 +522,30 @@ def model_problems(spec: ModelSpec) -> list[Problem]:
     if spec.moe_layers:
         out += _broken(_expert_rules(spec)) or _broken(_group_rules(spec))
         out += _broken(_router_rules(spec.router))
+    return out
+
+
+def _too_large(spec: ModelSpec) -> list[Problem]:
+    """Sizes above what any model has (`LIMITS`): a plan of them would take all memory."""
+    found = {
+        **vars(spec),
+        **(vars(spec.mla) if spec.mla else {}),
+        **{f"yarn_{k}": v for k, v in (vars(spec.yarn) if spec.yarn else {}).items()},
+    }
+    limits = {name: LIMITS[f"model.{name}"] for name in found if f"model.{name}" in LIMITS}
+    out = [
+        Problem(
+            where=f"model.{name}",
+            value=found[name],
+            rule=limit.refusal(found[name]),
+            hint=f"use {limit.ceiling:g} or less",
+        )
+        for name, limit in limits.items()
+        if found[name] > limit.ceiling
+    ]
+    if not out and (experts := spec.num_experts * len(spec.moe_layers)) > MOST_EXPERTS:
+        rule = f"must be less: {experts} experts of all layers are more than {MOST_EXPERTS}"
+        out.append(Problem(where="model.num_experts", value=spec.num_experts, rule=rule, hint="use 256"))
     return out
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from phalanx.core.clock import now_s
-from phalanx.core.errors import PhalanxError, RunError
+from phalanx.core.errors import PhalanxError, RunError, printable
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.membership.hangs import HangRule, Hangs, longest_wait_s
 from phalanx.runtime.membership.host_agent import HostAgent
@@ -349,7 +349,7 @@ class Supervisor:
             return False
         why = worker.cause() if worker.ended else "was silent for too long"
         text = f"host {self.settings.host}: slot {worker.slot} will not be restarted ({why}): the limit of {most} restarts is used up"
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
         self.tell(RespawnsUsedUp(host=self.settings.host, started=most, uid=worker.uid, why=why))
         return True
 
