@@ -66,7 +66,8 @@ LAYERS, NO_LAYERS = Limit(least=1, ceiling=10_000), Limit(least=0, ceiling=10_00
 """The deepest published transformer has 2,500."""
 TOKENS = Limit(least=1, ceiling=10_000_000)
 """Of a vocabulary, a sequence, a batch; the largest published ones have a tenth."""
-RANKS = Limit(least=1, ceiling=10_000_000)
+RANKS = Limit(least=1, ceiling=2_000_000)
+"""The largest published cluster has 200,000 devices."""
 SECONDS = Limit(above=0, ceiling=1e9)
 GIGABYTES = Limit(above=0, ceiling=1e9)
 MOST_EXPERTS = 2_000_000

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 HOST_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Pattern of a host's name: it is a part of the names of its members, between dots."""
 RACK_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_TCP = re.compile(r"(?P<host>[^\s:/]+):(?P<port>\d+)")
-_ETCD = re.compile(r"etcd://(?P<host>[^\s:/]+):(?P<port>\d+)/(?P<run>[A-Za-z0-9_.-]+)")
+_TCP = re.compile(r"(?P<host>[^\s:/]+):(?P<port>\d{1,5})")
+_ETCD = re.compile(r"etcd://(?P<host>[^\s:/]+):(?P<port>\d{1,5})/(?P<run>[A-Za-z0-9_.-]+)")
 LEGAL = "host:port of a `phalanx service`, or etcd://host:port/NAME"
 
 

@@ -256,7 +256,10 @@ def _has_sound_pages(file: pq.ParquetFile, path: Path, field: str, log: ProblemL
     with open_regular(path) as raw:
         for group in range(file.metadata.num_row_groups):
             columns = map(file.metadata.row_group(group).column, range(file.metadata.num_columns))
-            column = next(c for c in columns if c.path_in_schema == field)
+            column = next((c for c in columns if c.path_in_schema == field), None)
+            if column is None:
+                log.add(Problem(where=str(path), value=path.name, rule=f"has no plain column {field!r}"))
+                return False
             start = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
             rule, length = "", column.total_compressed_size
             try:

@@ -172,6 +172,8 @@ def open_store(folder: Path, source: Source, tokenizer: Tokenizer) -> Store:
             for side in SIDES
         }
         counts = _array(folder / "counts.npy", np.int64, (len(SIDES), tokenizer.vocab_size))
+        if (counts < 0).any():
+            raise malformed(str(folder / "counts.npy"), None, "counts less than no tokens", "delete the folder")
     except (OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
@@ -210,7 +212,7 @@ def _array(path: Path, dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
     """A .npy file of this type and shape (-1: any length), memory-mapped. Raises `DataError`."""
     try:
         found: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, TypeError, OverflowError, SyntaxError, EOFError, MemoryError) as error:
+    except Exception as error:  # the header is a literal of Python's, with whatever its parser raises
         raise malformed(str(path), None, f"is no array ({first_line(error)})", "delete the folder") from error
     fits = found.ndim == len(shape) and all(n in (m, -1) for n, m in zip(shape, found.shape, strict=True))
     if found.dtype != dtype or not fits:

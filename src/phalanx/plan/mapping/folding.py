@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from phalanx.core.config import FoldingConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
+from phalanx.core.rules import RANKS
 from phalanx.plan.mapping.grid import Grid, pp_groups_equal
 from phalanx.plan.model import ModelSpec
 
@@ -273,9 +274,9 @@ def folding_problems(folding: Folding, *, nearest: Folding | None = None) -> lis
     `nearest` is a legal folding to hint at, where the caller knows more than the degrees.
     """
     problems = [
-        Problem(where=f"folding.{axis}", value=folding.degree(axis), rule="must be at least 1", hint="use 1")
+        Problem(where=f"folding.{axis}", value=degree, rule=RANKS.refusal(degree), hint="use 1")
         for axis in ("world", *DEGREES)
-        if folding.degree(axis) < 1
+        if not RANKS.allows(degree := folding.degree(axis))
     ]
     if problems:
         return problems

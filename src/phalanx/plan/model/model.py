@@ -452,6 +452,7 @@ def resolve_model(model: ModelConfig, router: RouterConfig, *, tokenizer_vocab: 
         routed.setdefault("group_topk", 1)  # without groups there is nothing to limit
     changes["router"] = dataclasses.replace(base.router, **routed)
     spec = dataclasses.replace(base, **changes)
+    raise_if(_too_large(spec), ConfigError, subject=f"model {spec.name}")
     idle = _idle_settings(model, router, spec)
     problems = model_problems(spec) + _vocab_problems(spec, tokenizer_vocab)
     problems = [p for p in problems if p.where not in {i.where for i in idle}] + idle

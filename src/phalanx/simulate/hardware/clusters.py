@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.reading import MalformedError, is_count, parse_json, parse_toml, read_text
+from phalanx.core.rules import RANKS
 from phalanx.core.units import format_bytes, format_rate
 
 Curve = tuple[tuple[float, float], ...]
@@ -29,8 +30,6 @@ _FILES = (".toml", ".json")
 _NAME = re.compile(r"(?P<name>[a-z0-9][a-z0-9-]*?)x(?P<ranks>[0-9]{1,9})", re.IGNORECASE)
 
 
-MOST_RANKS = 10_000_000
-"""Of a cluster, more than any has."""
 DEVICE_HOP_S = 9e-7
 """Hop seconds of devices whose file does not say it: H100's (`h100.toml`, inside.hop_s)."""
 
@@ -162,9 +161,9 @@ def at(curve: Curve, x: float) -> float:
 
 def cluster_problems(cluster: GpuCluster) -> list[Problem]:
     """What is wrong with the numbers of a cluster."""
-    if 1 <= cluster.world <= MOST_RANKS:
+    if RANKS.allows(cluster.world):
         return []
-    rule = f"needs at least 1 rank and at most {MOST_RANKS}"
+    rule = f"needs at least 1 rank and at most {RANKS.ceiling:g}"
     return [Problem(where="cluster", value=cluster.name, rule=rule, hint="try h100x8")]
 
 

@@ -181,10 +181,17 @@ def _range(values: Sequence[int]) -> str:
     return str(values[0]) if len(set(values)) == 1 else f"{min(values)}-{max(values)}"
 
 
+MOST_CELLS = 100_000_000
+"""Layers x experts x hosts: 8 bytes each, and a thousand times what DeepSeek-V3 has on 8 hosts."""
+
+
 def _problems(plan: HostPlacement) -> list[Problem]:
     problems = pool_problems(plan.pool)
     if problems:
         return problems
+    if (size := plan.num_layers * plan.num_experts * plan.pool.num_hosts) > MOST_CELLS:
+        rule = f"has {size} places for experts, and at most {MOST_CELLS} are looked at"
+        return [Problem(where="placement", value=None, rule=rule)]
     experts = set(range(plan.num_experts))
     if not all(0 <= e < plan.num_experts for hosts in plan.slots for held in hosts for e in held):
         return [Problem(where="placement.slots", value=None, rule=f"experts are 0 ... {plan.num_experts - 1}")]
@@ -193,12 +200,20 @@ def _problems(plan: HostPlacement) -> list[Problem]:
         widths = tuple(len(held) for held in hosts)
         if widths != plan.pool.slots:
             problems.append(Problem(where=where, value=widths, rule=f"hosts have {plan.pool.slots} slots"))
+            continue
         found = {e for held in hosts for e in held}
         if found != experts:
             wrong = sorted(found ^ experts)
             rule = f"each of the experts 0 ... {plan.num_experts - 1} needs a slot, and nothing else has one"
             problems.append(Problem(where=where, value=wrong, rule=rule))
-            continue
+    return problems or _sparse(plan)
+
+
+def _sparse(plan: HostPlacement) -> list[Problem]:
+    """Experts on fewer hosts than the floor."""
+    problems = []
+    for layer in range(plan.num_layers):
+        where = f"placement.slots[{layer}]"
         few = np.flatnonzero((plan.copies[layer] > 0).sum(1) < plan.floor).tolist()
         if few:
             rule = f"each expert is on at least {plan.floor} hosts, so that any {plan.floor - 1} may be lost"
@@ -221,7 +236,7 @@ def read_host_placement(data: Mapping[str, Any]) -> HostPlacement:
             ),
             slots=tuple(tuple(tuple(int(e) for e in held) for held in layer) for layer in data["slots"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         rule = f"is not a placement on hosts: {type(error).__name__} {error}"
         raise PlanError([Problem(where="placement", value=None, rule=rule)], subject="placement") from error
     plan.check()
