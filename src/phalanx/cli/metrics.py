@@ -156,7 +156,7 @@ def _words(f: dict[str, Any]) -> str:
     exposed_s, hidden_s = (sum(f[f"{what}_forward_s"]) + sum(f[f"{what}_backward_s"]) for what in ("exposed", "hidden"))
     if exposed_s or hidden_s:
         lines.append(f"  waits for dispatch and combine {exchange_words(exposed_s, hidden_s)} (medians)")
-        for layer, figures in enumerate(zip(*(f[name] for name in EXCHANGE), strict=True)):
+        for layer, figures in enumerate(zip(*(f[name] for name in EXCHANGE), strict=False)):
             there, back = (exchange_words(figures[i], figures[i + 2]) for i in (0, 1))
             lines.append(f"    MoE layer {layer}: forward {there}; backward {back}")
     if f["mtp_loss"] is not None:

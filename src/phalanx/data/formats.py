@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from phalanx.core.errors import Problem, first_line, nearest
 from phalanx.core.reading import MOST_LINE, MalformedError, lines_of, open_regular, parse_json
-from phalanx.data.parquet_pages import PageError, page_sizes
+from phalanx.data.parquet_pages import PageError, column_chunks, page_sizes
 from phalanx.data.problems import ProblemLog
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -35,7 +35,7 @@ MOST_PAGE = 2 * MOST_DOCUMENT
 """Bytes of a page of Parquet, of which a reader keeps two."""
 MOST_EXPANSION, SPARE_BYTES = 500, 64 << 20
 """Text is at most so many times as large as its file, and `SPARE_BYTES` more. Compressed text is 3 to 20 times as large."""
-_LEAST_SPENT = 64
+_LEAST_SPENT = 256
 _ROWS = 16
 """Rows that are decoded at once: each may be as large as a page."""
 
@@ -241,39 +241,35 @@ def _checked(text: object, where: str, field: str, names: list[str], log: Proble
 
 
 def _read_parquet(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
+    if not _has_sound_pages(path, field, log):
+        return
     try:
         with pq.ParquetFile(path) as file:
-            if _has_text_column(file, path, field, log) and _has_sound_pages(file, path, field, log):
+            if _has_text_column(file, path, field, log):
                 yield from _rows(file, path, field, log)
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        rule = f"is not a readable parquet file ({first_line(error)})"
-        log.add(Problem(where=str(path), value=path.name, rule=rule, hint="copy the file again"))
+        log.add(_no_parquet(path, error))
 
 
-def _has_sound_pages(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog) -> bool:
+def _has_sound_pages(path: Path, field: str, log: ProblemLog) -> bool:
     """Whether no page of the column becomes larger than a document may: the library would take as much memory as a page says."""
-    size = path.stat().st_size
-    with open_regular(path) as raw:
-        for group in range(file.metadata.num_row_groups):
-            columns = map(file.metadata.row_group(group).column, range(file.metadata.num_columns))
-            column = next((c for c in columns if c.path_in_schema == field), None)
-            if column is None:
-                log.add(Problem(where=str(path), value=path.name, rule=f"has no plain column {field!r}"))
-                return False
-            start = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
-            rule, length = "", column.total_compressed_size
-            try:
-                if not 0 <= start <= start + length <= size:
-                    rule = f"names bytes {start} to {start + length} of a file of {size}"
-                elif any(unpacked > MOST_PAGE for _, unpacked in page_sizes(raw, start, length)):
+    try:
+        with open_regular(path) as file:
+            for group, chunk in enumerate(column_chunks(file, path.stat().st_size, field)):
+                if any(size > MOST_PAGE for size in page_sizes(file, chunk)):
                     rule = f"has a page that becomes more than {MOST_PAGE} bytes"
-            except PageError as error:
-                rule = f"is not a readable parquet file ({error})"
-            if rule:
-                where = f"{path}:row group {group}"
-                log.add(Problem(where=where, value=path.name, rule=rule, hint="write it with smaller pages"))
-                return False
+                    where = f"{path}:row group {group}"
+                    log.add(Problem(where=where, value=path.name, rule=rule, hint="write it with smaller pages"))
+                    return False
+    except PageError as error:
+        log.add(_no_parquet(path, error))
+        return False
     return True
+
+
+def _no_parquet(path: Path, error: Exception) -> Problem:
+    rule = f"is not a readable parquet file ({first_line(error)})"
+    return Problem(where=str(path), value=path.name, rule=rule, hint="copy the file again")
 
 
 def _has_text_column(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog) -> bool:

@@ -147,7 +147,7 @@ def _read_meta(folder: Path) -> StoreMeta:
     where = folder / _META
     table = load_json(where)
     meta: StoreMeta = typed(table, StoreMeta, where=str(where))
-    strange = [name for name in (*meta.sizes, *meta.sums) if Path(name).name != name]
+    strange = [name for name in (*meta.sizes, *meta.sums) if Path(name).name != name or "\0" in name]
     if strange or (meta.checksum and meta.checksum != digest({k: v for k, v in table.items() if k != "checksum"})):
         raise malformed(str(where), meta.checksum, "was altered since it was written", "delete the folder")
     return meta

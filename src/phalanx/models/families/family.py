@@ -112,7 +112,7 @@ class Family:
     def may_ignore(self, tensor: str, spec: ModelSpec) -> bool:
         """A tensor that says nothing about the model: a head that is tied, a table of frequencies, blocks of multi-token prediction that
         nobody asked for, and what they repeat."""
-        layer = re.match(r"model\.layers\.(\d+)\.", tensor)
+        layer = re.match(r"model\.layers\.(\d{1,9})\.", tensor)
         further = bool(self.mtp_rules) and layer is not None and int(layer[1]) >= spec.num_layers
         known = further and int(layer[1]) < spec.num_layers + spec.mtp_layers  # type: ignore[index]
         copied = known and any(tensor == r.tensor.format(layer=layer[1]) for r in self.copies)  # type: ignore[index]

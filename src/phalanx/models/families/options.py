@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.core.errors import Problem
+from phalanx.core.rules import COUNT, LAYERS, POSITIVE
 from phalanx.plan.model import ModelSpec, RouterSpec, YarnSpec
 
 DEFAULTS: Mapping[str, Any] = {
@@ -67,19 +68,23 @@ class Options:
             rule += " (the file does not have it: transformers takes this value)"
         self.problems.append(Problem(where=f"config.json: {key}", value=self.get(key), rule=rule, hint=hint))
 
-    def whole(self, key: str, *, null: int | None = None, least: int = 1) -> int:
+    def whole(self, key: str, *, null: int | None = None, least: int = 1, most: float = COUNT.ceiling) -> int:
         """A whole number; `null` stands for null."""
         value = self.get(key)
         value = null if value is None else value
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
             return value
-        self.refuse(key, f"must be a whole number, at least {least}")
+        self.refuse(
+            key,
+            f"must be a whole number, at least {least}"
+            + (f" and at most {most:g}" if isinstance(value, int) and value > most else ""),
+        )
         return max(least, 2)
 
     def number(self, key: str) -> float:
         """A positive number."""
         value = finite(self.get(key))
-        if value is not None and value > 0:
+        if value is not None and POSITIVE.allows(value):
             return value
         self.refuse(key, "must be a positive number")
         return 1.0
@@ -155,7 +160,7 @@ def common(options: Options, *, latent: bool = False) -> dict[str, Any]:
         options.refuse("layer_types", "every layer must be full_attention")
     rope_theta, yarn = _rope(options, latent=latent)
     return {
-        "num_layers": options.whole("num_hidden_layers"),
+        "num_layers": options.whole("num_hidden_layers", most=LAYERS.ceiling),
         "hidden": options.whole("hidden_size"),
         "num_heads": options.whole("num_attention_heads"),
         "vocab": options.whole("vocab_size"),

@@ -27,7 +27,7 @@ from typing import Any
 
 from phalanx.core.errors import CheckpointError, Problem
 from phalanx.core.messages import message
-from phalanx.core.reading import MalformedError, parse_json, parse_table, read_text
+from phalanx.core.reading import MalformedError, parse_json, parse_table, read_text, typed
 
 STATE_FILE = "run_state.json"
 LATEST_FILE = "latest"
@@ -83,13 +83,14 @@ def parse_state(text: str, *, where: str) -> RunState:
     """The state in a `run_state.json`. Raises `CheckpointError` if it is not what was once written."""
     try:
         body = parse_table(text, where=where)
-        found, told = _checksum({k: v for k, v in body.items() if k != "checksum"}), body.pop("checksum")
+        found = _checksum({k: v for k, v in body.items() if k != "checksum"})
+        told = typed(body.pop("checksum"), str, where="checksum")
         if (version := body.pop("format")) != FORMAT:
             raise ValueError(f"format {version}, this program reads {FORMAT}")
-        files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
-        state = RunState(**body, files=files)
-    except (ValueError, TypeError, KeyError, AttributeError) as err:
-        rule = f"must be a whole run state ({type(err).__name__}: {err})"
+        state: RunState = typed(body, RunState, where=where)
+    except (ValueError, KeyError) as err:
+        why = err.problems[0] if isinstance(err, MalformedError) else f"{type(err).__name__}: {err}"
+        rule = f"must be a whole run state ({why})"
         raise CheckpointError([Problem(where=where, value=text[:40], rule=rule)], subject="checkpoint") from err
     if found != told:
         rule = f"was written with checksum {told[:12]}; the file was edited or damaged"

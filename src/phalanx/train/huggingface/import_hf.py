@@ -10,6 +10,7 @@ a run that has checkpoints is never written over.
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Sequence

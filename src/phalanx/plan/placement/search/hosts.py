@@ -192,6 +192,8 @@ def _problems(plan: HostPlacement) -> list[Problem]:
     if (size := plan.num_layers * plan.num_experts * plan.pool.num_hosts) > MOST_CELLS:
         rule = f"has {size} places for experts, and at most {MOST_CELLS} are looked at"
         return [Problem(where="placement", value=None, rule=rule)]
+    if not size:
+        return [Problem(where="placement", value=None, rule="has no layer, or no expert")]
     experts = set(range(plan.num_experts))
     if not all(0 <= e < plan.num_experts for hosts in plan.slots for held in hosts for e in held):
         return [Problem(where="placement.slots", value=None, rule=f"experts are 0 ... {plan.num_experts - 1}")]
