@@ -5,6 +5,7 @@ import json
 import random
 import string
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,6 +14,7 @@ from tiers import times
 
 from phalanx.core.errors import DataError
 from phalanx.data.formats import ReadOptions, read_documents
+from phalanx.data.parquet_pages import column_chunks, page_sizes
 from phalanx.data.problems import MOST, ProblemLog
 
 pytestmark = pytest.mark.unit
@@ -223,3 +225,63 @@ def test_a_file_that_is_gone(tmp_path):
     assert "cannot be read" in only_problem(tmp_path / "gone.txt").rule
     assert "cannot be read" in only_problem(tmp_path / "gone.jsonl.gz").rule
     assert "cannot be read" in only_problem(tmp_path / "gone.parquet").rule
+
+
+def documents_and_problems(path):
+    log = ProblemLog()
+    count = sum(1 for _ in read_documents(path, ReadOptions(), log))
+    return count, [str(p) for p in log.found]
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("byte", [b"0", b"\n"])
+def test_a_bomb_meets_a_bound_that_names_the_file(tmp_path, kind, byte):
+    """1 GB of the same byte in some 100 kB: one line without end, or only line ends."""
+    part = byte * (16 << 20)
+    packed = gzip.compress(part, mtime=0) if kind == "gz" else zstd(part)
+    path = tmp_path / f"bomb.jsonl.{kind}"
+    path.write_bytes(packed * 64)
+    count, (problem,) = documents_and_problems(path)
+    words = "has more than 33554432 bytes" if byte == b"0" else "becomes more than 500 times as large as it is"
+    assert count == 0 and str(path) in problem and words in problem
+
+
+def test_bombs_of_parquet(tmp_path):
+    same = pa.DictionaryArray.from_arrays(np.zeros(100_000, np.int32), pa.array(["0" * (1 << 20)]))
+    for name, column, words in (
+        (
+            "page",
+            pa.array(["0" * (80 << 20)]),
+            "row group 0 = 'page.parquet': has a page that becomes more than 67108864 bytes",
+        ),
+        ("value", pa.array(["0" * (40 << 20)]), "row 1 has more than 33554432 bytes"),
+        ("same", same, "becomes more than 500 times as large as it is"),
+        ("empty", pa.array([""] * 1_000_000), "becomes more than 500 times as large as it is"),
+    ):
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({"text": column}), path, compression="zstd", write_statistics=False, store_schema=False)
+        assert path.stat().st_size < 20_000
+        problem = documents_and_problems(path)[1][-1]
+        assert str(path) in problem and words in problem
+
+
+def test_pages_are_found_in_every_file_of_the_library(tmp_path):
+    """Codecs, encodings and versions of pages; several columns and row groups."""
+    texts = [f"{i} " + "text " * 50 for i in range(3000)]
+    table = pa.table({"n": range(3000), "text": texts, "nested": [[{"text": t[:4]}] for t in texts]})
+    for options in (
+        {},
+        {"compression": "zstd", "data_page_version": "2.0"},
+        {"use_dictionary": False, "compression": "gzip"},
+        {"compression": "none", "data_page_size": 1000, "write_page_index": True},
+    ):
+        path = tmp_path / "a.parquet"
+        pq.write_table(table, path, row_group_size=1000, **options)
+        with path.open("rb") as file:
+            chunks = column_chunks(file, path.stat().st_size, "text")
+            sizes = [list(page_sizes(file, chunk)) for chunk in chunks]
+        told = [pq.ParquetFile(path).metadata.row_group(i).column(1).total_uncompressed_size for i in range(3)]
+        assert len(chunks) == 3 and all(
+            sum(of) <= whole <= sum(of) + 2000 * len(of) for of, whole in zip(sizes, told, strict=True)
+        )
+        assert documents_and_problems(path) == (3000, [])

@@ -80,6 +80,9 @@ LENGTHS, POINTERS, STARTS = 34, 34 + 4 * 3, 34 + 12 * 3
         (POINTERS + 8, struct.pack("<q", 7), "sequences between tokens"),
         (POINTERS + 8, struct.pack("<q", 10), "do not follow each other"),
         (STARTS + 8, struct.pack("<q", 3), "documents out of order"),
+        (POINTERS, struct.pack("<q", 2**63 - 6), "places sequences outside of the"),
+        (POINTERS, struct.pack("<q", -2), "places sequences outside of the"),
+        (STARTS + 8, struct.pack("<qq", 2**62, -(2**62) - 2), "documents out of order"),
     ],
 )
 def test_a_wrong_index_is_named(tmp_path, at, data, message):

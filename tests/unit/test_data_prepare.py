@@ -405,3 +405,71 @@ def test_settings_sources_and_tokenizer_are_reported_together(tmp_path):
         prepare(config(tmp_path, "gone.jsonl", tokenizer="bpe:9", weights=(1.0, 2.0)))
     assert [p.where for p in caught.value.problems] == ["data.weights", "data.sources[0]", "data.tokenizer"]
     assert not Path(tmp_path / "cache").exists()
+
+
+def store_of(cache):
+    (meta,) = cache.rglob("meta.json")
+    return meta.parent
+
+
+def test_tokens_altered_in_the_cache_are_refused_and_then_made_anew(tmp_path, corpus_file):
+    asked = config(tmp_path, corpus_file)
+    first = prepare(asked)
+    folder = store_of(tmp_path / "cache")
+    sound = (folder / "tokens.bin").read_bytes()
+    (folder / "tokens.bin").write_bytes(bytes(b ^ 1 for b in sound))
+    damaged = prepare(asked)
+    loader = Loader(damaged.train, seq_len=32, global_batch=2, micro_batch=2, seed=0)
+    with pytest.raises(DataError, match=r"tokens.bin: was altered since it was prepared.*start again: it is made anew"):
+        loader.microbatches(0)
+    again = prepare(asked)
+    assert not again.reused and again.fingerprint == first.fingerprint
+    assert (folder / "tokens.bin").read_bytes() == sound
+    Loader(again.train, seq_len=32, global_batch=2, micro_batch=2, seed=0).microbatches(0)
+
+
+@pytest.mark.parametrize("name", ["0.train.begin.npy", "0.train.offset.npy", "0.sums.npy", "counts.npy", "meta.json"])
+def test_whatever_else_is_altered_is_made_anew_at_the_start(tmp_path, corpus_file, name):
+    asked = config(tmp_path, corpus_file)
+    prepare(asked)
+    path = store_of(tmp_path / "cache") / name
+    sound = path.read_bytes()
+    path.write_bytes(sound[:-9] + bytes([sound[-9] ^ 1]) + sound[-8:])
+    assert not prepare(asked).reused and path.read_bytes() == sound
+
+
+def test_a_cache_of_an_earlier_version_is_read(tmp_path, corpus_file):
+    """It has no checksums; tokens outside of the vocabulary are an error all the same."""
+    asked = config(tmp_path, corpus_file, tokenizer="byte")
+    prepare(asked)
+    folder = store_of(tmp_path / "cache")
+    meta = json.loads((folder / "meta.json").read_text())
+    old = {k: v for k, v in meta.items() if k not in ("sums", "checksum")} | {
+        "sizes": {k: v for k, v in meta["sizes"].items() if "sums" not in k}
+    }
+    (folder / "0.sums.npy").unlink()
+    (folder / "meta.json").write_text(json.dumps(old))
+    prepared = prepare(asked)
+    assert prepared.reused
+    (folder / "tokens.bin").write_bytes(b"\xff\xff" * (meta["sizes"]["tokens.bin"] // 2))
+    loader = Loader(prepare(asked).train, seq_len=32, global_batch=2, micro_batch=2, seed=0)
+    with pytest.raises(
+        DataError, match=r"tokens.bin = 65535: token \d+ of the file is none of the vocabulary, whose ids are below 257"
+    ):
+        loader.microbatches(0)
+
+
+def test_megatron_tokens_that_were_altered_are_refused(tmp_path):
+    write_megatron(tmp_path / "a", [[i % 250, 1, 2, 256] for i in range(50)])
+    asked = config(tmp_path, tmp_path / "a.bin", tokenizer="byte")
+    prepare(asked)
+    kept = (tmp_path / "a.bin").stat()
+    data = (tmp_path / "a.bin").read_bytes()
+    (tmp_path / "a.bin").write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    os.utime(tmp_path / "a.bin", ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    for _ in range(2):
+        loader = Loader(prepare(asked).train, seq_len=8, global_batch=2, micro_batch=2, seed=0)
+        with pytest.raises(
+            DataError, match=r"a.bin: was altered since it was prepared.*copy the file again, or change its time"
+        ):
+            loader.microbatches(0)

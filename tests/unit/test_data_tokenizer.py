@@ -200,3 +200,36 @@ def test_everything_wrong_with_a_choice_at_once():
     with pytest.raises(DataError) as caught:
         parse_choice(DataConfig(tokenizer="bpe:1", eos_token="x"))
     assert len(caught.value.problems) == 2
+
+
+def test_an_altered_tokenizer_is_refused(bpe, tmp_path):
+    bpe.save(tmp_path)
+    assert load_tokenizer(tmp_path).fingerprint == bpe.fingerprint
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace('"content":', '"content" :', 1))
+    with pytest.raises(DataError, match=r"tokenizer.json = '[0-9a-f]{16}': was written with checksum [0-9a-f]{16}"):
+        load_tokenizer(tmp_path)
+    meta = json.loads((tmp_path / "tokenizer_meta.json").read_text())
+    (tmp_path / "tokenizer_meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k != "sum"}))
+    load_tokenizer(tmp_path)  # one of an earlier version
+
+
+def test_a_panic_of_the_library_is_a_sentence(bpe, monkeypatch):
+    class Panic(BaseException):
+        """As pyo3's PanicException is none of Exception."""
+
+    class Library:
+        def encode(self, *args, **options):
+            raise Panic("index out of bounds\nmore")
+
+    monkeypatch.setattr(bpe, "_tokenizer", Library())
+    with pytest.raises(DataError, match=r"bpe: the library of tokenizers failed: index out of bounds$"):
+        bpe.encode("a")
+
+
+def test_ids_without_bound_are_refused(bpe, tmp_path):
+    table = json.loads(bpe._content)
+    table["model"]["vocab"]["Ġnew"] = 4_000_000_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+    with pytest.raises(DataError, match="ids below 10000000"):
+        read_tokenizer_file(tmp_path / "tokenizer.json", eos_token=None)

@@ -164,6 +164,39 @@ def test_any_such_place_is_seen(text: str) -> None:
     assert any(_executes(node) for node in ast.walk(ast.parse(text)))
 
 
+PARSERS = {
+    "core/reading.py": "the reader, with its limits",
+    "runtime/checkpoint/helper_process.py": "its own arguments, which the process that started it wrote",
+}
+"""Files that parse JSON, TOML or CSV themselves, and whose text it is."""
+
+
+def _parses(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return "json.loads(" in node.value
+    if isinstance(node, ast.ImportFrom):
+        names = [alias.name for alias in node.names]
+        return node.module in ("csv", "tomllib") or (
+            node.module == "json" and any("oad" in n or "Deco" in n for n in names)
+        )
+    if isinstance(node, ast.Import):
+        return any(alias.name in ("csv", "tomllib") for alias in node.names)
+    of_json = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "json"
+    return of_json and getattr(node, "attr", "") in ("load", "loads", "JSONDecoder")
+
+
+def test_nobody_parses_past_the_reader() -> None:
+    """Whose texts have no limits: deep ones, long numbers and the like would be tracebacks."""
+    assert {str(p.relative_to(ROOT)) for p in FILES if any(map(_parses, nodes_of(p)))} == set(PARSERS)
+
+
+@pytest.mark.parametrize(
+    "text", ["json.loads('1')", "json.load(f)", "import tomllib", "from csv import reader", "from json import loads", "json.JSONDecoder()", "x = 'json.loads(1)'"]
+)  # fmt: skip
+def test_any_such_parser_is_seen(text: str) -> None:
+    assert any(map(_parses, ast.walk(ast.parse(text))))
+
+
 def test_the_rule_catches_a_wrong_arrow() -> None:
     assert wrong_arrows("plan", {"torch.nn"}) == {"torch"}
     assert wrong_arrows("plan", {"phalanx.runtime.groups"}) == {"phalanx.runtime"}

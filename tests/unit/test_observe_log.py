@@ -137,3 +137,25 @@ def test_history_forgets_what_training_went_back_behind(tmp_path: Path) -> None:
     assert history.samples[0]["text"] == "b" and history.notes[0]["text"] == "w"
     write(tmp_path, started(step=6))
     assert read_history(tmp_path).ended is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"step": "1"}, {"step": None}, {"step": 10**30}, {"tokens": 1.5}, {"tokens_per_s": None}, {"load_max_over_mean": 3}, {"load_max_over_mean": ["a"]}, {"time_s": None}, {"slowness": "x"}]
+)  # fmt: skip
+def test_a_field_of_another_type_is_no_event(change: dict[str, object], tmp_path: Path) -> None:
+    record = {**json.loads(encode(ended(1), time_s=1.0)), **change}
+    log_path(tmp_path, 0).parent.mkdir()
+    log_path(tmp_path, 0).write_text(json.dumps(record) + "\n")
+    with pytest.raises(DataError, match=r"rank-0.jsonl:1 = .*is not an event"):
+        list(read_events(log_path(tmp_path, 0)))
+
+
+def test_numbers_that_were_not_finite_and_what_steers_a_terminal(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        ended(1, loss=float("nan"), load_max_over_mean=(1.0, float("nan"))),
+        Note(level="info", text="a\x1b[2Jb\x9b\u202e\nc"),
+    )
+    step, note = read_events(log_path(tmp_path, 0))
+    assert step["loss"] is None and step["load_max_over_mean"][1] != step["load_max_over_mean"][1]
+    assert note["text"] == "a\\x1b[2Jb\\x9b\\x202e\nc"

@@ -199,3 +199,12 @@ def test_hash_sees_every_field() -> None:
         dataclasses.replace(base, router=RouterSpec(score="sigmoid")).hash,
     }
     assert len(hashes) == 4
+
+
+def test_sizes_without_end_are_refused_at_once() -> None:
+    """Such a model's plan would take all memory."""
+    for name in ("num_layers", "hidden", "num_heads", "vocab", "num_experts", "expert_ffn"):
+        found = model_problems(dataclasses.replace(PRESETS["tiny"], **{name: 10**9}))
+        assert [p.where for p in found] == [f"model.{name}"] and "must be at most" in found[0].rule
+    (found,) = model_problems(dataclasses.replace(PRESETS["tiny"], num_layers=9000, num_experts=9000))
+    assert found.where == "model.num_experts" and "81000000 experts of all layers" in found.rule

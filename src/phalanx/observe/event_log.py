@@ -111,6 +111,8 @@ def read_events(path: Path) -> Iterator[Record]:
 def _decode(path: Path, number: int, line: bytes) -> Record:
     try:
         record = parse_json(line, where=f"{path}:{number}")
+        if isinstance(record, dict) and isinstance(loads := record.get("load_max_over_mean"), list):
+            record["load_max_over_mean"] = [math.nan if x is None else x for x in loads]  # as it was before `_finite`
         if _is_event(record):
             return _cleaned(record) if _CONTROLS.search(line) else record
     except ValueError:
