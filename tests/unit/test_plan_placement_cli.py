@@ -127,7 +127,7 @@ def test_wrong_input_exits_2_and_is_named(words, said, capsys):
 def test_wrong_files_are_named(tmp_path, capsys):
     file = tmp_path / "x.json"
     for content, said in (
-        ("{", "cannot be read as JSON"),
+        ("{", "is not JSON"),
         ("[[1, 2]]", "must be 2 layers x 10 experts"),
         ("[[1, -2]]", "not negative"),
     ):

@@ -1,7 +1,7 @@
 """How large the pages of a Parquet file become: each page's header says it, and the library believes it and allocates.
 
 A page of a few hundred bytes may say two gigabytes and even have them: so the headers of all pages of a column are read, and compared with a bound, before any page is. Footer and headers are Thrift's compact
-protocol (parquet-format, `parquet.thrift`; numbers of fields stand there). They are read here and not by the library, whose Python part ends the process where a footer's histograms have the wrong length (26.0).
+protocol (its definition in the repository apache/parquet-format numbers the fields). They are read here and not by the library, whose Python part ends the process where a footer's histograms have the wrong length (26.0).
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ def _phases(record: Record) -> Iterator[_Span]:
     formed_s = built_s - record["formed_s"]
     noticed_s = min(formed_s, built_s - record["noticed_s"])
     if record.get("lost_s"):
-        yield 1, "told", record["lost_s"], record["lost_s"] + record["told_s"], about
+        yield 1, "told", record["lost_s"], record["lost_s"] + record.get("told_s", 0.0), about
     yield 0, "wait for the generation", noticed_s, formed_s, about
     yield 0, "connect", formed_s, built_s, about
     yield 0, "build", built_s, moved_s, about

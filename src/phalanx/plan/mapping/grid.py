@@ -63,4 +63,7 @@ class Grid:
 
 def pp_groups_equal(attention: Grid, experts: Grid) -> bool:
     """The one constraint of folding: both grids have the same pipeline groups, because activations flow through layers of both."""
-    return attention.groups(("pp",)) == experts.groups(("pp",))
+    degrees = [grid.degrees.get("pp", 1) for grid in (attention, experts)]
+    worlds = [math.prod(grid.degrees.values()) for grid in (attention, experts)]
+    strides = [grid.strides.get("pp", 1) for grid in (attention, experts)]
+    return degrees[0] == degrees[1] and worlds[0] == worlds[1] and (degrees[0] == 1 or strides[0] == strides[1])

@@ -268,6 +268,7 @@ def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
     sources: dict[str, str] = {}
     for section, keys in _SECTIONS.items():
         part = table if not section else table.get(section, {})
+        part = part if isinstance(part, dict) else {}
         optional = (
             {**dict.fromkeys(_KINDS), **_OPTIONAL} if not section else dict.fromkeys(_OPTIONAL_OF.get(section, ()))
         )
@@ -278,7 +279,7 @@ def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
                 if optional[key] is not None:
                     sources[full] = "not in the file: what was fitted to H100"
                 continue
-            wrong = _read(part if isinstance(part, dict) else {}, key, full, values, sources)
+            wrong = _read(part, key, full, values, sources)
             if wrong is not None:
                 rule, value = wrong
                 hint = f'write {key} = {{ value = ..., source = "..." }}' + (f" in [{section}]" if section else "")
