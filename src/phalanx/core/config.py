@@ -328,6 +328,8 @@ class ResilienceConfig:
     """exact: binary places of gradients in their fixed-point sums, fewer in a step whose gradients need the room (default 52)."""
     slots_per_rank: int | None = None
     """Expert replicas that a rank has room for in each layer; they are spread over all ranks of a pipeline stage. Default: no replicas, every expert once in each expert-parallel group."""
+    check: Literal["off", "sums"] = "off"
+    """sums: matrix products, messages and the state at rest are checked in each step, before it is committed. A step in which something is wrong is given up and made again; what is wrong twice, or was at rest, ends the rank by name: an elastic run replaces it, another one stops."""
     f: int = 2
     """Every expert, and with heal every shard of the optimizer state, is on so many hosts at least, so that any loss of fewer is survived; the ranks of a single machine count as hosts. Lowered, and said so, where slots or hosts are too few."""
     loads: str = "uniform"

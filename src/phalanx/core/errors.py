@@ -103,6 +103,10 @@ class FinalError(PhalanxError):
     """Training cannot go on, and a new process in the place of this one would find the same."""
 
 
+class UnsoundError(RunError):
+    """A process computed or kept other numbers than it should have. A new one in its place begins with those of the others."""
+
+
 class PeerError(RunError):
     """A collective of this rank failed, most often because another rank did: that rank knows the cause."""
 

@@ -459,7 +459,7 @@ def recipe_problems(
     problems = [p for n, limit in limited for p in _limit_problems(recipe, n, limit, defaults[n])]
     broken = {*broken, *(p.where for p in problems)}
     clashes = [*_data_clashes(recipe), *_schedule_clashes(recipe), *_run_clashes(recipe), *_resilience_clashes(recipe)]
-    clashes += [*_recovery_clashes(recipe), *_replacement_clashes(recipe)]
+    clashes += [*_recovery_clashes(recipe), *_replacement_clashes(recipe), *_check_clashes(recipe)]
     if world is not None:
         clashes += _batch_clashes(recipe, world)
     problems += [c.problem for c in clashes if not broken & {c.problem.where, *c.reads}]
@@ -659,6 +659,15 @@ def _replacement_clashes(recipe: Recipe) -> list[_Clash]:
             _clash("resilience.replace_interval", r.replace_interval, rule, "use 0", "resilience.expert_state")
         )
     return found
+
+
+def _check_clashes(recipe: Recipe) -> list[_Clash]:
+    """Products that no check sees."""
+    overlap = recipe.dispatch.overlap
+    if recipe.resilience.check == "off" or overlap == "serial" or overlap.startswith("coarse"):
+        return []
+    rule = 'computes experts tile by tile, which resilience.check = "sums" does not check'
+    return [_clash("dispatch.overlap", overlap, rule, 'use "serial" or "coarse:2"', "resilience.check")]
 
 
 def _batch_clashes(recipe: Recipe, world: int) -> list[_Clash]:

@@ -292,7 +292,9 @@ class _Logits(torch.autograd.Function):
         logits_TE = x_TH.new_empty((x_TH.shape[0], w_EH.shape[0]), dtype=wide)
 
         def block(rows: slice, _: int) -> None:
-            torch.mm(x_TH[rows].to(wide), w_HE, out=logits_TE[rows])
+            x_rH = x_TH[rows].to(wide)
+            torch.mm(x_rH, w_HE, out=logits_TE[rows])
+            lanes.check("router forward", logits_TE[rows], (x_rH, w_HE))
 
         lanes.run(block, _blocks(x_TH))
         return logits_TE
@@ -307,8 +309,11 @@ class _Logits(torch.autograd.Function):
 
         def block(numbered: tuple[int, slice], _: int) -> None:
             i, rows = numbered
-            grad_x_TH[rows] = grad_TE[rows] @ wide_EH
-            torch.mm(grad_TE[rows].T, x_TH[rows].to(wide), out=partial_nEH[i])
+            x_rH, grad_x_rH = x_TH[rows].to(wide), grad_TE[rows] @ wide_EH
+            ctx.lanes.check("router input gradient", grad_x_rH, (grad_TE[rows], wide_EH))
+            grad_x_TH[rows] = grad_x_rH
+            torch.mm(grad_TE[rows].T, x_rH, out=partial_nEH[i])
+            ctx.lanes.check("router weight gradient", partial_nEH[i], (grad_TE[rows].T, x_rH))
 
         ctx.lanes.run(block, list(enumerate(blocks)))
         return grad_x_TH, partial_nEH.sum(0).to(w_EH.dtype), None

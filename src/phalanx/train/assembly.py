@@ -19,7 +19,7 @@ from phalanx.plan.mapping import GRADIENT_RULES, GradientRule
 from phalanx.plan.model import buffers
 from phalanx.plan.pipeline import Pipeline, plain_pipeline
 from phalanx.plan.reshard import equal_hosts
-from phalanx.runtime.state import GradientBuffers, ShardedState, borrowable
+from phalanx.runtime.state import GradientBuffers, ShardedState, StateSums, borrowable
 from phalanx.train.step import AdamW, ExactSums, StepParts
 
 
@@ -85,13 +85,17 @@ def _with_sums(ctx: ModelContext, pipeline: Pipeline, exact: ExactSums | None) -
 def _state(model: Decoder, layouts: Mapping[str, FlatLayout], ctx: ModelContext) -> ShardedState:
     """Sharded state of the model, with those of its buffers that a checkpoint holds."""
     wanted = {name for name, _ in buffers(ctx.spec)}
-    return ShardedState(
+    state = ShardedState(
         dict(model.named_parameters()),
         layouts,
         groups=ctx.groups,
         buffers={name: tensor for name, tensor in model.named_buffers() if name in wanted},
         dtype=state_dtype(ctx.dtype),
     )
+    if ctx.comms.sums is not None:
+        state.sums = StateSums(rows=ctx.lanes.rows)
+        state.sums.published(state.read_in_a_step())
+    return state
 
 
 def _update_kernels(ctx: ModelContext) -> Impl:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from phalanx.core.errors import FinalError, PeerError, RunError
-from phalanx.core.events import Sampled, WarmupChosen
+from phalanx.core.errors import FinalError, PeerError, RunError, UnsoundError
+from phalanx.core.events import Note, Sampled, WarmupChosen
 from phalanx.data import Loader, MicroBatch, Prefetch, PreparedData, ValidationLoader
 from phalanx.models import TokenBatch
 from phalanx.plan.mapping import AnyFolding
@@ -210,6 +210,8 @@ class Trainer:
         self._at("forward")
         parts, batches = self._parts_of_step(), [self.token_batch(m) for m in micros]
         reduced = self._reduce(parts, batches)
+        for text in reduced.findings:
+            self.rank.sinks(Note(level="warning", text=f"step {self.step + 1} was given up and made again: {text}"))
         self.hook.reduced(parts, reduced)
         if self.elastic is not None:
             self.parts.comms.complete(self.rank.device)
@@ -226,7 +228,7 @@ class Trainer:
         lr = learning_rate(self.step, self.rank.recipe.optim, total_steps=self.total_steps)
         try:
             return reduce_step(parts, batches, step=self.step, lr=lr, stop=self.stop.requested)
-        except PeerError:
+        except (PeerError, UnsoundError):
             raise
         except RunError as err:
             if self.elastic is None:

@@ -12,6 +12,7 @@ import torch
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.cpu.words import reference_word_sum
 
 CHUNK = 1 << 18
 """Elements that go through memory once: gradient, master and moments of a chunk stay in a core's cache between the three passes."""
@@ -46,33 +47,65 @@ def adamw_(
     scale: float | torch.Tensor = 1.0,
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
+    sums: torch.Tensor | None = None,
 ) -> None:
     """Update 1-d `master`, `exp_avg`, `exp_avg_sq` in place from `scale * grad` (any float type) and round `master` into `out`.
 
     `step` counts from 1. `scale` (a number or a 0-d tensor) is the clipping factor. All tensors have the same length.
+    `sums` (6,) int64: the word sums (`kernels/cpu/words.py`) of the state before and after are added to it.
     """
+    native = lanes.rows if impl == "fast" else None
+    if native is not None and not native.has_adamw((master, exp_avg, exp_avg_sq), grad, out):
+        native = None
+    if sums is not None and native is None:
+        sums[:3] += _word_sums((master, exp_avg, exp_avg_sq))
     rule = _Rule(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step)
+    if native is not None:
+        corrections = (1 - beta1**step, 1 - beta2**step)
+        numbers = (float(scale), lr, beta1, beta2, eps, weight_decay, *corrections)
+        sums_n6 = None if sums is None else torch.zeros(-(-master.numel() // PIECE), 6, dtype=torch.int32)
+
+        def run_native(start: int, lane: int) -> None:
+            part = slice(start, start + PIECE)
+            state, own = (
+                (master[part], exp_avg[part], exp_avg_sq[part]),
+                None if sums_n6 is None else sums_n6[start // PIECE],
+            )
+            native.adamw(state, grad[part], None if out is None else out[part], numbers=numbers, sums=own)
+
+        lanes.run(run_native, range(0, master.numel(), PIECE))
+        if sums is not None and sums_n6 is not None:
+            sums += sums_n6.sum(0)
+        return
     if impl == "reference":
         _reference(master, grad.to(master.dtype) * scale, exp_avg, exp_avg_sq, rule)
         if out is not None:
             out.copy_(master)
-        return
-    native = lanes.rows
-    if native is not None and native.has_adamw((master, exp_avg, exp_avg_sq), grad, out):
-        corrections = (1 - beta1**step, 1 - beta2**step)
-        numbers = (float(scale), lr, beta1, beta2, eps, weight_decay, *corrections)
+    else:
+        _by_chunks((master, exp_avg, exp_avg_sq), grad, out, rule, scale=scale, lanes=lanes)
+    if sums is not None:
+        sums[3:] += _word_sums((master, exp_avg, exp_avg_sq))
 
-        def run_native(start: int, lane: int) -> None:
-            part = slice(start, start + PIECE)
-            state = (master[part], exp_avg[part], exp_avg_sq[part])
-            native.adamw(state, grad[part], None if out is None else out[part], numbers=numbers)
 
-        lanes.run(run_native, range(0, master.numel(), PIECE))
-        return
+def _word_sums(state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.stack([reference_word_sum(x) for x in state])
+
+
+def _by_chunks(
+    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grad: torch.Tensor,
+    out: torch.Tensor | None,
+    rule: _Rule,
+    *,
+    scale: float | torch.Tensor,
+    lanes: Lanes,
+) -> None:
+    """By torch's fused kernel."""
+    master, exp_avg, exp_avg_sq = state
     size = min(CHUNK, master.numel()) if master.device.type == "cpu" else master.numel()
     factor = torch.as_tensor(scale, dtype=master.dtype, device=master.device)
     in_kernel = master.dtype == torch.float32  # the fused kernel divides by an fp32 number: too coarse for fp64
-    counts = _Counts(torch.tensor(float(step), device=master.device), 1.0 / factor if in_kernel else None)
+    counts = _Counts(torch.tensor(float(rule.step), device=master.device), 1.0 / factor if in_kernel else None)
     scratch = [torch.empty(size, dtype=master.dtype, device=master.device) for _ in range(lanes.count)]
 
     def run(start: int, lane: int) -> None:

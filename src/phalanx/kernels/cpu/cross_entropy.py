@@ -21,8 +21,10 @@ import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.cpu.products import checked_linear, stands_out
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import BLOCK, cache_blocks, spaced
+from phalanx.kernels.native import Seen
 
 IGNORE = -100
 """Label of a token that is not predicted."""
@@ -58,23 +60,32 @@ def linear_cross_entropy(
     """
     if impl == "reference":
         if shard is not None:
-            return _sharded_reference(hidden_TH, weight_VH, labels_T, shard)
-        return _reference(hidden_TH, weight_VH, labels_T)
+            return _sharded_reference(hidden_TH, weight_VH, labels_T, shard, lanes)
+        return _reference(hidden_TH, weight_VH, labels_T, lanes)
     out: torch.Tensor = _LinearCrossEntropy.apply(hidden_TH, weight_VH, labels_T, shard, lanes)
     return out
 
 
-def _reference(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
+def _logits(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, lanes: Lanes) -> torch.Tensor:
+    """(T, V) in the wide type."""
     wide = torch.promote_types(hidden_TH.dtype, torch.float32)
-    logits_TV = (hidden_TH @ weight_VH.T).to(wide)
+    if lanes.sums is not None:
+        return checked_linear(lanes.sums, hidden_TH, weight_VH, place="logits").to(wide)
+    return (hidden_TH @ weight_VH.T).to(wide)
+
+
+def _reference(
+    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, labels_T: torch.Tensor, lanes: Lanes = SERIAL
+) -> torch.Tensor:
+    logits_TV = _logits(hidden_TH, weight_VH, lanes)
     return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE, reduction="sum")
 
 
 def _sharded_reference(
-    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, labels_T: torch.Tensor, shard: VocabShard
+    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, labels_T: torch.Tensor, shard: VocabShard, lanes: Lanes = SERIAL
 ) -> torch.Tensor:
-    wide = torch.promote_types(hidden_TH.dtype, torch.float32)
-    z_TV = (hidden_TH @ weight_VH.T).to(wide)
+    z_TV = _logits(hidden_TH, weight_VH, lanes)
+    wide = z_TV.dtype
     valid_T1 = (labels_T != IGNORE).unsqueeze(1)
     with torch.no_grad():
         one_hot_TV = (labels_T - shard.first).unsqueeze(1) == torch.arange(z_TV.shape[1], device=labels_T.device)
@@ -171,10 +182,10 @@ class _Work:
             parts = torch.split(turned_vt, [len(g) for g in grads], dim=1)
             for part_vc, grad_cV in zip(parts, grads, strict=True):
                 part_vc.copy_(grad_cV[:, rows].T)
-            if whole:
-                torch.mm(turned_vt, hidden_tH, out=target_vH)
-            else:
-                target_vH.add_(torch.mm(turned_vt, hidden_tH))
+            product_vH = torch.mm(turned_vt, hidden_tH, out=target_vH if whole else None)
+            self.lanes.check("logits weight gradient", product_vH, (turned_vt, hidden_tH))
+            if not whole:
+                target_vH.add_(product_vH)
 
         self.lanes.run(run, [slice(i, i + COLUMNS) for i in range(0, self.weight_VH.shape[0], COLUMNS)])
 
@@ -184,23 +195,34 @@ class _Work:
         return self._sum_VH.to(self.weight_VH.dtype)
 
     def _chunk(self, tokens: slice, logits_cV: torch.Tensor) -> None:
+        seen = self.lanes.late_look(self.native)
+        self._project(tokens, logits_cV, late=seen is not None)
+        labels_c, losses_c = self.labels_T[tokens], self.losses_T[tokens]
         if self.native is not None:
-            torch.mm(self.hidden_TH[tokens], self.weight_VH.T, out=logits_cV)
-            self.native.cross_entropy(logits_cV, self.labels_T[tokens], self.losses_T[tokens], gradient=self.needs)
-            if self.d_hidden_TH is not None:
-                torch.mm(logits_cV, self.weight_VH, out=self.d_hidden_TH[tokens])
-            return
-        self.work(
-            self.hidden_TH[tokens],
-            self.weight_VH,
-            self.labels_T[tokens],
-            logits_cV,
-            self.losses_T[tokens],
-            None if self.d_hidden_TH is None else self.d_hidden_TH[tokens],
-            self.needs,
-            IGNORE,
-            max(1, BLOCK // logits_cV.shape[1]),
-        )
+            self.native.cross_entropy(logits_cV, labels_c, losses_c, gradient=self.needs, seen=seen)
+            if seen is not None and stands_out(seen):
+                self._look_again(tokens, seen)
+        else:
+            self.work(labels_c, logits_cV, losses_c, self.needs, IGNORE, max(1, BLOCK // logits_cV.shape[1]))
+        self._project_back(tokens, logits_cV)
+
+    def _look_again(self, tokens: slice, seen: Seen) -> None:
+        """Logits that became their gradient are made again, where they have to be checked."""
+        assert self.lanes.sums is not None and self.native is not None  # who has looked
+        factors = self.hidden_TH[tokens], self.weight_VH.T
+        again_cV = torch.mm(*factors)
+        self.lanes.sums.check_again("logits forward", seen, again_cV, factors, rows=self.native)
+
+    def _project(self, tokens: slice, logits_cV: torch.Tensor, *, late: bool = False) -> None:
+        torch.mm(self.hidden_TH[tokens], self.weight_VH.T, out=logits_cV)
+        if self.lanes.sums is not None and not late:
+            self.lanes.check("logits forward", logits_cV, (self.hidden_TH[tokens], self.weight_VH.T))
+
+    def _project_back(self, tokens: slice, d_logits_cV: torch.Tensor) -> None:
+        if self.d_hidden_TH is not None:
+            torch.mm(d_logits_cV, self.weight_VH, out=self.d_hidden_TH[tokens])
+            if self.lanes.sums is not None:
+                self.lanes.check("logits input gradient", self.d_hidden_TH[tokens], (d_logits_cV, self.weight_VH))
 
     # ---- a shared vocabulary ---------------------------------------------------------------------------------------------
 
@@ -219,7 +241,7 @@ class _Work:
 
     def _shares(self, shard: VocabShard, tokens: slice, logits_cV: torch.Tensor, own_c3: torch.Tensor) -> None:
         """Logits of a chunk; per token their maximum, the sum of exponentials from there, the label's logit (0 where it is elsewhere)."""
-        torch.mm(self.hidden_TH[tokens], self.weight_VH.T, out=logits_cV)
+        self._project(tokens, logits_cV)
         label_c, here_c = self._local_labels(shard, tokens)
         own_c3[:, 2] = torch.where(here_c, logits_cV.gather(1, label_c.unsqueeze(1)).squeeze(1).to(self.wide), 0.0)
         for rows in cache_blocks(*logits_cV.shape):
@@ -239,8 +261,7 @@ class _Work:
         at_c = here_c.nonzero().squeeze(1)
         slope_c = ((z_label_c - lse_c).exp() - 1) * valid_c1.squeeze(1)
         logits_cV[at_c, label_c[at_c]] = slope_c[at_c].to(logits_cV.dtype)
-        if self.d_hidden_TH is not None:
-            torch.mm(logits_cV, self.weight_VH, out=self.d_hidden_TH[tokens])
+        self._project_back(tokens, logits_cV)
 
     def _local_labels(self, shard: VocabShard, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Row of each label here (any row where it is not), and whether it is here."""
@@ -254,18 +275,9 @@ def _within(part: slice, whole: slice) -> slice:
 
 
 def _losses_of_chunk(
-    hidden_cH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    labels_c: torch.Tensor,
-    logits_cV: torch.Tensor,
-    losses_c: torch.Tensor,
-    d_hidden_cH: torch.Tensor | None,
-    needs: bool,
-    ignore: int,
-    block: int,
+    labels_c: torch.Tensor, logits_cV: torch.Tensor, losses_c: torch.Tensor, needs: bool, ignore: int, block: int
 ) -> None:
-    """Losses of one chunk; turns its logits, in place, into their gradient, and multiplies it back."""
-    torch.mm(hidden_cH, weight_VH.t(), out=logits_cV)
+    """Scripted: losses of one chunk; turns its logits, in place, into their gradient."""
     wide = losses_c.dtype
     label_c1 = labels_c.clamp(min=0).unsqueeze(1)
     valid_c1 = (labels_c != ignore).to(wide).unsqueeze(1)
@@ -287,5 +299,3 @@ def _losses_of_chunk(
         # not scatter_: in bf16 it copies all logits to fp32 and back
         each_c = torch.arange(labels_c.shape[0], device=labels_c.device)
         logits_cV[each_c, label_c1.squeeze(1)] = d_label_c1.squeeze(1).to(logits_cV.dtype)
-    if d_hidden_cH is not None:
-        torch.mm(logits_cV, weight_VH, out=d_hidden_cH)

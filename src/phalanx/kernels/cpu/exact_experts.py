@@ -119,7 +119,7 @@ class _CpuChunks(torch.autograd.Function):
         def run(pieces: list[SlotRows], lane: int) -> None:
             grads = of_lane[lane]
             for p in pieces:
-                work.backward(p, *scratch[lane], dy_MH, grads, None, native)
+                work.backward(p, *scratch[lane], dy_MH, grads, None, native, lanes)
                 if sum13 is not None and sum2 is not None:
                     sum13.add_slot(p.slot, grads.w13_FH, lanes=_one(lanes))
                     sum2.add_slot(p.slot, grads.w2_Hf, lanes=_one(lanes))
@@ -130,7 +130,7 @@ class _CpuChunks(torch.autograd.Function):
 
 def _one(lanes: Lanes) -> Lanes:
     """What a lane itself may use."""
-    return lanes if lanes.count == 1 else Lanes(1, rows=lanes.rows)
+    return lanes if lanes.count == 1 else Lanes(1, rows=lanes.rows, sums=lanes.sums)
 
 
 def _by_slot(pieces: Sequence[SlotRows]) -> list[list[SlotRows]]:

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.deferred import DeferredGradients, Target, later_grouped_mm, later_linear, target_of
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.cpu.products import ProductSums, checked_linear
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import padded_rows, spaced
 from phalanx.kernels.cpu.swiglu import reference_swiglu, swiglu
@@ -37,6 +38,8 @@ MAX_PIECE = 2048
 """Rows of one piece of work: more does not help a product, and one overfull expert must not occupy one lane alone."""
 BLOCK_ROWS = 256
 """Rows that elementwise operations take through all their passes while they are in a core's cache."""
+SMALL = 1e-6
+"""Row weights below this are not divided by."""
 DOT_ROWS = 16
 """Row products are taken as the diagonals of small square products, which accumulate in fp32 without a temporary."""
 
@@ -68,9 +71,9 @@ def expert_ffn(
         w13, w2 = (w13_e2fH, w2_eHf) if target is None else (w13_e2fH.detach(), w2_eHf.detach())
         out: torch.Tensor = _CpuExpertFfn.apply(x_MH, w13, w2, row_weights_M, tuple(counts), recompute, lanes, target)
         return out
-    if impl == "fast" and can_group:
+    if impl == "fast" and can_group and lanes.sums is None:
         return _grouped_mm(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M, later)
-    return _reference(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M, later)
+    return _reference(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M, later, lanes.sums)
 
 
 def _reference(
@@ -80,9 +83,13 @@ def _reference(
     counts: Sequence[int],
     row_weights_M: torch.Tensor | None,
     later: DeferredGradients | None,
+    sums: ProductSums | None = None,
 ) -> torch.Tensor:
     rows = torch.split(x_MH, list(counts))
     weights = [None] * len(counts) if row_weights_M is None else torch.split(row_weights_M, list(counts))
+    if later is None and sums is not None:
+        slots = zip(rows, w13_e2fH, w2_eHf, weights, strict=True)
+        return torch.cat([_checked_slot(x, w13, w2, weight, sums) for x, w13, w2, weight in slots])
     if later is not None:
         return torch.cat(
             [
@@ -95,6 +102,15 @@ def _reference(
         for x, w13, w2, weight in zip(rows, w13_e2fH, w2_eHf, weights, strict=True)
     ]
     return torch.cat(out)
+
+
+def _checked_slot(
+    x_mH: torch.Tensor, w13_2fH: torch.Tensor, w2_Hf: torch.Tensor, weight_m: torch.Tensor | None, sums: ProductSums
+) -> torch.Tensor:
+    """The same plain operations, each product checked."""
+    gate_up_mF = checked_linear(sums, x_mH, w13_2fH.flatten(0, 1), place="experts, first projection,")
+    h_mf = reference_swiglu(gate_up_mF.view(len(x_mH), *w13_2fH.shape[:2]), weight_m)
+    return checked_linear(sums, h_mf, w2_Hf, place="experts, second projection,")
 
 
 def _reference_slot_later(
@@ -267,7 +283,9 @@ class _CpuExpertFfn(torch.autograd.Function):
         grads = _Grads(work, weights=ctx.needs_input_grad[1], row_weights=ctx.needs_input_grad[3])
         scratch = work.scratches(lanes)
         kept = None if ctx.target is None else _Kept(work, dy_MH)
-        lanes.run(lambda p, lane: work.backward(p, *scratch[lane], dy_MH, grads, kept, native), work.largest_first)
+        lanes.run(
+            lambda p, lane: work.backward(p, *scratch[lane], dy_MH, grads, kept, native, lanes), work.largest_first
+        )
         grads.finish(lanes)
         if kept is not None:
             work.gate_up_P2f = None  # has served
@@ -301,7 +319,10 @@ class GroupedCall:
         """(M, H) the results of all pieces."""
         y_MH = torch.empty_like(self.x_MH, memory_format=torch.contiguous_format)
         scratch, native = [forward_scratch(*self.scratch_shape) for _ in range(lanes.count)], lanes.rows_for(self.x_MH)
-        lanes.run(lambda p, lane: self.forward(p, scratch[lane], y_MH, native), self.largest_first)
+        if lanes.sums is not None:
+            lanes.run(lambda p, lane: self._checked_forward(p, scratch[lane], y_MH, lanes), self.largest_first)
+        else:
+            lanes.run(lambda p, lane: self.forward(p, scratch[lane], y_MH, native), self.largest_first)
         return y_MH
 
     def scratches(self, lanes: Lanes) -> list[Scratches]:
@@ -333,6 +354,25 @@ class GroupedCall:
         native.swiglu_forward(gate_up_mF, h_mf)
         scripted(_second_projection)(h_mf, weights[1], scale_r1, y_rH, s)
 
+    def _checked_forward(self, p: SlotRows, s: Scratch, y_MH: torch.Tensor, lanes: Lanes) -> None:
+        """`forward`, the same operations, each product checked before it is used."""
+        scale_r1 = None if self.scale_M1 is None else self.scale_M1[p.rows]
+        w13_FH, w2_Hf, native = self.w13_eFH[p.slot], self.w2_eHf[p.slot], lanes.rows_for(self.x_MH)
+        gate_up_mF, h_mf, y_mH = self._gate_up(p, s), s.h_mf[: p.size], s.y_mH[: p.size]
+        scripted(_first_projection)(self.x_MH[p.rows], w13_FH, gate_up_mF, s)
+        seen, factors = lanes.late_look(native), (s.x_mH[: p.size], w13_FH.T)
+        if seen is None:
+            lanes.check("experts, first projection, forward", gate_up_mF, factors)
+        if native is None:
+            scripted(_activation)(gate_up_mF, h_mf, BLOCK_ROWS)
+        else:
+            native.swiglu_forward(gate_up_mF, h_mf, seen=seen)
+        if seen is not None:
+            lanes.check("experts, first projection, forward", gate_up_mF, factors, seen=seen)
+        torch.mm(h_mf, w2_Hf.T, out=y_mH)
+        lanes.check("experts, second projection, forward", y_mH, (h_mf, w2_Hf.T))
+        scripted(_scaled_rows)(y_mH, scale_r1, y_MH[p.rows])
+
     def backward(
         self,
         p: SlotRows,
@@ -342,16 +382,20 @@ class GroupedCall:
         grads: Grads,
         kept: _Kept | None = None,
         native: CompiledRows | None = None,
+        lanes: Lanes = SERIAL,
     ) -> None:
         if self.gate_up_P2f is None:
             s.x_mH[: p.num_rows].copy_(self.x_MH[p.rows])
             s.x_mH[p.num_rows : p.size].zero_()
-            torch.mm(s.x_mH[: p.size], self.w13_eFH[p.slot].T, out=s.gate_up_mF[: p.size])
+            gate_up_mF = torch.mm(s.x_mH[: p.size], self.w13_eFH[p.slot].T, out=s.gate_up_mF[: p.size])
+            lanes.check("experts, first projection, again", gate_up_mF, (s.x_mH[: p.size], self.w13_eFH[p.slot].T))
         operands = [self.x_MH[p.rows], dy_MH[p.rows], self.w13_eFH[p.slot], self.w2_eHf[p.slot], self._gate_up(p, s)]
         scale_r1 = None if self.scale_M1 is None else self.scale_M1[p.rows]
         dx_rH, d_weights = grads.x_MH[p.rows], [grads.w13_of(p), grads.w2_of(p)] if grads.weights else []
         d_scale_r = None if grads.row_weights_M is None else grads.row_weights_M[p.rows]
-        if native is None:
+        if lanes.sums is not None:
+            _checked_backward(operands, scale_r1, dx_rH, d_scale_r, d_weights, s, t, lanes)
+        elif native is None:
             scripted(_backward_piece)(operands, scale_r1, dx_rH, d_scale_r, d_weights, s, t, BLOCK_ROWS)
         else:
             h_mf, dh_mf, d_gate_up_mF = s.h_mf[: p.size], t.dh_mf[: p.size], t.d_gate_up_mF[: p.size]
@@ -375,14 +419,19 @@ def _forward_piece(
     block: int,
 ) -> None:
     """Scripted. `r` rows of the slot, `m` with the padding: zeros, so that it adds nothing to any product."""
-    size, width = gate_up_mF.shape[0], w2_Hf.shape[1]
-    h_mf = s.h_mf[:size]
+    h_mf = s.h_mf[: gate_up_mF.shape[0]]
     _first_projection(x_rH, w13_FH, gate_up_mF, s)
+    _activation(gate_up_mF, h_mf, block)
+    _second_projection(h_mf, w2_Hf, scale_r1, y_rH, s)
+
+
+def _activation(gate_up_mF: torch.Tensor, h_mf: torch.Tensor, block: int) -> None:
+    """Scripted."""
+    size, width = h_mf.shape[0], h_mf.shape[1]
     for start in range(0, size, block):
         gate_up_bF, h_bf = gate_up_mF[start : start + block], h_mf[start : start + block]
         torch.ops.aten.silu(gate_up_bF[:, :width], out=h_bf)
         h_bf.mul_(gate_up_bF[:, width:])
-    _second_projection(h_mf, w2_Hf, scale_r1, y_rH, s)
 
 
 def _first_projection(x_rH: torch.Tensor, w13_FH: torch.Tensor, gate_up_mF: torch.Tensor, s: Scratch) -> None:
@@ -397,8 +446,14 @@ def _second_projection(
     h_mf: torch.Tensor, w2_Hf: torch.Tensor, scale_r1: torch.Tensor | None, y_rH: torch.Tensor, s: Scratch
 ) -> None:
     """Scripted."""
-    rows, y_mH = y_rH.shape[0], s.y_mH[: h_mf.shape[0]]
+    y_mH = s.y_mH[: h_mf.shape[0]]
     torch.mm(h_mf, w2_Hf.t(), out=y_mH)
+    _scaled_rows(y_mH, scale_r1, y_rH)
+
+
+def _scaled_rows(y_mH: torch.Tensor, scale_r1: torch.Tensor | None, y_rH: torch.Tensor) -> None:
+    """Scripted."""
+    rows = y_rH.shape[0]
     if scale_r1 is None:
         y_rH.copy_(y_mH[:rows])
     else:
@@ -416,11 +471,18 @@ def _backward_piece(
     block: int,
 ) -> None:
     """Scripted. `operands`: x and dy (r, H), w13, w2, gate_up (m, F); `d_weights`: those of w13 and w2, if wanted."""
-    gate_up_mF = operands[4]
-    size, width = gate_up_mF.shape[0], operands[3].shape[1]
-    h_mf, dh_mf, d_gate_up_mF = s.h_mf[:size], t.dh_mf[:size], t.d_gate_up_mF[:size]
     _gradient_of_h(operands, scale_r1, s, t)
-    dots_m = torch.empty([size if d_scale_r is not None else 0], dtype=dh_mf.dtype)
+    dots_m = _gradient_of_activation(operands[4], d_scale_r is not None, s, t, block)
+    _gradients_of_piece(operands, scale_r1, dots_m, dx_rH, d_scale_r, d_weights, s, t)
+
+
+def _gradient_of_activation(
+    gate_up_mF: torch.Tensor, dots: bool, s: Scratch, t: BackwardScratch, block: int
+) -> torch.Tensor:
+    """Scripted: `h` again and the gradient of gate and up; products of the rows of `h` and its gradient, if wanted."""
+    size, width = gate_up_mF.shape[0], gate_up_mF.shape[1] // 2
+    h_mf, dh_mf, d_gate_up_mF = s.h_mf[:size], t.dh_mf[:size], t.d_gate_up_mF[:size]
+    dots_m = torch.empty([size if dots else 0], dtype=dh_mf.dtype)
     for start in range(0, size, block):
         stop = min(start + block, size)
         gate_bf, up_bf = gate_up_mF[start:stop, :width], gate_up_mF[start:stop, width:]
@@ -432,12 +494,49 @@ def _backward_piece(
         )
         torch.ops.aten.silu(gate_bf, out=silu_bf)
         torch.mul(silu_bf, up_bf, out=h_bf)
-        if d_scale_r is not None:
+        if dots:
             dots_m[start:stop].copy_(_row_dots(dh_bf, h_bf))
         torch.mul(dh_bf, silu_bf, out=d_gate_up_mF[start:stop, width:])
         torch.mul(dh_bf, up_bf, out=t_bf)
         torch.ops.aten.silu_backward(t_bf, gate_bf, grad_input=d_gate_up_mF[start:stop, :width])
-    _gradients_of_piece(operands, scale_r1, dots_m, dx_rH, d_scale_r, d_weights, s, t)
+    return dots_m
+
+
+def _checked_backward(
+    operands: list[torch.Tensor],
+    scale_r1: torch.Tensor | None,
+    dx_rH: torch.Tensor,
+    d_scale_r: torch.Tensor | None,
+    d_weights: list[torch.Tensor],
+    s: Scratch,
+    t: BackwardScratch,
+    lanes: Lanes,
+) -> None:
+    """`_backward_piece`, the same operations, each product checked before it is used."""
+    x_rH, dy_rH, w13_FH, w2_Hf, gate_up_mF = operands
+    rows, size, native = x_rH.shape[0], gate_up_mF.shape[0], lanes.rows_for(x_rH, dy_rH)
+    x_mH, y_mH, h_mf = s.x_mH[:size], s.y_mH[:size], s.h_mf[:size]
+    dy_mH, dh_mf, d_gate_up_mF, dots_m = t.dy_mH[:size], t.dh_mf[:size], t.d_gate_up_mF[:size], t.dots_m[:size]
+    scripted(_gradient_of_h)(operands, scale_r1, s, t)
+    seen = lanes.late_look(native)
+    if seen is None:
+        lanes.check("experts, second projection, input gradient", dh_mf, (dy_mH, w2_Hf))
+    if native is None:
+        dots_m = scripted(_gradient_of_activation)(gate_up_mF, d_scale_r is not None, s, t, BLOCK_ROWS)
+    else:
+        native.swiglu_backward(gate_up_mF, dh_mf, h_mf, d_gate_up_mF, dots_m, seen=seen)
+    if seen is not None:
+        lanes.check("experts, second projection, input gradient", dh_mf, (dy_mH, w2_Hf), seen=seen)
+    if d_scale_r is not None and scale_r1 is not None:
+        scripted(_scale_gradient)(dots_m[:rows], scale_r1.squeeze(1), dy_rH, w2_Hf, h_mf, d_scale_r, SMALL)
+    if d_weights:
+        torch.mm(dy_mH.T, h_mf, out=d_weights[1])
+        lanes.check("experts, second projection, weight gradient", d_weights[1], (dy_mH.T, h_mf))
+        torch.mm(d_gate_up_mF.T, x_mH, out=d_weights[0])
+        lanes.check("experts, first projection, weight gradient", d_weights[0], (d_gate_up_mF.T, x_mH))
+    torch.mm(d_gate_up_mF, w13_FH, out=y_mH)
+    lanes.check("experts, first projection, input gradient", y_mH, (d_gate_up_mF, w13_FH))
+    dx_rH.copy_(y_mH[:rows])
 
 
 def _gradient_of_h(operands: list[torch.Tensor], scale_r1: torch.Tensor | None, s: Scratch, t: BackwardScratch) -> None:
@@ -469,7 +568,7 @@ def _gradients_of_piece(
     rows, size = dy_rH.shape[0], operands[4].shape[0]
     h_mf, d_gate_up_mF = s.h_mf[:size], t.d_gate_up_mF[:size]
     if d_scale_r is not None and scale_r1 is not None:
-        _scale_gradient(dots_m[:rows], scale_r1.squeeze(1), dy_rH, w2_Hf, h_mf, d_scale_r)
+        _scale_gradient(dots_m[:rows], scale_r1.squeeze(1), dy_rH, w2_Hf, h_mf, d_scale_r, 1e-6)
     if len(d_weights) > 0:
         torch.mm(t.dy_mH[:size].t(), h_mf, out=d_weights[1])
         torch.mm(d_gate_up_mF.t(), s.x_mH[:size], out=d_weights[0])
@@ -484,7 +583,7 @@ def _scale_gradient(
     w2_Hf: torch.Tensor,
     h_mf: torch.Tensor,
     d_scale_r: torch.Tensor,
-    small: float = 1e-6,
+    small: float,
 ) -> None:
     """Scripted. `dots` have the row weight in them already: it is divided out again, except where it is too small for that."""
     torch.div(dots_r.to(d_scale_r.dtype), scale_r.to(d_scale_r.dtype), out=d_scale_r)
@@ -556,17 +655,20 @@ class _Kept:
         work = self.work
         grads = _Grads(work, weights=True, row_weights=False)
         scratch = [forward_scratch(*work.scratch_shape) for _ in range(lanes.count)]
-        lanes.run(lambda p, lane: self._piece(p, scratch[lane], grads), work.largest_first)
+        lanes.run(lambda p, lane: self._piece(p, scratch[lane], grads, lanes), work.largest_first)
         grads.finish(lanes)
         assert grads.w13 is not None and grads.w2_eHf is not None  # asked for
         return grads.w13, grads.w2_eHf
 
-    def _piece(self, p: SlotRows, s: Scratch, grads: _Grads) -> None:
+    def _piece(self, p: SlotRows, s: Scratch, grads: _Grads, lanes: Lanes) -> None:
         dy_mH = _fill(s.y_mH, self.dy_MH, p)
         if self.work.scale_M1 is not None:
             dy_mH[: p.num_rows].mul_(self.work.scale_M1[p.rows])
-        torch.mm(dy_mH.T, self.h_Pf[p.padded], out=grads.w2_of(p))
-        torch.mm(self.d_gate_up_P2f[p.padded].T, _fill(s.x_mH, self.work.x_MH, p), out=grads.w13_of(p))
+        h_mf, d_gate_up_mF, x_mH = self.h_Pf[p.padded], self.d_gate_up_P2f[p.padded], _fill(s.x_mH, self.work.x_MH, p)
+        torch.mm(dy_mH.T, h_mf, out=grads.w2_of(p))
+        lanes.check("experts, second projection, weight gradient", grads.w2_of(p), (dy_mH.T, h_mf))
+        torch.mm(d_gate_up_mF.T, x_mH, out=grads.w13_of(p))
+        lanes.check("experts, first projection, weight gradient", grads.w13_of(p), (d_gate_up_mF.T, x_mH))
 
 
 def _fill(target: torch.Tensor, source_MH: torch.Tensor, p: SlotRows) -> torch.Tensor:

@@ -22,7 +22,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from phalanx.kernels.native import CompiledRows
+from phalanx.kernels.cpu.products import Factors, ProductSums
+from phalanx.kernels.native import CompiledRows, Seen, not_seen
 
 Item = TypeVar("Item")
 
@@ -31,18 +32,20 @@ class Lanes:
     """`count` lanes: the caller's thread and `count - 1` workers, started at first use, again in a forked child.
 
     With one lane everything runs in the caller's thread with whatever threads torch has, and no state is kept. `rows`: the compiled
-    kernels that work done here may use; without them it is done with torch operations. A process that builds its model again keeps its
-    lanes (`with_rows`): once they have started, torch's own threads no longer say how many there were.
+    kernels that work done here may use; without them it is done with torch operations. `sums`: where the matrix products of work done here are checked
+    (None: they are not). A process that builds its model again keeps its lanes (`with_rows`): once they have started, torch's own threads no longer say how
+    many there were.
     """
 
-    def __init__(self, count: int = 1, *, rows: CompiledRows | None = None) -> None:
+    def __init__(self, count: int = 1, *, rows: CompiledRows | None = None, sums: ProductSums | None = None) -> None:
         self.count = count
         self.rows = rows
+        self.sums = sums
         self._workers = _Workers(count - 1)
 
-    def with_rows(self, rows: CompiledRows | None) -> Lanes:
-        """The same threads for work that may use `rows`."""
-        other = Lanes(self.count, rows=rows)
+    def with_rows(self, rows: CompiledRows | None, *, sums: ProductSums | None = None) -> Lanes:
+        """The same threads for work that may use `rows`, and whose products `sums` checks."""
+        other = Lanes(self.count, rows=rows, sums=sums)
         other._workers = self._workers
         return other
 
@@ -64,6 +67,15 @@ class Lanes:
     def rows_for(self, *tensors: torch.Tensor | None) -> CompiledRows | None:
         """The compiled kernels, where they exist for these tensors (None stands for an operand that is not there)."""
         return self.rows if self.rows is not None and self.rows.can_take(*tensors) else None
+
+    def check(self, place: str, product: torch.Tensor, *factors: Factors, seen: Seen | None = None) -> None:
+        """Check a product (`kernels/cpu/products.py`), where products are checked."""
+        if self.sums is not None:
+            self.sums.check(place, product, *factors, rows=self.rows, seen=seen)
+
+    def late_look(self, native: CompiledRows | None) -> Seen | None:
+        """Room for what a compiled kernel sees of a product that it reads anyway; None where products are looked at before, or not at all."""
+        return not_seen() if native is not None and self.sums is not None and self.sums.looks_late else None
 
     def close(self) -> None:
         """Stop the workers and give torch its own threads back."""

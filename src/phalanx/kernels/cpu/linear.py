@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.deferred import DeferredGradients, Target, later_linear, target_of
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.cpu.products import checked_linear
 
 COLUMNS = 256
 """Width of a piece."""
@@ -56,6 +57,8 @@ def projections(
     """`x` through each weight (and bias, or None), in the type of `x`; any leading dims."""
     target = target_of(weights, x, later)
     if impl == "reference" or x.device.type != "cpu":
+        if lanes.sums is not None and target is None:
+            return tuple(checked_linear(lanes.sums, x, w, b) for w, b in zip(weights, biases, strict=True))
         if later is None or target is None:
             return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
         return tuple(later_linear(x, w, b, later) for w, b in zip(weights, biases, strict=True))
@@ -99,6 +102,8 @@ class _CpuLinear(torch.autograd.Function):
             assert weight_OH is not None
             y_to = out[part.which][part.rows, part.columns]
             torch.mm(x_TH[part.rows], weight_OH[part.columns].T, out=y_to)
+            if lanes.sums is not None:
+                lanes.check("linear forward", y_to, (x_TH[part.rows], weight_OH[part.columns].T))
             if bias_O is not None:
                 y_to.add_(bias_O[part.columns])
 
@@ -149,11 +154,16 @@ def _gradients(
                 torch.mm(dy_TO[rows], weight_OH, out=dx_TH[rows])
             else:
                 dx_TH[rows].addmm_(dy_TO[rows], weight_OH)
+        if lanes.sums is not None:
+            factors = ((dy_TO[rows], w) for dy_TO, w in zip(grads, weights, strict=True))
+            lanes.check("linear input gradient", dx_TH[rows], *factors)
 
     def weight_gradient(which: int, columns: slice) -> None:
         target = d_weights[which]
         assert target is not None
         torch.mm(grads[which][:, columns].T, x_TH, out=target[columns])
+        if lanes.sums is not None:
+            lanes.check("linear weight gradient", target[columns], (grads[which][:, columns].T, x_TH))
 
     work: list[Callable[[], None]] = []
     if dx_TH is not None:

@@ -11,6 +11,11 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.kernels.native.build import user_folder as user_folder
-    from phalanx.kernels.native.rows import CompiledRows as CompiledRows, compiled_rows as compiled_rows
+    from phalanx.kernels.native.rows import (
+        CompiledRows as CompiledRows,
+        Seen as Seen,
+        compiled_rows as compiled_rows,
+        not_seen as not_seen,
+    )
 else:
     __getattr__ = lazy(__name__)

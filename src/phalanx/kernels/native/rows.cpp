@@ -6,6 +6,7 @@
 // Must never change: no static state, no allocation, no threads (a lane calls with its own rows); NaN in, NaN out.
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -82,12 +83,56 @@ inline double exponential(double x) { return std::exp(x); }
 
 template <class A> inline A sigmoid(A x) { return A(1) / (A(1) + exponential(-x)); }
 
-// h = silu(gate) * up
+// What one look at the rows of a matrix finds: its largest magnitude, and the mean square of every eighth row but for the largest. In functions that read the rows anyway it costs little.
+inline std::int16_t bits_of(bf16 x) { return std::int16_t(x.bits & 0x7fffu); }
+inline std::int32_t bits_of(float x) {
+    std::int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits & 0x7fffffff;
+}
+inline std::int64_t bits_of(double x) {
+    std::int64_t bits;
+    std::memcpy(&bits, &x, 8);
+    return bits & 0x7fffffffffffffff;
+}
+template <class T> struct Look {
+    decltype(bits_of(T{})) top = 0;  // magnitudes as integers have the order of the numbers; those that are not finite come last
+    double squares = 0;
+    extent rows = 0, counted = 0;
+
+    void row(const T* x, extent width) {
+        auto here = top;
+        for (extent i = 0; i < width; ++i) here = bits_of(x[i]) > here ? bits_of(x[i]) : here;
+        top = here;
+        if (rows++ % 8) return;
+        wide<T> sum = 0;
+        for (extent i = 0; i < width; ++i) sum += wide<T>(load(x[i])) * wide<T>(load(x[i]));
+        squares += double(sum);
+        counted += width;
+    }
+    void tell(double* seen) const {
+        T largest;
+        std::memcpy(&largest, &top, sizeof largest);
+        seen[0] = double(load(largest));
+        const double others = squares - seen[0] * seen[0];  // or one element out of few would hide behind itself
+        seen[1] = others > 0 && others <= 1e300 ? others / double(counted) : 0;
+    }
+};
+
+template <class T> void look(const T* x, extent ld, extent rows, extent width, double* seen) {
+    Look<T> found;
+    for (extent r = 0; r < rows; ++r) found.row(x + r * ld, width);
+    found.tell(seen);
+}
+
+// h = silu(gate) * up; `seen` (2), where not null: a look at gate_up
 template <class T>
-void swiglu_forward(const T* gate_up, extent gate_up_ld, T* h, extent h_ld, extent rows, extent width) {
+void swiglu_forward(const T* gate_up, extent gate_up_ld, T* h, extent h_ld, extent rows, extent width, double* seen) {
     using A = wide<T>;
+    Look<T> found;
     for (extent r = 0; r < rows; ++r) {
         const T* gate = gate_up + r * gate_up_ld;
+        if (seen) found.row(gate, 2 * width);
         const T* up = gate + width;
         T* out = h + r * h_ld;
         NO_ALIAS
@@ -96,17 +141,20 @@ void swiglu_forward(const T* gate_up, extent gate_up_ld, T* h, extent h_ld, exte
             store(out[i], g * sigmoid(g) * A(load(up[i])));
         }
     }
+    if (seen) found.tell(seen);
 }
 
-// h again, the gradient of gate and up, and (dots not null) the product of each row of dh with its row of h
+// h again, the gradient of gate and up, and (dots not null) the product of each row of dh with its row of h; `seen` (2), where not null: a look at dh
 template <class T>
 void swiglu_backward(const T* gate_up, extent gate_up_ld, const T* dh, extent dh_ld, T* h, extent h_ld, T* d_gate_up, extent d_ld,
-                     wide<T>* dots, extent rows, extent width) {
+                     wide<T>* dots, extent rows, extent width, double* seen) {
     using A = wide<T>;
+    Look<T> found;
     for (extent r = 0; r < rows; ++r) {
         const T* gate = gate_up + r * gate_up_ld;
         const T* up = gate + width;
         const T* dh_row = dh + r * dh_ld;
+        if (seen) found.row(dh_row, width);
         T* out = h + r * h_ld;
         T* d_gate = d_gate_up + r * d_ld;
         T* d_up = d_gate + width;
@@ -122,6 +170,7 @@ void swiglu_backward(const T* gate_up, extent gate_up_ld, const T* dh, extent dh
         }
         if (dots) dots[r] = dot;
     }
+    if (seen) found.tell(seen);
 }
 
 // stream = x + delta (x where delta is null), out = stream * scale * weight with scale = 1 / sqrt(mean(stream^2) + eps)
@@ -193,15 +242,35 @@ void rope(const T* x, const wide<T>* cosine, const wide<T>* sine, double sign, T
 // Elements that stay in the first-level cache between two passes.
 constexpr extent BLOCK = 2048;
 
-// What `torch.optim.AdamW` does to each element (arXiv 1711.05101), from `scale * grad`; out, where not null, is the rounded master.
+// Sum of the 32-bit words of memory, modulo 2^32: one flipped bit changes it, whichever it is. Bytes that are left over count as a word filled up with zeros.
+inline std::uint32_t word_sum(const void* memory, extent bytes) {
+    const auto* at = static_cast<const unsigned char*>(memory);
+    std::uint32_t sum = 0;
+    for (extent i = 0; i < bytes / 4; ++i) {
+        std::uint32_t word;
+        std::memcpy(&word, at + 4 * i, 4);
+        sum += word;
+    }
+    if (bytes % 4) {
+        std::uint32_t word = 0;
+        std::memcpy(&word, at + bytes / 4 * 4, std::size_t(bytes % 4));
+        sum += word;
+    }
+    return sum;
+}
+
+// What `torch.optim.AdamW` does to each element (arXiv 1711.05101), from `scale * grad`; out, where not null, is the rounded master. `sums`, where not null: the
+// word sums of master and both moments as they were and as they are now, and of out, in the pass that reads and writes them anyway.
 template <class G, class O>
 void adamw(wide<O>* master, const G* grad, wide<O>* average, wide<O>* square, O* out, extent size, double scale, double lr, double beta1,
-           double beta2, double eps, double decay, double correction1, double correction2) {
+           double beta2, double eps, double decay, double correction1, double correction2, std::uint32_t* sums) {
     using A = wide<O>;
     const A by = A(scale), keep = A(1 - lr * decay), rate = A(lr / correction1), root = A(1 / std::sqrt(correction2)), small = A(eps);
     const A b1 = A(beta1), b2 = A(beta2), c1 = A(1 - beta1), c2 = A(1 - beta2);
+    const A* state[] = {master, average, square};
     for (extent start = 0; start < size; start += BLOCK) {
-        const extent stop = start + BLOCK < size ? start + BLOCK : size;
+        const extent stop = start + BLOCK < size ? start + BLOCK : size, bytes = (stop - start) * extent(sizeof(A));
+        for (int s = 0; sums && s < 3; ++s) sums[s] += word_sum(state[s] + start, bytes);
         NO_ALIAS
         for (extent i = start; i < stop; ++i) {
             const A g = A(load(grad[i])) * by;
@@ -210,9 +279,113 @@ void adamw(wide<O>* master, const G* grad, wide<O>* average, wide<O>* square, O*
             square[i] = v;
             master[i] = master[i] * keep - rate * m / (std::sqrt(v) * root + small);
         }
+        for (int s = 0; sums && s < 3; ++s) sums[3 + s] += word_sum(state[s] + start, bytes);
         if (!out) continue;
         NO_ALIAS
         for (extent i = start; i < stop; ++i) store(out[i], master[i]);
+    }
+}
+
+// Sums of the columns of x (rows, width) and of their magnitudes, each row times `by` and `by_size` (null: one).
+template <class T, class A>
+void column_sums(const T* x, extent ld, extent rows, extent width, const A* by, const A* by_size, A* sums, A* sizes) {
+    for (extent i = 0; i < width; ++i) sums[i] = sizes[i] = 0;
+    constexpr extent together = 4;  // rows for one reading and writing of the sums
+    extent r = 0;
+    for (; r + together <= rows; r += together, x += together * ld) {
+        const T *x0 = x, *x1 = x + ld, *x2 = x + 2 * ld, *x3 = x + 3 * ld;
+        if (by) {
+            const A *b = by + r, *z = by_size + r;
+            NO_ALIAS
+            for (extent i = 0; i < width; ++i) {
+                const A v0 = load(x0[i]), v1 = load(x1[i]), v2 = load(x2[i]), v3 = load(x3[i]);
+                sums[i] += (v0 * b[0] + v1 * b[1]) + (v2 * b[2] + v3 * b[3]);
+                sizes[i] += (std::fabs(v0) * z[0] + std::fabs(v1) * z[1]) + (std::fabs(v2) * z[2] + std::fabs(v3) * z[3]);
+            }
+        } else {
+            NO_ALIAS
+            for (extent i = 0; i < width; ++i) {
+                const A v0 = load(x0[i]), v1 = load(x1[i]), v2 = load(x2[i]), v3 = load(x3[i]);
+                sums[i] += (v0 + v1) + (v2 + v3);
+                sizes[i] += (std::fabs(v0) + std::fabs(v1)) + (std::fabs(v2) + std::fabs(v3));
+            }
+        }
+    }
+    for (; r < rows; ++r, x += ld) {
+        const A b = by ? by[r] : A(1), z = by ? by_size[r] : A(1);
+        NO_ALIAS
+        for (extent i = 0; i < width; ++i) {
+            const A v = load(x[i]);
+            sums[i] += v * b;
+            sizes[i] += std::fabs(v) * z;
+        }
+    }
+}
+
+// The same of the rows, each column times `by` and `by_size`.
+template <class T, class A>
+void row_sums(const T* x, extent ld, extent rows, extent width, const A* by, const A* by_size, A* sums, A* sizes) {
+    for (extent r = 0; r < rows; ++r, x += ld) {
+        A sum = 0, size = 0;
+        if (by) {
+            for (extent i = 0; i < width; ++i) {
+                const A v = load(x[i]);
+                sum += v * by[i];
+                size += std::fabs(v) * by_size[i];
+            }
+        } else {
+            for (extent i = 0; i < width; ++i) {
+                const A v = load(x[i]);
+                sum += v;
+                size += std::fabs(v);
+            }
+        }
+        sums[r] = sum;
+        sizes[r] = size;
+    }
+}
+
+// Adds to `want` (n) the column sums that a (m, k) times b (k, n) has, and to `bound` those of the magnitudes. A turned operand is stored as its transpose. `scratch`
+// (2 k + 2 n).
+template <class T>
+void product_sums(const T* a, extent a_ld, bool a_turned, const T* b, extent b_ld, bool b_turned, extent m, extent k, extent n, wide<T>* want, wide<T>* bound,
+                  wide<T>* scratch) {
+    using A = wide<T>;
+    A *of_a = scratch, *size_a = of_a + k, *sums = size_a + k, *sizes = sums + n;
+    const A* none = nullptr;
+    if (a_turned) row_sums<T, A>(a, a_ld, k, m, none, none, of_a, size_a);
+    else column_sums<T, A>(a, a_ld, m, k, none, none, of_a, size_a);
+    if (b_turned) row_sums<T, A>(b, b_ld, n, k, of_a, size_a, sums, sizes);
+    else column_sums<T, A>(b, b_ld, k, n, of_a, size_a, sums, sizes);
+    for (extent j = 0; j < n; ++j) want[j] += sums[j], bound[j] += sizes[j];
+}
+
+// How far the column sums of c (m, n) are from `want`, as a multiple of what rounding allows (kernels/cpu/products.py). `scratch` (2 n).
+template <class T>
+double deviation(const T* c, extent ld, extent m, extent n, const wide<T>* want, const wide<T>* bound, double unit, double gamma, double tiny, wide<T>* scratch) {
+    using A = wide<T>;
+    const A* none = nullptr;
+    A *found = scratch, *size = found + n;
+    column_sums<T, A>(c, ld, m, n, none, none, found, size);
+    double top = 0;
+    for (extent j = 0; j < n; ++j) {
+        const double ratio = std::fabs(double(found[j]) - double(want[j])) / (unit * double(size[j]) + gamma * double(bound[j]) + tiny);
+        if (!(ratio <= top)) top = ratio == ratio ? ratio : double(INFINITY);
+    }
+    return top;
+}
+
+// The sum of `count` parts of `size` numbers, one after the other, in their order, and the word sum of each part, in one reading. `sums` (count).
+template <class T> void add_parts(const T* parts, extent count, extent size, T* out, std::uint32_t* sums) {
+    for (extent p = 0; p < count; ++p) sums[p] = 0;
+    for (extent start = 0; start < size; start += BLOCK) {
+        const extent stop = start + BLOCK < size ? start + BLOCK : size;
+        for (extent p = 0; p < count; ++p) {
+            const T* part = parts + p * size;
+            sums[p] += word_sum(part + start, (stop - start) * extent(sizeof(T)));
+            NO_ALIAS
+            for (extent i = start; i < stop; ++i) out[i] = p ? T(out[i] + part[i]) : part[i];
+        }
     }
 }
 
@@ -241,12 +414,16 @@ template <class T> wide<T> largest(const T* x, extent size) {
     return top;
 }
 
-// Cross-entropy of each row of logits with its label (negative: none); with `gradient` the logits become their gradient.
+// Cross-entropy of each row of logits with its label (negative: none); with `gradient` the logits become their gradient. `seen` (2), where not null: a look at
+// the logits as they were.
 template <class T>
-void cross_entropy(T* logits, extent ld, const std::int64_t* labels, wide<T>* losses, wide<T>* scratch, extent rows, extent width, bool gradient) {
+void cross_entropy(T* logits, extent ld, const std::int64_t* labels, wide<T>* losses, wide<T>* scratch, extent rows, extent width, bool gradient,
+                   double* seen) {
     using A = wide<T>;
+    Look<T> found;
     for (extent r = 0; r < rows; ++r) {
         T* z = logits + r * ld;
+        if (seen) found.row(z, width);
         const extent label = labels[r];
         const A valid = label < 0 ? A(0) : A(1);
         const A top = largest(z, width);
@@ -264,6 +441,7 @@ void cross_entropy(T* logits, extent ld, const std::int64_t* labels, wide<T>* lo
         for (extent i = 0; i < width; ++i) store(z[i], scratch[i] * by);
         if (label >= 0) store(z[label], exponential(of_label) / sum - A(1));
     }
+    if (seen) found.tell(seen);
 }
 
 // out[t] = sum over k of y[places[k, t]], nothing for a negative place
@@ -346,12 +524,12 @@ template <class T> void fixed_squares(const T* x, extent size, double scale, std
 }  // namespace
 
 #define ROWS(T)                                                                                                                             \
-    void swiglu_forward_##T(const T* gate_up, extent gate_up_ld, T* h, extent h_ld, extent rows, extent width) {                            \
-        swiglu_forward<T>(gate_up, gate_up_ld, h, h_ld, rows, width);                                                                       \
+    void swiglu_forward_##T(const T* gate_up, extent gate_up_ld, T* h, extent h_ld, extent rows, extent width, double* seen) {              \
+        swiglu_forward<T>(gate_up, gate_up_ld, h, h_ld, rows, width, seen);                                                                 \
     }                                                                                                                                       \
     void swiglu_backward_##T(const T* gate_up, extent gate_up_ld, const T* dh, extent dh_ld, T* h, extent h_ld, T* d, extent d_ld,          \
-                             wide<T>* dots, extent rows, extent width) {                                                                    \
-        swiglu_backward<T>(gate_up, gate_up_ld, dh, dh_ld, h, h_ld, d, d_ld, dots, rows, width);                                            \
+                             wide<T>* dots, extent rows, extent width, double* seen) {                                                      \
+        swiglu_backward<T>(gate_up, gate_up_ld, dh, dh_ld, h, h_ld, d, d_ld, dots, rows, width, seen);                                      \
     }                                                                                                                                       \
     void norm_forward_##T(const T* x, const T* delta, T* stream, const wide<T>* weight, double eps, wide<T>* scale, T* out, extent rows,    \
                           extent width) {                                                                                                   \
@@ -366,8 +544,8 @@ template <class T> void fixed_squares(const T* x, extent size, double scale, std
     }                                                                                                                                       \
     double square_sum_##T(const T* x, extent size) { return square_sum<T>(x, size); }                                                       \
     void cross_entropy_##T(T* logits, extent ld, const std::int64_t* labels, wide<T>* losses, wide<T>* scratch, extent rows, extent width,  \
-                           int gradient) {                                                                                                  \
-        cross_entropy<T>(logits, ld, labels, losses, scratch, rows, width, gradient != 0);                                                  \
+                           int gradient, double* seen) {                                                                                    \
+        cross_entropy<T>(logits, ld, labels, losses, scratch, rows, width, gradient != 0, seen);                                            \
     }                                                                                                                                       \
     void sum_rows_##T(const T* y, const std::int64_t* places, extent places_ld, T* out, wide<T>* scratch, extent copies, extent tokens,     \
                       extent width) {                                                                                                       \
@@ -375,18 +553,31 @@ template <class T> void fixed_squares(const T* x, extent size, double scale, std
     }                                                                                                                                       \
     double fixed_add_##T(const T* x, std::int64_t* total, extent size, double scale) { return fixed_add<T>(x, total, size, scale); }        \
     void fixed_read_##T(const std::int64_t* total, T* out, extent size, double unit) { fixed_read<T>(total, out, size, unit); }             \
-    void fixed_squares_##T(const T* x, extent size, double scale, std::int64_t* sums) { fixed_squares<T>(x, size, scale, sums); }
+    void fixed_squares_##T(const T* x, extent size, double scale, std::int64_t* sums) { fixed_squares<T>(x, size, scale, sums); }             \
+    std::uint32_t word_sum_##T(const T* x, extent size) { return word_sum(x, size * extent(sizeof(T))); }                                   \
+    void product_sums_##T(const T* a, extent a_ld, int a_turned, const T* b, extent b_ld, int b_turned, extent m, extent k, extent n,       \
+                          wide<T>* want, wide<T>* bound, wide<T>* scratch) {                                                                \
+        product_sums<T>(a, a_ld, a_turned != 0, b, b_ld, b_turned != 0, m, k, n, want, bound, scratch);                                     \
+    }                                                                                                                                       \
+    double deviation_##T(const T* c, extent ld, extent m, extent n, const wide<T>* want, const wide<T>* bound, double unit, double gamma,   \
+                         double tiny, wide<T>* scratch) {                                                                                   \
+        return deviation<T>(c, ld, m, n, want, bound, unit, gamma, tiny, scratch);                                                          \
+    }                                                                                                                                       \
+    void look_##T(const T* x, extent ld, extent rows, extent width, double* seen) { look(x, ld, rows, width, seen); }
 
 #define ADAMW(G, O)                                                                                                                         \
     void adamw_##G##_##O(wide<O>* master, const G* grad, wide<O>* average, wide<O>* square, O* out, extent size, double scale, double lr,   \
-                         double beta1, double beta2, double eps, double decay, double correction1, double correction2) {                    \
-        adamw<G, O>(master, grad, average, square, out, size, scale, lr, beta1, beta2, eps, decay, correction1, correction2);               \
+                         double beta1, double beta2, double eps, double decay, double correction1, double correction2,                      \
+                         std::uint32_t* sums) {                                                                                             \
+        adamw<G, O>(master, grad, average, square, out, size, scale, lr, beta1, beta2, eps, decay, correction1, correction2, sums);         \
     }
 
 extern "C" {
 ROWS(bf16)
 ROWS(float)
 ROWS(double)
+void add_parts_float(const float* parts, extent count, extent size, float* out, std::uint32_t* sums) { add_parts(parts, count, size, out, sums); }
+void add_parts_double(const double* parts, extent count, extent size, double* out, std::uint32_t* sums) { add_parts(parts, count, size, out, sums); }
 ADAMW(bf16, bf16)
 ADAMW(float, bf16)
 ADAMW(float, float)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,28 @@ import torch
 from phalanx.kernels.native.build import library
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "float", torch.float64: "double"}
-_P, _N, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_P, _N, _D, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int
 SIGNATURES = {
-    "swiglu_forward": (_P, _N, _P, _N, _N, _N),
-    "swiglu_backward": (_P, _N, _P, _N, _P, _N, _P, _N, _P, _N, _N),
+    "swiglu_forward": (_P, _N, _P, _N, _N, _N, _P),
+    "swiglu_backward": (_P, _N, _P, _N, _P, _N, _P, _N, _P, _N, _N, _P),
     "norm_forward": (_P, _P, _P, _P, _D, _P, _P, _N, _N),
     "norm_backward": (_P, _P, _P, _P, _P, _P, _P, _N, _N),
     "rope": (_P, _P, _P, _D, _P, _N, _N, _N),
     "square_sum": (_P, _N),
-    "cross_entropy": (_P, _N, _P, _P, _P, _N, _N, _N),
+    "cross_entropy": (_P, _N, _P, _P, _P, _N, _N, _N, _P),
     "sum_rows": (_P, _P, _N, _P, _P, _N, _N, _N),
     "fixed_add": (_P, _P, _N, _D),
     "fixed_read": (_P, _P, _N, _D),
     "fixed_squares": (_P, _N, _D, _P),
+    "word_sum": (_P, _N),
+    "look": (_P, _N, _N, _N, _P),
+    "product_sums": (_P, _N, _I, _P, _N, _I, _N, _N, _N, _P, _P, _P),
+    "deviation": (_P, _N, _N, _N, _P, _P, _D, _D, _D, _P),
 }
-ADAMW = (_P, _P, _P, _P, _P, _N, *(_D,) * 8)
+Seen = ctypes.Array[ctypes.c_double]
+"""What a look at a matrix finds: its largest magnitude, and the mean square of every eighth row."""
+ADD_PARTS = (_P, _N, _N, _P, _P)
+ADAMW = (_P, _P, _P, _P, _P, _N, *(_D,) * 8, _P)
 ADAMW_TYPES = (("bf16", "bf16"), ("float", "bf16"), ("float", "float"), ("double", "double"))
 
 
@@ -46,6 +54,8 @@ def compiled_rows() -> CompiledRows | None:
 class CompiledRows:
     """The functions of one compiled library."""
 
+    TYPES = frozenset(NAMES)
+
     def __init__(self, compiled: ctypes.CDLL) -> None:
         self.name = Path(compiled._name).name
         """Says from what and for which processor it was compiled: the same name, the same results."""
@@ -54,9 +64,15 @@ class CompiledRows:
             for function, kinds in SIGNATURES.items():
                 self._of[function, dtype] = _declared(compiled, f"{function}_{name}", kinds)
         self._adamw = {types: _declared(compiled, "adamw_{}_{}".format(*types), ADAMW) for types in ADAMW_TYPES}
+        self._add_parts = {
+            dtype: _declared(compiled, f"add_parts_{NAMES[dtype]}", ADD_PARTS)
+            for dtype in (torch.float32, torch.float64)
+        }
         for dtype in NAMES:
             self._of["square_sum", dtype].restype = _D
             self._of["fixed_add", dtype].restype = _D
+            self._of["word_sum", dtype].restype = ctypes.c_uint32
+            self._of["deviation", dtype].restype = _D
 
     @staticmethod
     def can_take(*tensors: torch.Tensor | None) -> bool:
@@ -71,10 +87,10 @@ class CompiledRows:
         fits = labels.dtype == torch.int64 and labels.is_contiguous() and labels.device.type == "cpu"
         return fits and (labels.numel() == 0 or int(labels.max()) < width)
 
-    def swiglu_forward(self, gate_up_mF: torch.Tensor, h_mf: torch.Tensor) -> None:
-        """`h = silu(gate) * up`; the first half of `gate_up` is the gate."""
+    def swiglu_forward(self, gate_up_mF: torch.Tensor, h_mf: torch.Tensor, *, seen: Seen | None = None) -> None:
+        """`h = silu(gate) * up`; the first half of `gate_up` is the gate. `seen`: gets a look at `gate_up`."""
         call = self._of["swiglu_forward", h_mf.dtype]
-        call(gate_up_mF.data_ptr(), gate_up_mF.stride(0), h_mf.data_ptr(), h_mf.stride(0), *h_mf.shape)
+        call(gate_up_mF.data_ptr(), gate_up_mF.stride(0), h_mf.data_ptr(), h_mf.stride(0), *h_mf.shape, seen)
 
     def swiglu_backward(
         self,
@@ -83,10 +99,12 @@ class CompiledRows:
         h_mf: torch.Tensor,
         d_gate_up_mF: torch.Tensor,
         dots_m: torch.Tensor | None,
+        *,
+        seen: Seen | None = None,
     ) -> None:
-        """`h` again, the gradient of gate and up, and the wide product of each row of `dh` with its row of `h`."""
+        """`h` again, the gradient of gate and up, and the wide product of each row of `dh` with its row of `h`. `seen`: gets a look at `dh`."""
         each = (x for t in (gate_up_mF, dh_mf, h_mf, d_gate_up_mF) for x in (t.data_ptr(), t.stride(0)))
-        self._of["swiglu_backward", h_mf.dtype](*each, _pointer(dots_m), *h_mf.shape)
+        self._of["swiglu_backward", h_mf.dtype](*each, _pointer(dots_m), *h_mf.shape, seen)
 
     def norm_forward(
         self,
@@ -130,14 +148,20 @@ class CompiledRows:
         return float(self._of["square_sum", x_N.dtype](x_N.data_ptr(), x_N.numel()))
 
     def cross_entropy(
-        self, logits_cV: torch.Tensor, labels_c: torch.Tensor, losses_c: torch.Tensor, *, gradient: bool
+        self,
+        logits_cV: torch.Tensor,
+        labels_c: torch.Tensor,
+        losses_c: torch.Tensor,
+        *,
+        gradient: bool,
+        seen: Seen | None = None,
     ) -> None:
-        """Wide `losses`, 0 where the int64 label is negative; with `gradient` the logits become their gradient."""
+        """Wide `losses`, 0 where the int64 label is negative; with `gradient` the logits become their gradient. `seen`: gets a look at the logits before."""
         rows, width = logits_cV.shape
         scratch_V = losses_c.new_empty(width)
         others = labels_c.data_ptr(), losses_c.data_ptr(), scratch_V.data_ptr()
         call = self._of["cross_entropy", logits_cV.dtype]
-        call(logits_cV.data_ptr(), logits_cV.stride(0), *others, rows, width, int(gradient))
+        call(logits_cV.data_ptr(), logits_cV.stride(0), *others, rows, width, int(gradient), seen)
 
     def sum_rows(self, y_MH: torch.Tensor, places_Kt: torch.Tensor, out_tH: torch.Tensor) -> None:
         """`out[t] = sum over k of y[places[k, t]]`, in the wide type, nothing for a place of -1; `y` and `out` contiguous."""
@@ -168,12 +192,51 @@ class CompiledRows:
         out: torch.Tensor | None,
         *,
         numbers: tuple[float, ...],
+        sums: torch.Tensor | None = None,
     ) -> None:
         """One step on contiguous (master, first moment, second moment). `numbers`: scale, lr, beta1, beta2, eps, weight decay,
-        1 - beta1^t, 1 - beta2^t."""
+        1 - beta1^t, 1 - beta2^t. `sums` (6,) int32: the word sums of the three before and after are added to it."""
         call = self._adamw[self.types_of(state[0], grad, out)]
         master, average, square = (t.data_ptr() for t in state)
-        call(master, grad.data_ptr(), average, square, _pointer(out), grad.numel(), *numbers)
+        call(master, grad.data_ptr(), average, square, _pointer(out), grad.numel(), *numbers, _pointer(sums))
+
+    def word_sum(self, x_N: torch.Tensor) -> int:
+        """Sum of the 32-bit words of a contiguous tensor, modulo 2^32."""
+        return int(self._of["word_sum", x_N.dtype](x_N.data_ptr(), x_N.numel()))
+
+    def look(self, x_rN: torch.Tensor) -> Seen:
+        """The largest magnitude (not finite where an element is not), and the mean square of every eighth row. Rows are dense."""
+        seen, (rows, width) = not_seen(), x_rN.shape
+        self._of["look", x_rN.dtype](x_rN.data_ptr(), x_rN.stride(0), rows, width, seen)
+        return seen
+
+    def deviation(
+        self,
+        c_mn: torch.Tensor,
+        factors: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        tolerance: tuple[float, float, float],
+    ) -> float:
+        """Distance of the column sums of `c` from those of the sum of products over what `tolerance` (of `|c|`, of `|a| |b|`, of anything) allows; factors may be transposed views."""
+        (m, n), most = c_mn.shape, max(a.shape[1] for a, _ in factors)
+        numbers = torch.zeros(4 * n + 2 * most, dtype=torch.promote_types(c_mn.dtype, torch.float32))
+        want, bound, scratch = (numbers[at:].data_ptr() for at in (0, n, 2 * n))
+        for a_mk, b_kn in factors:
+            pairs = [
+                (t.data_ptr(), *((t.stride(0), 0) if t.stride(1) == 1 else (t.stride(1), 1))) for t in (a_mk, b_kn)
+            ]
+            self._of["product_sums", c_mn.dtype](*pairs[0], *pairs[1], *a_mk.shape, n, want, bound, scratch)
+        call = self._of["deviation", c_mn.dtype]
+        return float(call(c_mn.data_ptr(), c_mn.stride(0), m, n, want, bound, *tolerance, scratch))
+
+    def has_add_parts(self, x: torch.Tensor) -> bool:
+        return x.dtype in self._add_parts and x.device.type == "cpu"
+
+    def add_parts(self, parts_PN: torch.Tensor, out_N: torch.Tensor) -> list[int]:
+        """`out`, the sum of contiguous parts in their order; the word sums of the parts."""
+        sums_P = torch.empty(len(parts_PN), dtype=torch.int32)
+        self._add_parts[out_N.dtype](parts_PN.data_ptr(), *parts_PN.shape, out_N.data_ptr(), sums_P.data_ptr())
+        return [n % 2**32 for n in sums_P.tolist()]
 
     def has_adamw(
         self, state: tuple[torch.Tensor, torch.Tensor, torch.Tensor], grad: torch.Tensor, out: torch.Tensor | None
@@ -189,6 +252,11 @@ class CompiledRows:
     @staticmethod
     def types_of(master: torch.Tensor, grad: torch.Tensor, out: torch.Tensor | None) -> tuple[str, str]:
         return NAMES[grad.dtype], NAMES.get((master if out is None else out).dtype, "")
+
+
+def not_seen() -> Seen:
+    """Room for a look."""
+    return (_D * 2)()
 
 
 def _declared(compiled: ctypes.CDLL, name: str, kinds: tuple[Any, ...]) -> Any:

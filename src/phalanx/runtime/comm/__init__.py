@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from phalanx.runtime.comm.peers import Peers as Peers, own_group as own_group
     from phalanx.runtime.comm.progress import RankProgress as RankProgress, State as State
     from phalanx.runtime.comm.row_collectives import RowsUnderWay as RowsUnderWay, backward_id as backward_id
+    from phalanx.runtime.comm.sums import (
+        MessageNote as MessageNote,
+        MessageSums as MessageSums,
+        wrong_messages as wrong_messages,
+    )
     from phalanx.runtime.comm.tracing import traced as traced
     from phalanx.runtime.comm.waiting import ExchangeTime as ExchangeTime, Place as Place
 else:

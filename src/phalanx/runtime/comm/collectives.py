@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -37,6 +38,7 @@ from phalanx.runtime.comm.abortable import AbortableCall, run_abortable
 from phalanx.runtime.comm.devices import complete
 from phalanx.runtime.comm.exchange import (
     Call,
+    Checked,
     Counter,
     Exchange,
     Message,
@@ -61,6 +63,7 @@ from phalanx.runtime.comm.row_collectives import (
     RowsUnderWay,
     StartRows,
 )
+from phalanx.runtime.comm.sums import FEW, MessageSums, Passed
 from phalanx.runtime.comm.waiting import LayerTimes
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -71,6 +74,8 @@ _UNUSED_TAG = 2**31 - 1
 """Tag of a message that is never sent."""
 _APART_TAG = 2**31 - 3
 """Tag of the messages of an all-to-all that may be under way beside another."""
+_SUMS_TAG = 2**31 - 4
+"""Tag of the parts of a sum that is taken here."""
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -95,6 +100,9 @@ class Collectives:
     asynchronous device. With `check_splits` the ranks first exchange their row
     splits and raise on a mismatch, which otherwise lets gloo abort the process. `synchronous` hides nothing behind computing: an
     exchange is waited for where it starts (to measure what hiding it is worth).
+
+    With `sums` everything that moves is checked (`runtime/comm/sums.py`). A sum over ranks then is an exchange of parts, a sum of what came here, in rank order, and a gather: of
+    what a transport adds up on the way nothing could be said.
     """
 
     def __init__(
@@ -106,7 +114,9 @@ class Collectives:
         check_splits: bool = False,
         synchronous: bool = False,
         escape: AbortableCall | None = None,
+        sums: MessageSums | None = None,
     ) -> None:
+        self.sums = sums
         self.timeout_s = timeout_s
         self.trace = trace
         self.check_splits = check_splits
@@ -134,6 +144,9 @@ class Collectives:
         if axis.group is None:
             return x
         check_summed(x, axis, "all_reduce")
+        if self.sums is not None:
+            self._start_checked_sum(x, axis, op, op_id).wait()
+            return x
         axis = self._own(axis)
         sent = 2 * num_bytes(x) * (axis.size - 1) // axis.size
         self._run(
@@ -161,6 +174,8 @@ class Collectives:
             raise ValueError(
                 f"reduce_scatter over {axis.name}: {x_flat.numel()} elements do not split into {axis.size}"
             )
+        if self.sums is not None:
+            return self._start_own_part(x_flat, axis, "sum", op_id)
         axis, length = self._own(axis), x_flat.numel() // axis.size
         call = Call(op_id, num_bytes(x_flat) - num_bytes(x_flat) // axis.size, not x_flat.is_cuda)
         if self.scatters(x_flat):
@@ -173,14 +188,16 @@ class Collectives:
 
     def scatters(self, x: torch.Tensor) -> bool:
         """Whether the transport of such tensors has a reduce-scatter of its own. gloo's is an all-reduce of a copy of the buffer (torch 2.13,
-        `ProcessGroupGloo.cpp`), so that an all-reduce in place gives the same bits for half of the processor's time."""
-        return x.is_cuda
+        `ProcessGroupGloo.cpp`), so that an all-reduce in place gives the same bits for half of the processor's time. Checked sums are ours."""
+        return x.is_cuda or self.sums is not None
 
     def start_all_reduce(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> Exchange:
         """The sum over the axis, in place, while the rank continues: `x` is not to be touched before the exchange has been waited for."""
         if axis.group is None:
             return Exchange(lambda: None)
         check_summed(x, axis, "all_reduce")
+        if self.sums is not None:
+            return self._start_checked_sum(x, axis, "sum", op_id)
         axis = self._own(axis)
         call = Call(op_id, 2 * num_bytes(x) * (axis.size - 1) // axis.size, not x.is_cuda)
         return self._start("all_reduce", axis, call, partial(dist.all_reduce, x, group=axis.group, async_op=True))
@@ -193,6 +210,8 @@ class Collectives:
             if out is None:
                 return shard
             return out.copy_(shard) if out.data_ptr() != shard.data_ptr() else out
+        if self.sums is not None and _few(shard):
+            return self._gather_thrice(shard.contiguous(), axis, out, op_id, self.sums)
         axis, shard = self._own(axis), shard.contiguous()
         full = out if out is not None else shard.new_empty((shard.shape[0] * axis.size, *shard.shape[1:]))
         if full.numel() != shard.numel() * axis.size:
@@ -202,7 +221,12 @@ class Collectives:
         self._run(
             "all_gather",
             axis,
-            Call(op_id, num_bytes(shard) * (axis.size - 1), not shard.is_cuda),
+            Call(
+                op_id,
+                num_bytes(shard) * (axis.size - 1),
+                not shard.is_cuda,
+                checked=self._checked("all_gather", op_id, axis, [shard] * axis.size, full.chunk(axis.size)),
+            ),
             lambda: _all_gather_into(carried(full), carried(shard), group=axis.group, async_op=True),
         )
         return full
@@ -214,7 +238,9 @@ class Collectives:
         axis = self._own(axis)
         sent = num_bytes(x) * (axis.size - 1) if axis.index == root else 0
         source = axis.ranks[root]
-        call = Call(op_id, sent, not x.is_cuda)
+        goes = [x if axis.index == root != i else None for i in range(axis.size)]
+        comes = [x if i == root != axis.index else None for i in range(axis.size)]
+        call = Call(op_id, sent, not x.is_cuda, checked=self._checked("broadcast", op_id, axis, goes, comes))
         self._run("broadcast", axis, call, lambda: dist.broadcast(carried(x), source, group=axis.group, async_op=True))
         return x
 
@@ -254,6 +280,7 @@ class Collectives:
             not messages[0][1].tensor.is_cuda,
             to=tuple(m.peer for m in sends),
             source=tuple(m.peer for m in receives),
+            checked=self._checked_messages("exchange", op_id, axis, sends, receives),
         )
         begin_s = self._posted(call)
         with named_errors("exchange", axis, self.timeout_s, op_id):
@@ -298,6 +325,7 @@ class Collectives:
             trace=self.trace,
             check_splits=self.check_splits,
             escape=self.escape,
+            sums=self.sums,
         )
         other._kept, other._is_helper_thread = kept, True
         return other
@@ -370,7 +398,14 @@ class Collectives:
         axis = self._own(axis)
         sent, peer = num_bytes(message.tensor), axis.ranks[message.peer]
         launch = partial(dist.isend, carried(message.tensor), peer, axis.group, message.tag)
-        call = Call(op_id, sent, not message.tensor.is_cuda, f"send to rank {peer}", to=(message.peer,))
+        call = Call(
+            op_id,
+            sent,
+            not message.tensor.is_cuda,
+            f"send to rank {peer}",
+            to=(message.peer,),
+            checked=self._checked_messages("send", op_id, axis, [message], ()),
+        )
         return self._pending("send", axis, call, launch)
 
     def start_receive(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
@@ -378,7 +413,14 @@ class Collectives:
         axis = self._own(axis)
         peer = axis.ranks[message.peer]
         launch = partial(dist.irecv, carried(message.tensor), peer, axis.group, message.tag)
-        call = Call(op_id, 0, not message.tensor.is_cuda, f"receive from rank {peer}", source=(message.peer,))
+        call = Call(
+            op_id,
+            0,
+            not message.tensor.is_cuda,
+            f"receive from rank {peer}",
+            source=(message.peer,),
+            checked=self._checked_messages("send", op_id, axis, (), [message]),
+        )
         return self._pending("receive", axis, call, launch)
 
     # ---- rows, uneven and differentiable -------------------------------------------------------------------------------
@@ -486,7 +528,8 @@ class Collectives:
             )
         else:
             launch = partial(between_ranks, out, x, out_splits, in_splits, axis)
-        return out, self._start(op, axis, Call(op_id, sent, not x.is_cuda), launch)
+        checked = self._checked(op, op_id, axis, x.split(list(in_splits)), out.split(list(out_splits)))
+        return out, self._start(op, axis, Call(op_id, sent, not x.is_cuda, checked=checked), launch)
 
     def gather_rows_raw(self, x: torch.Tensor, axis: Axis, sizes: Sequence[int], op_id: str) -> torch.Tensor:
         """`all_gather_rows` without autograd: even sizes as an all-gather, uneven ones as an all-to-all of repeated input.
@@ -500,10 +543,11 @@ class Collectives:
         if self.check_splits:
             self._compare_splits("all_gather_rows", axis, [x.shape[0]] * axis.size, sizes)
         out = x.new_empty((sum(sizes), *x.shape[1:]))
+        checked = self._checked("all_gather_rows", op_id, axis, [x] * axis.size, out.split(list(sizes)))
         self._run(
             "all_gather_rows",
             axis,
-            Call(op_id, num_bytes(x) * (axis.size - 1), not x.is_cuda),
+            Call(op_id, num_bytes(x) * (axis.size - 1), not x.is_cuda, checked=checked),
             lambda: _all_gather_into(carried(out), carried(x), group=axis.group, async_op=True),
         )
         return out
@@ -543,7 +587,8 @@ class Collectives:
             self._compare_splits("all_to_all_rows", axis, in_splits, out_splits)
         sent = (x.numel() - in_splits[axis.index]) * x.element_size()
         launch = partial(between_ranks, out, x, out_splits, in_splits, axis, tag=_APART_TAG)
-        return out, self._start("all_to_all_rows", axis, Call(op_id, sent), launch)
+        checked = self._checked("all_to_all_rows", op_id, axis, x.split(list(in_splits)), out.split(list(out_splits)))
+        return out, self._start("all_to_all_rows", axis, Call(op_id, sent, checked=checked), launch)
 
     def _compare_splits(self, op: str, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int]) -> None:
         splits = self.gather_objects((tuple(in_splits), tuple(out_splits)), axis)
@@ -554,6 +599,107 @@ class Collectives:
                         f"{op} over {axis.name} {axis.ranks}: rank {axis.ranks[i]} sends {sends[j]} rows to rank "
                         f"{axis.ranks[j]}, which expects {receives[i]}"
                     )
+
+    # ---- what is checked -----------------------------------------------------------------------------------------------
+
+    def _checked(
+        self,
+        op: str,
+        op_id: str,
+        axis: Axis,
+        goes: Sequence[torch.Tensor | None],
+        comes: Sequence[torch.Tensor | None],
+    ) -> Checked | None:
+        """What each other rank of the axis gets from this one, and gives to it."""
+        if self.sums is None:
+            return None
+        mine = axis.ranks[axis.index]
+
+        def passed(each: Sequence[torch.Tensor | None]) -> list[Passed]:
+            others = zip(axis.ranks, each, strict=True)
+            return [Passed(r, x) for r, x in others if r != mine and x is not None and x.numel()]
+
+        return Checked(f"{op} [{op_id}] over {axis.name}", passed(goes), passed(comes))
+
+    def _checked_messages(
+        self, op: str, op_id: str, axis: Axis, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> Checked | None:
+        if self.sums is None:
+            return None
+        goes, comes = ([Passed(axis.ranks[m.peer], m.tensor) for m in each] for each in (sends, receives))
+        return Checked(f"{op} [{op_id}] over {axis.name}", goes, comes)
+
+    def _gather_thrice(
+        self, shard: torch.Tensor, axis: Axis, out: torch.Tensor | None, op_id: str, sums: MessageSums
+    ) -> torch.Tensor:
+        """`all_gather` of few whole numbers, of which two of three copies count."""
+        axis, thrice = self._own(axis), shard.reshape(1, -1).repeat(3, 1)
+        full = thrice.new_empty((axis.size * 3, thrice.shape[1]))
+        call = Call(op_id, num_bytes(thrice) * (axis.size - 1), not shard.is_cuda)
+        self._run("all_gather", axis, call, lambda: _all_gather_into(full, thrice, group=axis.group, async_op=True))
+        found = sums.majority(full.view(axis.size, *thrice.shape)).reshape(-1, *shard.shape[1:])
+        return found if out is None else out.copy_(found.view_as(out))
+
+    def _start_checked_sum(self, x: torch.Tensor, axis: Axis, op: ReduceOp, op_id: str) -> Exchange:
+        """An all-reduce in place of which everything that moves can be checked."""
+        sums = self.sums
+        assert sums is not None  # asked by the caller
+        if _few(x):
+            axis, thrice = self._own(axis), x.reshape(1, -1).repeat(3, 1)
+            call = Call(op_id, 2 * num_bytes(thrice) * (axis.size - 1) // axis.size, not x.is_cuda)
+            launch = partial(dist.all_reduce, thrice, _REDUCE_OPS[op], group=axis.group, async_op=True)
+            exchange = self._start("all_reduce", axis, call, launch)
+
+            def vote() -> None:
+                exchange.wait()
+                x.copy_(sums.majority(thrice).view_as(x))
+
+            return Exchange(vote)
+        part, coming = self._start_own_part(x.reshape(-1), axis, op, op_id)
+
+        def finish() -> None:
+            coming.wait()
+            x.copy_(self.all_gather(part, axis, op_id=op_id)[: x.numel()].view_as(x))
+
+        return Exchange(finish)
+
+    def _start_own_part(
+        self, x_flat: torch.Tensor, axis: Axis, op: ReduceOp, op_id: str
+    ) -> tuple[torch.Tensor, Exchange]:
+        """This rank's part of the sum of equal parts, in rank order, once the exchange has been waited for."""
+        axis, size = self._own(axis), axis.size
+        length = -(-x_flat.numel() // size)
+        if length * size != x_flat.numel():
+            x_flat = torch.cat([x_flat, x_flat.new_zeros(length * size - x_flat.numel())])
+        parts, own, splits = x_flat.new_empty(size * length), x_flat.new_empty(length), [length] * size
+        if x_flat.is_cuda:
+            launch: Callable[[], Any] = partial(dist.all_to_all_single, parts, x_flat, group=axis.group, async_op=True)
+        else:
+            launch = partial(between_ranks, parts, x_flat, splits, splits, axis, tag=_SUMS_TAG)
+        checked, sums = (
+            self._checked("reduce_scatter", op_id, axis, x_flat.split(length), parts.split(length)),
+            self.sums,
+        )
+        assert checked is not None and sums is not None  # asked by the callers
+        noted = replace(checked, comes=())  # what comes is summed as it is added
+        call = Call(op_id, num_bytes(x_flat) // size * (size - 1), not x_flat.is_cuda, checked=noted)
+        exchange = self._start("reduce_scatter", axis, call, launch)
+
+        def finish() -> None:
+            exchange.wait()
+            each = parts.view(size, length)
+            if op == "sum" and sums.adds(own):
+                sums.add(checked.place, axis.ranks, each, own)
+                return
+            sums.received(checked.place, checked.comes)
+            if op == "sum":
+                torch.sum(each, 0, out=own)
+            else:
+                (torch.amax if op == "max" else torch.amin)(each, 0, out=own)
+
+        return own, Exchange(finish)
+
+    # ---- posting and waiting -------------------------------------------------------------------------------------------
 
     def _start(self, op: str, axis: Axis, call: Call, launch: Callable[[], Any]) -> Exchange:
         """Launch now, wait when the exchange is waited for (at once, if `synchronous`)."""
@@ -624,6 +770,8 @@ class Collectives:
                 "collective refused: connections are closed"
             )  # it would create a communicator, and hang in it
         begin_s = time.monotonic()
+        if self.sums is not None and call.checked is not None:
+            self.sums.sent(call.checked.place, call.checked.goes)
         if self.watch is not None:
             self.watch(call.op_id, True)
         if call.on_host:
@@ -634,6 +782,8 @@ class Collectives:
         """Count a collective that is done, and emit its event. The wait for it, from `wait_s` to `end_s`, blocked the rank unless it is a thread's."""
         if self.watch is not None:
             self.watch(call.op_id, False)
+        if self.sums is not None and call.checked is not None:
+            self.sums.received(call.checked.place, call.checked.comes)
         waited_s = 0.0 if self._is_helper_thread else end_s - wait_s
         if self.pace is not None and not self._is_helper_thread:
             self.pace.waited(end_s, since_s=wait_s, held=wait_s == begin_s)
@@ -662,3 +812,8 @@ class Collectives:
                 receives_from=tuple(axis.ranks[i] for i in call.source),
             )
             self._emit(event)
+
+
+def _few(x: torch.Tensor) -> bool:
+    """Whether these are whole numbers that travel three times."""
+    return not x.is_floating_point() and x.dtype != torch.bool and x.numel() <= FEW

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line
 from phalanx.runtime.comm.groups import Axis
+from phalanx.runtime.comm.sums import Passed
 
 ALL_TO_ALL_TAG = 2**31 - 2
 """Tag of the messages of an all-to-all between ranks."""
@@ -60,6 +61,15 @@ class Exchange:
             self._again()
 
 
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """What `runtime/comm/sums.py` notes of one collective."""
+
+    place: str
+    goes: Sequence[Passed]
+    comes: Sequence[Passed]
+
+
 @dataclass(frozen=True)
 class Call:
     """What `_run` needs to know of one collective."""
@@ -72,6 +82,8 @@ class Call:
     to: tuple[int, ...] = ()
     """Positions on the axis, of messages between single ranks."""
     source: tuple[int, ...] = ()
+    checked: Checked | None = None
+    """What of it is summed, where messages are checked."""
 
 
 CARRIED = frozenset(

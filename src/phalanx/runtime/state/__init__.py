@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         borrowable as borrowable,
     )
     from phalanx.runtime.state.optimizer import ShardedState as ShardedState
+    from phalanx.runtime.state.sums import StateSums as StateSums
     from phalanx.runtime.state.views import shard_views as shard_views, views_of as views_of
 else:
     __getattr__ = lazy(__name__)

@@ -26,6 +26,7 @@ from phalanx.runtime.comm import Axis, Collectives, Groups, Message
 from phalanx.runtime.processes import in_huge_pages
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.runtime.state.holders import HolderSums
+from phalanx.runtime.state.sums import StateSums
 
 _TAG = 8
 """Tag of messages of published parameters, so that they meet one another only."""
@@ -117,6 +118,8 @@ class ShardedState:
         self.groups = groups
         self.buffers = dict(buffers)
         self.families = {family: _take_over(params, layout, dtype) for family, layout in layouts.items()}
+        self.sums: StateSums | None = None
+        """Where the state is checked for bits that change at rest."""
         self.is_published = True
         """Whether every parameter is the rounded master; not between an update and `publish`."""
 
@@ -130,9 +133,17 @@ class ShardedState:
             elif state.layout.num_shards > 1:
                 _publish_shards(state, self.groups.axis(state.layout.rule.shard_over), comms, op_id=f"publish/{family}")
         self.is_published = True
+        if self.sums is not None:
+            self.sums.published(self.read_in_a_step())
+
+    def read_in_a_step(self) -> dict[str, torch.Tensor]:
+        """All that forward and backward passes read, by name: the parameters of each family in one, and the buffers."""
+        return {name: state.flat for name, state in self.families.items()} | self.buffers
 
     def restore(self, comms: Collectives) -> None:
         """Rounds the masters and publishes them, after `boxes()` were filled from a checkpoint."""
+        if self.sums is not None:
+            self.sums.forget()
         for state in self.families.values():
             state.round_masters()
         self.publish(comms)

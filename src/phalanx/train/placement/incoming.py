@@ -49,6 +49,7 @@ class IncomingExperts:
         self.is_updated = False
         """Whether it was updated with the step that it overlapped."""
         self._comms = parts.comms.apart()
+        self._comms.sums = None  # under way across votes, and compared piece by piece
         self._resharder = Resharder(self._comms, axis)
         self._state_moves = of_all_kinds(self.moves)
         self._resharder.prepare(

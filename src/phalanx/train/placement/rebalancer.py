@@ -245,6 +245,8 @@ class Rebalancer:
         """What came is as new as what is held."""
         if self._relocation is not None:
             self._relocation[1].update(parts, step)
+            if parts.state.sums is not None:
+                parts.state.sums.forget()
 
     # -- a decision
 

@@ -25,6 +25,7 @@ from phalanx.core.events import Emit, Note, ignore
 from phalanx.core.samples import num_rounds
 from phalanx.data import PreparedData, prepare
 from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.kernels.cpu.products import ProductSums
 from phalanx.kernels.native import CompiledRows, compiled_rows, user_folder
 from phalanx.models import ModelContext
 from phalanx.observe import PreparationProgress, Sinks, open_sinks, wants_live
@@ -41,6 +42,7 @@ from phalanx.runtime.comm import (
     Collectives,
     GroupCache,
     Groups,
+    MessageSums,
     Peers,
     build_groups,
     own_group,
@@ -249,7 +251,13 @@ def make_context(
         asked = replicas_of(recipe, world=rank.info.world, local_ranks=rank.info.local_world)
         stages = pipeline.stages.of_rank(folding.coord(rank.info.rank, "pp"))
         placement = run_placement(spec, folding, stages, rank=rank.info.rank, asked=asked)
-    comms = Collectives(emit=rank.sinks, timeout_s=recipe.launch.timeout_s, escape=rank.escape)
+    checks = recipe.resilience.check == "sums"
+    comms = Collectives(
+        emit=rank.sinks,
+        timeout_s=recipe.launch.timeout_s,
+        escape=rank.escape,
+        sums=MessageSums(rank.info.rank, rows=rows) if checks else None,
+    )
     if left_free:
         leave_free(comms, rank.device, multiprocessors=left_free)
     return ModelContext(
@@ -266,7 +274,7 @@ def make_context(
         recompute=recipe.train.recompute,
         cp_method=recipe.folding.cp_method,
         seed=recipe.train.seed,
-        lanes=rank.lanes.with_rows(rows),
+        lanes=rank.lanes.with_rows(rows, sums=ProductSums() if checks else None),
         tuner=Tuner(
             user_folder(),
             paired=_paired(recipe, folding, pipeline, stage=folding.coord(rank.info.rank, "pp")),

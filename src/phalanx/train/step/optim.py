@@ -67,6 +67,7 @@ class AdamW:
         """Update all that this rank keeps in place from `scale * gradient`, and round it. `step` counts from 0."""
         for family, segments in gradients.segments.items():
             target = state.families[family]
+            sums = None if state.sums is None else torch.zeros(6, dtype=torch.int64, device=target.master.device)
             for segment in segments:
                 for run in target.runs_in(segment.start, segment.start + segment.tensor.numel()):
                     part = slice(run.start, run.stop)
@@ -78,7 +79,10 @@ class AdamW:
                         step=step,
                         lr=lr,
                         scale=scale,
+                        sums=sums,
                     )
+            if state.sums is not None and sums is not None:
+                state.sums.updated(family, state.KINDS, sums)
 
     def update(
         self,
@@ -90,8 +94,9 @@ class AdamW:
         step: int,
         lr: float,
         scale: float,
+        sums: torch.Tensor | None = None,
     ) -> None:
-        """One run of elements, in place, from `scale * gradient`; `rounded`: where the new master goes in the compute type, if anywhere."""
+        """One run of elements, in place, from `scale * gradient`; `rounded`: where the new master goes in the compute type, if anywhere. `sums`: as of `adamw_`."""
         c = self.config
         master, exp_avg, exp_avg_sq = state
         adamw_(
@@ -109,6 +114,7 @@ class AdamW:
             scale=scale,
             impl=self.impl,
             lanes=self.lanes,
+            sums=sums,
         )
 
 

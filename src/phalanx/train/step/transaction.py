@@ -42,6 +42,7 @@ from phalanx.plan.program import Phase
 from phalanx.plan.reshard import Hosts
 from phalanx.runtime.comm import Collectives, Groups
 from phalanx.runtime.state import GradientBuffers, ReducedGradients, ShardedState
+from phalanx.train.step.check import Findings, check_commit, is_checked, look, unsound
 from phalanx.train.step.exact import EVAL_BITS, ExactSums
 from phalanx.train.step.loss import num_valid
 from phalanx.train.step.optim import Optimizer, clip_scale
@@ -140,6 +141,8 @@ class ReducedStep:
     tokens: int
     gradients: ReducedGradients
     tally: Tally
+    findings: tuple[str, ...] = ()
+    """What was wrong with it when it was first made, where steps are checked."""
 
     def clip_scale(self, clip_norm: float) -> float:
         """What its gradients are multiplied by."""
@@ -168,14 +171,33 @@ def reduce_step(
     parts: StepParts, batches: Sequence[TokenBatch], *, step: int, lr: float, stop: bool = False
 ) -> ReducedStep:
     """Everything of a step that changes nothing. Collective; arguments and errors are those of `train_step`."""
+    findings: tuple[str, ...] = ()
+    for again in (False, True) if is_checked(parts) else (True,):
+        gradients, tally = _compute_with_room(parts, batches, step=step, stop=stop)
+        found = look(parts) if is_checked(parts) else Findings()
+        if found.state or (found and again and tally.finite):
+            raise unsound(parts, found, step=step)
+        if not found and tally.finite:
+            break
+        if again:
+            raise RunError(_why_not_finite(parts, step=step, tally=tally))
+        findings = tuple(found.explain()) or ("a loss or gradient was not finite",)
+        if found.messages:
+            parts.state.publish(parts.comms)
+    tokens = _tokens_of_step(parts, batches)
+    return ReducedStep(step=step, lr=lr, tokens=tokens, gradients=gradients, tally=tally, findings=findings)
+
+
+def _compute_with_room(
+    parts: StepParts, batches: Sequence[TokenBatch], *, step: int, stop: bool
+) -> tuple[ReducedGradients, Tally]:
+    """In exact mode with as many binary places as the gradients of this step leave room for."""
     bits = None if parts.exact is None else parts.exact.bits
     gradients, tally = _compute(parts, batches, step=step, stop=stop, bits=bits)
     if tally.too_large:
         bits = _fewer_bits(parts)
         gradients, tally = _compute(parts, batches, step=step, stop=stop, bits=bits)
-    if not tally.finite:
-        raise RunError(_why_not_finite(parts, step=step, tally=tally))
-    return ReducedStep(step=step, lr=lr, tokens=_tokens_of_step(parts, batches), gradients=gradients, tally=tally)
+    return gradients, tally
 
 
 def commit_step(parts: StepParts, reduced: ReducedStep) -> StepResult:
@@ -186,6 +208,7 @@ def commit_step(parts: StepParts, reduced: ReducedStep) -> StepResult:
     with torch.no_grad(), parts.comms.doing("commit"):
         parts.optimizer.commit(parts.state, reduced.gradients, step=reduced.step, lr=reduced.lr, scale=scale)
         _update_expert_biases(parts, torch.from_numpy(tally.counts_LE))
+    check_commit(parts, step=reduced.step)
     parts.buffers.release()
     return _result(tally, step=reduced.step, lr=reduced.lr, tokens=reduced.tokens)
 

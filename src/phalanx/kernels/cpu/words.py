@@ -1,0 +1,32 @@
+"""Word sums of memory: the sum of its 32-bit words, modulo 2^32. One flipped bit changes it by a power of two, whichever bit it is, so none goes unseen.
+
+A sum does not depend on the order of its parts: those of the pieces of a buffer add up to that of the buffer. Bytes that are left over count as a word filled
+up with zeros, so pieces are cut at whole words.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.kernels.native import CompiledRows
+
+WORDS = 2**32
+
+
+def word_sum(x: torch.Tensor, *, rows: CompiledRows | None = None) -> int | torch.Tensor:
+    """Word sum of a contiguous tensor of any type; on a device a 0-d int64 that the host has not waited for. `rows`: compiled kernels, if there are any."""
+    if rows is not None and x.numel() and rows.can_take(x):
+        return rows.word_sum(x)
+    if x.numel() == 0:
+        return 0
+    total = reference_word_sum(x)
+    return total if x.is_cuda else int(total)
+
+
+def reference_word_sum(x: torch.Tensor) -> torch.Tensor:
+    """0-d int64."""
+    memory = x.detach().reshape(-1).view(torch.uint8)
+    left = len(memory) % 4
+    if left or memory.storage_offset() % 4:
+        memory = torch.cat([memory, memory.new_zeros((4 - left) % 4)])
+    return memory.view(torch.int32).sum(dtype=torch.int32).to(torch.int64) % WORDS
