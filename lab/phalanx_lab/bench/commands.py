@@ -28,6 +28,7 @@ BENCHMARKS = {
     "reshard-plan": ("reshard.plan", "plans of moves between layouts, against the bound and the paper's greedy"),
     "reshard-drawn": ("reshard.strange", "drawn reshards of strange tensors, and calls that are wrong on one rank"),
     "robust": ("robust.command", "kill ranks inside overlapped layers, and watch the memory of such layers for long"),
+    "flips": ("flips", "planted flips of single bits: which are found before a step is committed, and what it costs"),
     "storm": (
         "storm.command",
         "faults of all kinds over an elastic run: samples, bits, recovery, what is left",

@@ -142,7 +142,7 @@ class _CpuAttention(torch.autograd.Function):
                 start += size
 
         lanes.run(run, _tasks(num_sequences, num_kv))
-        if lanes.sums is not None and lanes.sums.look(_matrix(out_BSAD), lanes.rows):
+        if lanes.sums is not None and lanes.sums.look("attention forward", _matrix(out_BSAD), lanes.rows):
             _check_forward(lanes.sums, v_BSGD, out_BSAD)
         ctx.save_for_backward(q_BSAD, k_BSGD, v_BSGD, out_BSAD, lse_BAS)
         ctx.segments, ctx.lanes = segments, lanes
@@ -172,7 +172,7 @@ class _CpuAttention(torch.autograd.Function):
 
         ctx.lanes.run(run, _tasks(num_sequences, num_kv))
         sums = ctx.lanes.sums
-        if sums is not None and any(sums.look(_matrix(x), ctx.lanes.rows) for x in grads):
+        if sums is not None and any(sums.look("attention gradients", _matrix(x), ctx.lanes.rows) for x in grads):
             _check_backward(sums, q_BSAD, k_BSGD, d_out_BSAD, grads)
         return (*grads, None, None)
 

@@ -101,8 +101,8 @@ class ProductSums:
             self._told(place, self.checked + 1 - self._begun, math.inf)
         self.check(place, c_mn, factors, rows=rows, seen=again)
 
-    def look(self, x_mN: torch.Tensor, rows: CompiledRows | None) -> bool:
-        """Whether something in a result stands out far, so that a check of another kind is worth its work."""
+    def look(self, place: str, x_mN: torch.Tensor, rows: CompiledRows | None) -> bool:
+        """Whether something in the result of `place` stands out far, so that a check of another kind is worth its work."""
         return rows is None or not can_look(x_mN) or stands_out(rows.look(x_mN), 4 * STANDS_OUT)
 
     def limit(self, place: str, found: torch.Tensor, most: torch.Tensor) -> None:

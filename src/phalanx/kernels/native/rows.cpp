@@ -375,13 +375,14 @@ double deviation(const T* c, extent ld, extent m, extent n, const wide<T>* want,
     return top;
 }
 
-// The sum of `count` parts of `size` numbers, one after the other, in their order, and the word sum of each part, in one reading. `sums` (count).
-template <class T> void add_parts(const T* parts, extent count, extent size, T* out, std::uint32_t* sums) {
+// The sum of `count` parts of `size` numbers, one after the other, in their order, and the word sum of each part, in one reading. `sums` (count). Part number `mine`
+// lies at `own`.
+template <class T> void add_parts(const T* parts, extent count, extent size, extent mine, const T* own, T* out, std::uint32_t* sums) {
     for (extent p = 0; p < count; ++p) sums[p] = 0;
     for (extent start = 0; start < size; start += BLOCK) {
         const extent stop = start + BLOCK < size ? start + BLOCK : size;
         for (extent p = 0; p < count; ++p) {
-            const T* part = parts + p * size;
+            const T* part = p == mine ? own : parts + p * size;
             sums[p] += word_sum(part + start, (stop - start) * extent(sizeof(T)));
             NO_ALIAS
             for (extent i = start; i < stop; ++i) out[i] = p ? T(out[i] + part[i]) : part[i];
@@ -576,8 +577,12 @@ extern "C" {
 ROWS(bf16)
 ROWS(float)
 ROWS(double)
-void add_parts_float(const float* parts, extent count, extent size, float* out, std::uint32_t* sums) { add_parts(parts, count, size, out, sums); }
-void add_parts_double(const double* parts, extent count, extent size, double* out, std::uint32_t* sums) { add_parts(parts, count, size, out, sums); }
+void add_parts_float(const float* parts, extent count, extent size, extent mine, const float* own, float* out, std::uint32_t* sums) {
+    add_parts(parts, count, size, mine, own, out, sums);
+}
+void add_parts_double(const double* parts, extent count, extent size, extent mine, const double* own, double* out, std::uint32_t* sums) {
+    add_parts(parts, count, size, mine, own, out, sums);
+}
 ADAMW(bf16, bf16)
 ADAMW(float, bf16)
 ADAMW(float, float)

@@ -39,7 +39,7 @@ SIGNATURES = {
 }
 Seen = ctypes.Array[ctypes.c_double]
 """What a look at a matrix finds: its largest magnitude, and the mean square of every eighth row."""
-ADD_PARTS = (_P, _N, _N, _P, _P)
+ADD_PARTS = (_P, _N, _N, _N, _P, _P, _P)
 ADAMW = (_P, _P, _P, _P, _P, _N, *(_D,) * 8, _P)
 ADAMW_TYPES = (("bf16", "bf16"), ("float", "bf16"), ("float", "float"), ("double", "double"))
 
@@ -232,10 +232,11 @@ class CompiledRows:
     def has_add_parts(self, x: torch.Tensor) -> bool:
         return x.dtype in self._add_parts and x.device.type == "cpu"
 
-    def add_parts(self, parts_PN: torch.Tensor, out_N: torch.Tensor) -> list[int]:
-        """`out`, the sum of contiguous parts in their order; the word sums of the parts."""
+    def add_parts(self, parts_PN: torch.Tensor, mine: int, own_N: torch.Tensor, out_N: torch.Tensor) -> list[int]:
+        """`out`, the sum of contiguous parts in their order, of which number `mine` is `own`; the word sums of the parts."""
         sums_P = torch.empty(len(parts_PN), dtype=torch.int32)
-        self._add_parts[out_N.dtype](parts_PN.data_ptr(), *parts_PN.shape, out_N.data_ptr(), sums_P.data_ptr())
+        pointers = (own_N.data_ptr(), out_N.data_ptr(), sums_P.data_ptr())
+        self._add_parts[out_N.dtype](parts_PN.data_ptr(), *parts_PN.shape, mine, *pointers)
         return [n % 2**32 for n in sums_P.tolist()]
 
     def has_adamw(

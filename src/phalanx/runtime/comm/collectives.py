@@ -671,16 +671,17 @@ class Collectives:
         length = -(-x_flat.numel() // size)
         if length * size != x_flat.numel():
             x_flat = torch.cat([x_flat, x_flat.new_zeros(length * size - x_flat.numel())])
-        parts, own, splits = x_flat.new_empty(size * length), x_flat.new_empty(length), [length] * size
-        if x_flat.is_cuda:
-            launch: Callable[[], Any] = partial(dist.all_to_all_single, parts, x_flat, group=axis.group, async_op=True)
-        else:
-            launch = partial(between_ranks, parts, x_flat, splits, splits, axis, tag=_SUMS_TAG)
+        parts, total, splits = x_flat.new_empty(size * length), x_flat.new_empty(length), [length] * size
         checked, sums = (
             self._checked("reduce_scatter", op_id, axis, x_flat.split(length), parts.split(length)),
             self.sums,
         )
         assert checked is not None and sums is not None  # asked by the callers
+        adds = op == "sum" and sums.adds(total)
+        if x_flat.is_cuda:
+            launch: Callable[[], Any] = partial(dist.all_to_all_single, parts, x_flat, group=axis.group, async_op=True)
+        else:
+            launch = partial(between_ranks, parts, x_flat, splits, splits, axis, tag=_SUMS_TAG, own=not adds)
         noted = replace(checked, comes=())  # what comes is summed as it is added
         call = Call(op_id, num_bytes(x_flat) // size * (size - 1), not x_flat.is_cuda, checked=noted)
         exchange = self._start("reduce_scatter", axis, call, launch)
@@ -688,16 +689,16 @@ class Collectives:
         def finish() -> None:
             exchange.wait()
             each = parts.view(size, length)
-            if op == "sum" and sums.adds(own):
-                sums.add(checked.place, axis.ranks, each, own)
+            if adds:
+                sums.add(checked.place, axis.ranks, each, x_flat.split(length)[axis.index], total)
                 return
             sums.received(checked.place, checked.comes)
             if op == "sum":
-                torch.sum(each, 0, out=own)
+                torch.sum(each, 0, out=total)
             else:
-                (torch.amax if op == "max" else torch.amin)(each, 0, out=own)
+                (torch.amax if op == "max" else torch.amin)(each, 0, out=total)
 
-        return own, Exchange(finish)
+        return total, Exchange(finish)
 
     # ---- posting and waiting -------------------------------------------------------------------------------------------
 

@@ -114,10 +114,13 @@ def between_ranks(
     axis: Axis,
     *,
     tag: int = ALL_TO_ALL_TAG,
+    own: bool = True,
 ) -> _Several:
-    """An all-to-all of rows by messages: gloo's own fills a link in one direction at a time, and takes twice as long (docs/explanation/what-did-not-work.md)."""
+    """An all-to-all of rows by messages: gloo's own fills a link in one direction at a time, and takes twice as long (docs/explanation/what-did-not-work.md).
+    Without `own` a rank's own share is not copied."""
     comes, goes = carried(out).split(list(out_splits)), carried(x).split(list(in_splits))
-    comes[axis.index].copy_(goes[axis.index])
+    if own:
+        comes[axis.index].copy_(goes[axis.index])
     ring = [(axis.index + step) % axis.size for step in range(1, axis.size)]
     works = [dist.irecv(comes[i], axis.ranks[i], axis.group, tag) for i in reversed(ring) if comes[i].numel()]
     works += [dist.isend(goes[i], axis.ranks[i], axis.group, tag) for i in ring if goes[i].numel()]

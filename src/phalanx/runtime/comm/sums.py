@@ -69,10 +69,13 @@ class MessageSums:
         """Whether `add` takes such tensors."""
         return self.rows is not None and self.rows.has_add_parts(x)
 
-    def add(self, place: str, ranks: Sequence[int], parts_PN: torch.Tensor, out_N: torch.Tensor) -> None:
-        """`out`, the sum of the parts that came from each rank, which are noted in the same reading."""
+    def add(
+        self, place: str, ranks: Sequence[int], parts_PN: torch.Tensor, own_N: torch.Tensor, out_N: torch.Tensor
+    ) -> None:
+        """`out`, the sum of this rank's own part and of those that came from the others, which are noted in the same reading."""
         assert self.rows is not None  # `adds` says so
-        for peer, total in zip(ranks, self.rows.add_parts(parts_PN, out_N), strict=True):
+        totals = self.rows.add_parts(parts_PN, ranks.index(self.rank), own_N, out_N)
+        for peer, total in zip(ranks, totals, strict=True):
             if peer != self.rank:
                 self._received.append((place, peer, total))
 
