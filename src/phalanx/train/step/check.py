@@ -117,9 +117,11 @@ def unsound(parts: CheckedParts, found: Findings, *, step: int) -> UnsoundError 
             f"step {step + 1}: rank {who} computes or keeps other numbers than it should, and leaves the run"
         )
     end = (
-        "this process ends" if parts.comms.escape is not None else "go on from the newest checkpoint, on other hardware"
+        "this process ends"
+        if parts.comms.escape is not None
+        else "continue from the newest checkpoint, on other hardware"
     )
-    return UnsoundError(f"step {step + 1}: {'; '.join(found.explain())}; nothing was committed, and {end}")
+    return UnsoundError(f"step {step + 1}: {'; '.join(found.explain())}; nothing was committed; {end}")
 
 
 def check_commit(parts: CheckedParts, *, step: int) -> None:
@@ -128,7 +130,7 @@ def check_commit(parts: CheckedParts, *, step: int) -> None:
     if wrong:
         found = Findings(state={parts.groups.rank: wrong})
         text = f"step {step + 1}: {'; '.join(found.explain())}: memory that nobody wrote; what this rank holds is lost"
-        raise UnsoundError(f"{text}; an elastic run replaces it, else go on from the newest checkpoint")
+        raise UnsoundError(f"{text}; an elastic run replaces it; else continue from the newest checkpoint")
 
 
 def _device(parts: CheckedParts) -> torch.device:
