@@ -251,15 +251,7 @@ def make_context(
         asked = replicas_of(recipe, world=rank.info.world, local_ranks=rank.info.local_world)
         stages = pipeline.stages.of_rank(folding.coord(rank.info.rank, "pp"))
         placement = run_placement(spec, folding, stages, rank=rank.info.rank, asked=asked)
-    checks = recipe.resilience.check == "sums"
-    comms = Collectives(
-        emit=rank.sinks,
-        timeout_s=recipe.launch.timeout_s,
-        escape=rank.escape,
-        sums=MessageSums(rank.info.rank, rows=rows) if checks else None,
-    )
-    if left_free:
-        leave_free(comms, rank.device, multiprocessors=left_free)
+    comms = _collectives(rank, rows, left_free=left_free)
     return ModelContext(
         spec=spec,
         dispatch=dispatch_spec(recipe.dispatch),
@@ -274,7 +266,7 @@ def make_context(
         recompute=recipe.train.recompute,
         cp_method=recipe.folding.cp_method,
         seed=recipe.train.seed,
-        lanes=rank.lanes.with_rows(rows, sums=ProductSums() if checks else None),
+        lanes=rank.lanes.with_rows(rows, sums=None if comms.sums is None else ProductSums()),
         tuner=Tuner(
             user_folder(),
             paired=_paired(recipe, folding, pipeline, stage=folding.coord(rank.info.rank, "pp")),
@@ -284,6 +276,20 @@ def make_context(
         micro_tokens=_micro_tokens(recipe, groups) if recipe.resilience.mode != "off" else 0,
         host_of_rank=hosts_of(rank.peers) if rank.told is None else numbered(rank.told.hosts),
     )
+
+
+def _collectives(rank: Rank, rows: CompiledRows | None, *, left_free: int) -> Collectives:
+    """Those of the rank, which sum what they move where the recipe asks for checks."""
+    checks = rank.recipe.resilience.check == "sums"
+    comms = Collectives(
+        emit=rank.sinks,
+        timeout_s=rank.recipe.launch.timeout_s,
+        escape=rank.escape,
+        sums=MessageSums(rank.info.rank, rows=rows) if checks else None,
+    )
+    if left_free:
+        leave_free(comms, rank.device, multiprocessors=left_free)
+    return comms
 
 
 def _paired(recipe: Recipe, folding: AnyFolding, pipeline: Pipeline, *, stage: int) -> float:
