@@ -6,6 +6,8 @@ up with zeros, so pieces are cut at whole words.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from phalanx.kernels.native import CompiledRows
@@ -21,6 +23,13 @@ def word_sum(x: torch.Tensor, *, rows: CompiledRows | None = None) -> int | torc
         return 0
     total = reference_word_sum(x)
     return total if x.is_cuda else int(total)
+
+
+def on_host(totals: Sequence[int | torch.Tensor]) -> list[int]:
+    """Word sums as numbers; those of a device in one transfer."""
+    there = [x for x in totals if isinstance(x, torch.Tensor)]
+    come = iter(torch.stack(there).tolist() if there else ())  # SYNC: of the vote
+    return [next(come) if isinstance(x, torch.Tensor) else x for x in totals]
 
 
 def reference_word_sum(x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from phalanx.core.messages import message
-from phalanx.kernels.cpu.words import WORDS, word_sum
+from phalanx.kernels.cpu.words import WORDS, on_host, word_sum
 from phalanx.kernels.native import CompiledRows
 
 FEW = 1 << 14
@@ -82,10 +82,9 @@ class MessageSums:
     def take(self) -> tuple[int, list[MessageNote], list[MessageNote]]:
         """What was sent less what was received, and the notes of both; then forget them."""
         sent, received, self._sent, self._received = self._sent, self._received, [], []
-        gone = [
-            MessageNote(place, self.rank, peer, int(total)) for place, peer, total in sent
-        ]  # SYNC: of the vote, on a device
-        came = [MessageNote(place, peer, self.rank, int(total)) for place, peer, total in received]
+        totals = iter(on_host([total for *_, total in (*sent, *received)]))
+        gone = [MessageNote(place, self.rank, peer, next(totals)) for place, peer, _ in sent]
+        came = [MessageNote(place, peer, self.rank, next(totals)) for place, peer, _ in received]
         return (sum(n.total for n in gone) - sum(n.total for n in came)) % WORDS, gone, came
 
     def majority(self, copies_3N: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from phalanx.kernels.cpu.words import WORDS, word_sum
+from phalanx.kernels.cpu.words import WORDS, on_host, word_sum
 from phalanx.kernels.native import CompiledRows
 
 
@@ -31,13 +31,12 @@ class StateSums:
 
     def published(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Take down the parameters (and what else is read in a step), by name, as they are now."""
-        for name, x in parameters.items():
-            self._known[f"parameters of {name}"] = int(word_sum(x, rows=self.rows))  # SYNC: of the vote, on a device
+        self._known.update(self._sums_of(parameters))
 
     def compare(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Look whether they still are; what was never taken down is now."""
-        for name, x in parameters.items():
-            self._compare(f"parameters of {name}", int(word_sum(x, rows=self.rows)))  # SYNC: of the vote, on a device
+        for place, now in self._sums_of(parameters).items():
+            self._compare(place, now)
 
     def updated(self, family: str, kinds: tuple[str, ...], sums: torch.Tensor) -> None:
         """An update has read and written the state of a family; `sums` (6,): those of the three kinds before, and after."""
@@ -51,6 +50,10 @@ class StateSums:
         """Places whose bits changed although nobody wrote there, since the last call."""
         wrong, self._wrong = self._wrong, []
         return wrong
+
+    def _sums_of(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        totals = on_host([word_sum(x, rows=self.rows) for x in parameters.values()])
+        return {f"parameters of {name}": total for name, total in zip(parameters, totals, strict=True)}
 
     def _compare(self, place: str, now: int) -> None:
         known = self._known.setdefault(place, now)
