@@ -87,7 +87,7 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
 def _meeting(port: int, attempt: str) -> Path:
     """File for the ranks that this process's launcher has started, in this attempt of it: they have one parent."""
     launcher = os.getppid()
-    return private_folder() / f"ranks-of-{launcher}-{begun(launcher)}-{port}-{attempt if attempt.isdecimal() else 0}"
+    return private_folder() / f"ranks-of-{launcher}-{begun(launcher)}-{port}-{attempt if is_count(attempt) else 0}"
 
 
 def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:

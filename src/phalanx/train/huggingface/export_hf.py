@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
-from phalanx.core.reading import is_count, parse_table
+from phalanx.core.reading import is_count, parse_table, read_text
 from phalanx.models.families import FAMILIES, Family, NameLink, families_for, shapes_of
 from phalanx.plan.model import ModelSpec, buffers, resolve_model
 from phalanx.runtime.checkpoint import CheckpointManager
@@ -124,7 +124,7 @@ def _types_of_import(folder: RunFolder) -> dict[str, str]:
     """Types of the tensors that a run came from (the commonest under the empty name), as far as they are known."""
     path = folder.path / KEPT_FOLDER / TYPES_FILE
     try:
-        return {str(name): WORDS[word] for name, word in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {str(name): WORDS[word] for name, word in parse_table(read_text(path), where=str(path)).items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:

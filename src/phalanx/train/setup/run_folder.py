@@ -24,7 +24,7 @@ from typing import IO, Literal, Protocol
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, raise_if
 from phalanx.core.process import begun
-from phalanx.core.reading import parse_table
+from phalanx.core.reading import is_count, parse_table
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.data import Tokenizer, load_tokenizer
 from phalanx.plan.model import ModelSpec
@@ -138,7 +138,7 @@ class RunFolder:
             there = path.read_text()
             host, _, process = there.partition(" ")
             pid, _, began = process.partition(" ")
-            if host != socket.gethostname() or (pid.isdecimal() and began == begun(int(pid)) != ""):
+            if host != socket.gethostname() or (is_count(pid) and began == begun(int(pid)) != ""):
                 break
             path.unlink(missing_ok=True)
         raise RunError(
