@@ -137,18 +137,7 @@ def _run_some(
     readers: Sequence[FuzzReader], options: FuzzArgs, folder: Path, result: FuzzResult, cases: range, begin_s: float
 ) -> int:
     """Cases of one process, until it ends; the number of the next one."""
-    ends, told = os.pipe()
-    gc.freeze()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            os.close(ends)
-            _work(readers, options, folder, cases, told)
-            status = 0
-        finally:  # never return into the parent's stack
-            os._exit(status)
-    os.close(told)
+    pid, ends = _forked(readers, options, folder, cases)
     case, rest, killed = cases.start, b"", False
     while select.select([ends], [], [], options.limit_s)[0]:
         data = os.read(ends, 1 << 20)
@@ -174,6 +163,23 @@ def _run_some(
         _note(result, (case, changed(readers, options.seed, case)[0].name, end, 0.0, 0, text))
         case += 1
     return case
+
+
+def _forked(readers: Sequence[FuzzReader], options: FuzzArgs, folder: Path, cases: range) -> tuple[int, int]:
+    """A process that runs these cases, and where it tells of them."""
+    ends, told = os.pipe()
+    gc.freeze()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(ends)
+            _work(readers, options, folder, cases, told)
+            status = 0
+        finally:  # never return into the parent's stack
+            os._exit(status)
+    os.close(told)
+    return pid, ends
 
 
 def _note(result: FuzzResult, told: tuple[int, str, Ending, float, int, str]) -> None:

@@ -41,7 +41,7 @@ from phalanx.data.formats import ReadOptions, read_documents
 from phalanx.data.loader import Loader
 from phalanx.data.preparation import prepare
 from phalanx.data.problems import ProblemLog
-from phalanx.data.sources import identify, resolve
+from phalanx.data.sources import Source, identify, resolve
 from phalanx.data.tokenizer import ByteTokenizer, load_tokenizer, read_tokenizer_file, train_bpe
 from phalanx.models.families import FAMILIES
 from phalanx.observe.event_log import encode, log_path
@@ -132,19 +132,9 @@ def _recipes() -> list[FuzzReader]:
         b"--folding.stages\ntp2.ep2,tp2.ep2\n--optim.lr\n3e-4",
     ]
     return [
-        FuzzReader(
-            name="recipe",
-            seeds=seeds,
-            changes=(change_toml, change_toml, change_bytes, change_number),
-            read=_file("a.toml", lambda p: load_recipe(p, check=check)),
-        ),
-        FuzzReader(
-            name="overrides",
-            seeds=words,
-            changes=(change_bytes, change_number),
-            read=lambda data, _: load_recipe(None, data.decode("utf-8", "replace").split("\n"), check=check),
-        ),
-    ]
+        FuzzReader(name="recipe", seeds=seeds, changes=(change_toml, change_toml, change_bytes, change_number), read=_file("a.toml", lambda p: load_recipe(p, check=check))),
+        FuzzReader(name="overrides", seeds=words, changes=(change_bytes, change_number), read=lambda data, _: load_recipe(None, data.decode("utf-8", "replace").split("\n"), check=check)),
+    ]  # fmt: skip
 
 
 def _clusters() -> list[FuzzReader]:
@@ -161,22 +151,10 @@ def _clusters() -> list[FuzzReader]:
     jsons = [json.dumps({**json.loads(text), "measured": measured}).encode() for text in jsons]
     trace = b"".join(b"%d,add,node%d\n" % (1000 * i, i) for i in range(20)) + b"20000,remove,node3\n"
     return [
-        FuzzReader(
-            name="cluster toml",
-            seeds=tomls,
-            changes=(change_toml, change_toml, change_bytes, change_number),
-            read=_file("c.toml", lambda p: parse_cluster(str(p)).explain()),
-        ),
-        FuzzReader(
-            name="cluster json",
-            seeds=jsons,
-            changes=(change_json, change_json, change_bytes, change_number),
-            read=_file("c.json", lambda p: parse_cluster(f"{p}:16").explain()),
-        ),
-        FuzzReader(
-            name="spot trace", seeds=[trace], changes=(change_bytes, change_number), read=_file("t.csv", read_nodes)
-        ),
-    ]
+        FuzzReader(name="cluster toml", seeds=tomls, changes=(change_toml, change_toml, change_bytes, change_number), read=_file("c.toml", lambda p: parse_cluster(str(p)).explain())),
+        FuzzReader(name="cluster json", seeds=jsons, changes=(change_json, change_json, change_bytes, change_number), read=_file("c.json", lambda p: parse_cluster(f"{p}:16").explain())),
+        FuzzReader(name="spot trace", seeds=[trace], changes=(change_bytes, change_number), read=_file("t.csv", read_nodes)),
+    ]  # fmt: skip
 
 
 def _plans() -> list[FuzzReader]:
@@ -186,25 +164,10 @@ def _plans() -> list[FuzzReader]:
         folding=make_folding(world=4, ep=2), rank=1, slots=((0, (0, 1)),), hosts=(0, 1), racks=(0, 1)
     )
     return [
-        FuzzReader(
-            name="placement",
-            seeds=[placement],
-            changes=(change_json, change_json, change_bytes, change_number),
-            read=_file("p.json", lambda p: read_host_placement(read_json(p, where="--current")).explain()),
-        ),
-        FuzzReader(
-            name="loads",
-            seeds=[json.dumps(loads.tolist()).encode()],
-            changes=(change_json, change_bytes, change_number),
-            read=_file("l.json", lambda p: read_loads(read_json(p, where="--loads"))),
-        ),
-        FuzzReader(
-            name="state descriptor",
-            seeds=[json.dumps(descriptor.to_dict()).encode()],
-            changes=(change_json, change_number),
-            read=_file("d.json", lambda p: read_state_descriptor(read_json(p, where="d"))),
-        ),
-    ]
+        FuzzReader(name="placement", seeds=[placement], changes=(change_json, change_json, change_bytes, change_number), read=_file("p.json", lambda p: read_host_placement(read_json(p, where="--current")).explain())),
+        FuzzReader(name="loads", seeds=[json.dumps(loads.tolist()).encode()], changes=(change_json, change_bytes, change_number), read=_file("l.json", lambda p: read_loads(read_json(p, where="--loads")))),
+        FuzzReader(name="state descriptor", seeds=[json.dumps(descriptor.to_dict()).encode()], changes=(change_json, change_number), read=_file("d.json", lambda p: read_state_descriptor(read_json(p, where="d")))),
+    ]  # fmt: skip
 
 
 # ---- logs ---------------------------------------------------------------------------------------------------------------
@@ -237,28 +200,11 @@ def _example(kind: type[events.Event], step: int) -> events.Event:
 
 def _logs() -> list[FuzzReader]:
     elastic = (
-        events.RunStarted,
-        events.ClockCompared,
-        events.TeamFormed,
-        events.Operation,
-        events.Collective,
-        events.StepRecorded,
-        events.StepEnded,
-        events.TrainingResumed,
-        events.StepPublished,
-    )
+        events.RunStarted, events.ClockCompared, events.TeamFormed, events.Operation, events.Collective, events.StepRecorded, events.StepEnded, events.TrainingResumed, events.StepPublished,
+    )  # fmt: skip
     rest = (
-        events.Validated,
-        events.CheckpointSaved,
-        events.Note,
-        events.Sampled,
-        events.WentBack,
-        events.MoveRecorded,
-        events.Straggling,
-        events.ExpertsMoved,
-        events.WarmupChosen,
-        events.SamplesTaken,
-    )
+        events.Validated, events.CheckpointSaved, events.Note, events.Sampled, events.WentBack, events.MoveRecorded, events.Straggling, events.ExpertsMoved, events.WarmupChosen, events.SamplesTaken,
+    )  # fmt: skip
     plain = [k for k in (*elastic, *rest) if k not in (events.TeamFormed, events.TrainingResumed)]
 
     def log(kinds: Sequence[type[events.Event]]) -> bytes:
@@ -312,18 +258,9 @@ def _checkpoints(home: Path) -> list[FuzzReader]:
     state = RunState(step=7, samples=70, tokens=700, seed=1, loader={"seed": 1, "step": 7}, model=json.loads(PRESETS["tiny"].to_json()), model_hash="a", recipe_hash="b", folding={"tp": 1}, world=2, versions={"torch": "2"})  # fmt: skip
     text = state.to_json().encode()
     boxes = [
-        SavedBox(
-            name=f"param/{i}",
-            offsets=(0,),
-            sizes=(4,),
-            shape=(4,),
-            dtype="float32",
-            file="__0_0.distcp",
-            at=10 * i,
-            length=10,
-        )
+        SavedBox(name=f"param/{i}", offsets=(0,), sizes=(4,), shape=(4,), dtype="float32", file="__0_0.distcp", at=10 * i, length=10)
         for i in range(3)
-    ]
+    ]  # fmt: skip
     home.mkdir(parents=True, exist_ok=True)
     write_table(home, [SavedShare(boxes=tuple(boxes), files={})])
     table = (home / ".metadata").read_bytes()
@@ -334,31 +271,11 @@ def _checkpoints(home: Path) -> list[FuzzReader]:
         return folder.read_state(folder.newest() or 0)
 
     return [
-        FuzzReader(
-            name="run state",
-            seeds=[text],
-            changes=(change_json, change_json, change_bytes, change_number, _signed),
-            read=_file("step-00000007/run_state.json", newest),
-        ),
-        FuzzReader(
-            name="latest",
-            seeds=[b"step-00000007\n"],
-            changes=(change_bytes, change_number),
-            read=_file("latest", lambda p: CheckpointFolder(p.parent).newest()),
-        ),
-        FuzzReader(
-            name="table of contents",
-            seeds=[table],
-            changes=(change_bytes,),
-            read=_file(".metadata", lambda p: read_table(p.parent)),
-        ),
-        FuzzReader(
-            name="away",
-            seeds=[b"1 3\n"],
-            changes=(change_bytes, change_number),
-            read=_file("away", lambda p: DrainedSlotsFile(p)()),
-        ),
-    ]
+        FuzzReader(name="run state", seeds=[text], changes=(change_json, change_json, change_bytes, change_number, _signed), read=_file("step-00000007/run_state.json", newest)),
+        FuzzReader(name="latest", seeds=[b"step-00000007\n"], changes=(change_bytes, change_number), read=_file("latest", lambda p: CheckpointFolder(p.parent).newest())),
+        FuzzReader(name="table of contents", seeds=[table], changes=(change_bytes,), read=_file(".metadata", lambda p: read_table(p.parent))),
+        FuzzReader(name="away", seeds=[b"1 3\n"], changes=(change_bytes, change_number), read=_file("away", lambda p: DrainedSlotsFile(p)())),
+    ]  # fmt: skip
 
 
 def _signed(data: bytes, rng: random.Random) -> bytes:
@@ -388,7 +305,8 @@ _YARN = {
 }
 
 
-def _published(home: Path) -> list[FuzzReader]:
+def _configs() -> list[dict[str, Any]]:
+    """Small ones of every family, plain and with YaRN."""
     configs = []
     for family in FAMILIES:
         base = {
@@ -399,6 +317,19 @@ def _published(home: Path) -> list[FuzzReader]:
             **({"topk_method": "noaux_tc"} if family.model_type == "deepseek_v3" else {}),
         }
         configs += [base, {**base, **_YARN}]
+    return configs
+
+
+def _spec_of(path: Path) -> None:
+    table, problems = read_config(path.parent)
+    for each in FAMILIES:
+        if each.model_type == table.get("model_type"):
+            problems += each.spec_of(table)[1]
+    raise_if(problems, CheckpointError, subject="config.json")
+
+
+def _published(home: Path) -> list[FuzzReader]:
+    configs = _configs()
     folder = home / "published"
     folder.mkdir(parents=True)
     config = next(c for c in configs if c["model_type"] == "olmoe")
@@ -411,20 +342,10 @@ def _published(home: Path) -> list[FuzzReader]:
     head = 8 + int.from_bytes(weights[:8], "little")
     index = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}).encode()
 
-    def spec_of(path: Path) -> None:
-        table, problems = read_config(path.parent)
-        for each in FAMILIES:
-            if each.model_type == table.get("model_type"):
-                problems += each.spec_of(table)[1]
-        raise_if(problems, CheckpointError, subject="config.json")
-
     def whole(name: str, data: bytes, below: Path) -> object:
         for file in ("config.json", "model.safetensors"):
             if file != name:
-                (below / file).unlink(missing_ok=True)
-                (below / file).symlink_to(folder / file) if False else (below / file).write_bytes(
-                    (folder / file).read_bytes()
-                )
+                (below / file).write_bytes((folder / file).read_bytes())
         (below / name).write_bytes(data)
         return open_checkpoint(below)
 
@@ -434,32 +355,17 @@ def _published(home: Path) -> list[FuzzReader]:
         return size.to_bytes(8, "little") + changed + data[head:]
 
     return [
-        FuzzReader(
-            name="config.json",
-            seeds=[json.dumps(c).encode() for c in configs],
-            changes=(change_json, change_json, change_bytes, change_number),
-            read=_file("config.json", spec_of),
-        ),
-        FuzzReader(
-            name="safetensors index",
-            seeds=[index],
-            changes=(change_json, change_bytes),
-            read=partial(whole, "model.safetensors.index.json"),
-        ),
-        FuzzReader(
-            name="safetensors",
-            seeds=[weights],
-            changes=(header, header, change_bytes),
-            read=partial(whole, "model.safetensors"),
-        ),
-    ]
+        FuzzReader(name="config.json", seeds=[json.dumps(c).encode() for c in configs], changes=(change_json, change_json, change_bytes, change_number), read=_file("config.json", _spec_of)),
+        FuzzReader(name="safetensors index", seeds=[index], changes=(change_json, change_bytes), read=partial(whole, "model.safetensors.index.json")),
+        FuzzReader(name="safetensors", seeds=[weights], changes=(header, header, change_bytes), read=partial(whole, "model.safetensors")),
+    ]  # fmt: skip
 
 
 # ---- tokenizers, tokens, texts ------------------------------------------------------------------------------------------
 
 
-def _tokenizers() -> list[FuzzReader]:
-    bpe = train_bpe([TEXT * 20], vocab_size=300)
+def _word_tokenizers() -> list[bytes]:
+    """Of two other kinds, with what a tokenizer may have besides."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "a": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.normalizer = tokenizers.normalizers.Sequence(
@@ -474,6 +380,11 @@ def _tokenizers() -> list[FuzzReader]:
     )
     unigram.decoder = tokenizers.decoders.Metaspace()
     unigram.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    return [words.to_str().encode(), unigram.to_str().encode()]
+
+
+def _tokenizers() -> list[FuzzReader]:
+    bpe = train_bpe([TEXT * 20], vocab_size=300)
 
     def use(path: Path) -> None:
         found = read_tokenizer_file(path, eos_token=None)
@@ -491,26 +402,29 @@ def _tokenizers() -> list[FuzzReader]:
         (folder / "tokenizer_config.json").write_bytes(data)
         return read_tokenizer_file(folder / "tokenizer.json", eos_token=None)
 
-    seeds = [bpe.encode(), words.to_str().encode(), unigram.to_str().encode()]
+    seeds = [bpe.encode(), *_word_tokenizers()]
     meta = [
         b'{"kind": "byte"}',
         json.dumps({"kind": "file", "eos_token": "<|endoftext|>", "name": "a", "sum": ""}).encode(),
     ]
     return [
-        FuzzReader(
-            name="tokenizer.json",
-            seeds=seeds,
-            changes=(change_json, change_json, change_bytes, change_number),
-            read=_file("tokenizer.json", use),
-        ),
+        FuzzReader(name="tokenizer.json", seeds=seeds, changes=(change_json, change_json, change_bytes, change_number), read=_file("tokenizer.json", use)),
         FuzzReader(name="tokenizer of a run", seeds=meta, changes=(change_json, change_bytes), read=saved),
-        FuzzReader(
-            name="tokenizer_config.json",
-            seeds=[b'{"eos_token": {"content": "<|endoftext|>"}, "eos_token_id": [256]}'],
-            changes=(change_json, change_bytes),
-            read=beside,
-        ),
-    ]
+        FuzzReader(name="tokenizer_config.json", seeds=[b'{"eos_token": {"content": "<|endoftext|>"}, "eos_token_id": [256]}'], changes=(change_json, change_bytes), read=beside),
+    ]  # fmt: skip
+
+
+def _use_store(folder: Path, source: Source) -> None:
+    store.is_complete(folder)
+    opened = store.open_store(folder, source, ByteTokenizer())
+    if not any(s.num_tokens > 1 for s in opened.streams["train"]):
+        return
+    data = Dataset(
+        name="train", pools=(opened.streams["train"],), weights=(1.0,), fingerprint="a", vocab_size=257, eos_id=256
+    )
+    loader = Loader(data, seq_len=64, global_batch=4, micro_batch=2, seed=0)
+    loader.microbatches(0)
+    store.unigram_loss(opened.counts)
 
 
 def _stores(home: Path) -> list[FuzzReader]:
@@ -520,30 +434,17 @@ def _stores(home: Path) -> list[FuzzReader]:
     prepare(config)
     (source,) = (identify(s, home / "cache", silent) for s in resolve(config))
     (made,) = (p.parent for p in (home / "cache").rglob("meta.json"))
-    tokenizer = ByteTokenizer()
     files = {p.name: p.read_bytes() for p in made.iterdir()}
     old = json.loads(files["meta.json"])
     old = {k: v for k, v in old.items() if k not in ("sums", "checksum")}
 
-    def use(folder: Path) -> None:
-        store.is_complete(folder)
-        opened = store.open_store(folder, source, tokenizer)
-        if not any(s.num_tokens > 1 for s in opened.streams["train"]):
-            return
-        data = Dataset(
-            name="train", pools=(opened.streams["train"],), weights=(1.0,), fingerprint="a", vocab_size=257, eos_id=256
-        )
-        loader = Loader(data, seq_len=64, global_batch=4, micro_batch=2, seed=0)
-        loader.microbatches(0)
-        store.unigram_loss(opened.counts)
-
     def read(name: str, meta: bytes, data: bytes, folder: Path) -> None:
         for file, content in {**files, "meta.json": meta, name: data}.items():
             (folder / file).write_bytes(content)
-        use(folder)
+        _use_store(folder, source)
 
-    names = [n for n in files if n != "meta.json"]
-    readers = [
+    names = [n for n in sorted(files) if n != "meta.json"]
+    return [
         FuzzReader(
             name="meta.json",
             seeds=[files["meta.json"], json.dumps(old).encode()],
@@ -560,7 +461,12 @@ def _stores(home: Path) -> list[FuzzReader]:
             for n in names
         ),
         *_megatron(home),
+        _identities(home, config),
     ]
+
+
+def _identities(home: Path, config: DataConfig) -> FuzzReader:
+    """What the cache of `_stores` remembers of its source."""
     (memo,) = (home / "cache" / "identities").glob("*.json")
 
     def identity(data: bytes, folder: Path) -> None:
@@ -569,10 +475,7 @@ def _stores(home: Path) -> list[FuzzReader]:
         path.write_bytes(data)
         identify(resolve(config)[0], folder, silent)
 
-    return [
-        *readers,
-        FuzzReader(name="identity", seeds=[memo.read_bytes()], changes=(change_json, change_bytes), read=identity),
-    ]
+    return FuzzReader(name="identity", seeds=[memo.read_bytes()], changes=(change_json, change_bytes), read=identity)
 
 
 def _megatron(home: Path) -> list[FuzzReader]:
@@ -606,13 +509,9 @@ def _megatron(home: Path) -> list[FuzzReader]:
         return data[:at] + (number % 2**64).to_bytes(8, "little") + data[at + 8 :]
 
     return [
-        FuzzReader(
-            name="Megatron index", seeds=[index], changes=(words, words, change_bytes), read=partial(read, "a.idx")
-        ),
-        FuzzReader(
-            name="Megatron tokens", seeds=[tokens.tobytes()], changes=(change_bytes,), read=partial(read, "a.bin")
-        ),
-    ]
+        FuzzReader(name="Megatron index", seeds=[index], changes=(words, words, change_bytes), read=partial(read, "a.idx")),
+        FuzzReader(name="Megatron tokens", seeds=[tokens.tobytes()], changes=(change_bytes,), read=partial(read, "a.bin")),
+    ]  # fmt: skip
 
 
 def _read_all(path: Path) -> None:
@@ -637,37 +536,14 @@ def _texts() -> list[FuzzReader]:
     gz, zst = partial(gzip.compress, mtime=0), partial(pa.compress, codec="zstd", asbytes=True)
     return [
         FuzzReader(name=".txt", seeds=[TEXT.encode() * 30], changes=(change_bytes,), read=_file("a.txt", _read_all)),
-        FuzzReader(
-            name=".jsonl",
-            seeds=[lines],
-            changes=(change_lines, change_lines, change_bytes),
-            read=_file("a.jsonl", _read_all),
-        ),
-        FuzzReader(
-            name=".jsonl.gz",
-            seeds=[packed],
-            changes=(change_bytes, change_bytes, inside(gz)),
-            read=_file("a.jsonl.gz", _read_all),
-        ),
-        FuzzReader(
-            name=".jsonl.zst",
-            seeds=[zipped],
-            changes=(change_bytes, change_bytes, inside(zst)),
-            read=_file("a.jsonl.zst", _read_all),
-        ),
+        FuzzReader(name=".jsonl", seeds=[lines], changes=(change_lines, change_lines, change_bytes), read=_file("a.jsonl", _read_all)),
+        FuzzReader(name=".jsonl.gz", seeds=[packed], changes=(change_bytes, change_bytes, inside(gz)), read=_file("a.jsonl.gz", _read_all)),
+        FuzzReader(name=".jsonl.zst", seeds=[zipped], changes=(change_bytes, change_bytes, inside(zst)), read=_file("a.jsonl.zst", _read_all)),
         FuzzReader(name=".parquet", seeds=tables, changes=(change_bytes,), read=_file("a.parquet", _read_all)),
         FuzzReader(name="bombs of gz", every=50, seeds=zeros, changes=(_rarely,), read=_file("a.jsonl.gz", _read_all)),
-        FuzzReader(
-            name="bombs of zst", every=50, seeds=frames, changes=(_rarely,), read=_file("a.jsonl.zst", _read_all)
-        ),
-        FuzzReader(
-            name="bombs of parquet",
-            every=50,
-            seeds=_parquet_bombs(),
-            changes=(change_bytes,),
-            read=_file("a.parquet", _read_all),
-        ),
-    ]
+        FuzzReader(name="bombs of zst", every=50, seeds=frames, changes=(_rarely,), read=_file("a.jsonl.zst", _read_all)),
+        FuzzReader(name="bombs of parquet", every=50, seeds=_parquet_bombs(), changes=(change_bytes,), read=_file("a.parquet", _read_all)),
+    ]  # fmt: skip
 
 
 def _rarely(data: bytes, rng: random.Random) -> bytes:
@@ -729,31 +605,11 @@ def _messages() -> list[FuzzReader]:
     return [
         FuzzReader(name="message of a rank", seeds=sent, changes=tree, read=lambda data, _: messages.decode(data)),
         FuzzReader(name="request to the store", seeds=requests, changes=tree, read=request),
-        FuzzReader(
-            name="generation",
-            seeds=[generation.to_json().encode()],
-            changes=tree,
-            read=lambda data, _: Generation.from_json(_text(data)).lost_of(generation),
-        ),
-        FuzzReader(
-            name="announcement",
-            seeds=[who.to_json().encode()],
-            changes=tree,
-            read=lambda data, _: Announcement.from_json(_text(data)).member.uid,
-        ),
-        FuzzReader(
-            name="member's report",
-            seeds=[report.to_json().encode()],
-            changes=tree,
-            read=lambda data, _: MemberReport.from_json(_text(data)).history,
-        ),
-        FuzzReader(
-            name="decision",
-            seeds=[b"commit go on", b"abort"],
-            changes=(change_bytes,),
-            read=lambda data, _: Decision.read(_text(data)),
-        ),
-    ]
+        FuzzReader(name="generation", seeds=[generation.to_json().encode()], changes=tree, read=lambda data, _: Generation.from_json(_text(data)).lost_of(generation)),
+        FuzzReader(name="announcement", seeds=[who.to_json().encode()], changes=tree, read=lambda data, _: Announcement.from_json(_text(data)).member.uid),
+        FuzzReader(name="member's report", seeds=[report.to_json().encode()], changes=tree, read=lambda data, _: MemberReport.from_json(_text(data)).history),
+        FuzzReader(name="decision", seeds=[b"commit go on", b"abort"], changes=(change_bytes,), read=lambda data, _: Decision.read(_text(data))),
+    ]  # fmt: skip
 
 
 def _text(data: bytes) -> str:
