@@ -32,6 +32,7 @@ from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.plan.placement import Costs
 from phalanx.runtime import processes
 from phalanx.runtime.comm.groups import GroupCache
+from phalanx.runtime.comm.progress import RankProgress
 from phalanx.runtime.membership.member import resolve_now, run_steps
 from phalanx.runtime.membership.membership import Generation, Member
 from phalanx.runtime.membership.rendezvous import GroupEpoch
@@ -197,7 +198,7 @@ class _Agent:
     """What a worker asks of its place in a run that nobody joins."""
 
     def __init__(self, uid: str) -> None:
-        self.uid = uid
+        self.uid, self.progress = uid, RankProgress()
 
     def under_way(self) -> bool:
         return False

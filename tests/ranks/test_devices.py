@@ -190,13 +190,13 @@ def test_a_step_that_a_device_computed_with_an_aborted_team_is_a_lost_peer(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     """Also where its numbers make no sense: those came from nowhere, and would not come again."""
-    aborted = [False]
+    aborted, numbers = [False], SimpleNamespace(findings=())
 
     def reduce_step(*args: object, **options: object) -> object:
         aborted[0] = True
         if error is not None:
             raise error
-        return "numbers"
+        return numbers
 
     monkeypatch.setattr(loop, "reduce_step", reduce_step)
     monkeypatch.setattr(loop, "publish", lambda parts: None)
@@ -208,7 +208,7 @@ def test_a_step_that_a_device_computed_with_an_aborted_team_is_a_lost_peer(
     aborted[0], host = False, trainer_on(torch.device("cpu"), aborted)
     if error is None:
         host.compute()
-        assert host._reduced is not None and host._reduced.step == "numbers"
+        assert host._reduced is not None and host._reduced.step is numbers
     else:
         with pytest.raises(FinalError, match="not finite"):
             host.compute()

@@ -394,7 +394,7 @@ def test_a_step_that_is_not_finite_ends_the_run_once(tmp_path: Path) -> None:
     """New processes would find the same, so none is started."""
     base = tmp_path
     write_text(base / "text")
-    train(base, "nan", {}, code=2, optim__lr="1e30", optim__warmup_steps="0", train__steps="6")
+    train(base, "nan", {}, code=2, optim__lr="1e12", optim__warmup_steps="0", train__steps="6")
     assert "the gradient is not finite" in (base / "printed-nan" / "err").read_text()
     assert len(events(base, "nan", "RunStarted")) == RANKS
 
