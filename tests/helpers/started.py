@@ -93,6 +93,7 @@ def seen_of(words: list[str], *, rank: int, cache: GroupCache, folder: Path) -> 
     files = (str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     names = collections.Counter(re.sub(r"[0-9a-f]{6,}|[0-9]{3,}.*", "#", name) for name in files)
     seen.update({f"file {name}": str(count) for name, count in names.items()})
+    seen.update({f"file mode {p.name}": oct(p.stat().st_mode) for p in folder.glob("*/*") if p.is_dir()})
     return {key: text.replace(str(folder), "~") for key, text in seen.items()}
 
 

@@ -239,7 +239,6 @@ PROVEN_BY = {
     "resilience.f": "unit/test_plan_replicas.py::test_every_input_has_an_answer_that_holds_what_it_says",
     "checkpoint.asynchronous": "ranks/test_checkpoint.py::test_a_save_is_completed_between_later_steps_or_by_nobody",
     "checkpoint.wait_s": "unit/test_checkpoint_losses.py::test_the_last_save_tries_again_while_the_disk_refuses_it",
-    "run.access": "runs/test_run_hosts.py::test_a_run_folder_is_its_users_alone_unless_it_is_shared",
     "checkpoint.write_rate": "ranks/test_checkpoint.py::test_a_checkpoint_is_written_no_faster_than_the_limit",
     "launch.ranks": "runs/test_launch.py::test_ranks_meet_and_compute",
     "launch.threads": "runs/test_launch.py::test_threads_share_the_cores",

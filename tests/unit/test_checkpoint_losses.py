@@ -239,7 +239,7 @@ def test_the_last_save_tries_again_while_the_disk_refuses_it(
     manager = DiskIsFull(refusals)
     mine = saving.Saving(
         recipe=Recipe(checkpoint=CheckpointConfig(wait_s=wait_s)), manager=manager, tell=told.append,  # type: ignore[arg-type]
-        state_after=lambda step: None, on_saved=lambda: None, on_begin=lambda name: None, begun=8,  # type: ignore[arg-type, return-value]
+        state_after=lambda step: None, on_saved=lambda: None, on_begin=lambda name: None, begun=8, retries=int(wait_s / saving.AGAIN_S),  # type: ignore[arg-type, return-value]
     )  # fmt: skip
     parts = SimpleNamespace(state=SimpleNamespace(boxes=lambda: []))
     if refusals <= wait_s / saving.AGAIN_S:

@@ -16,6 +16,7 @@ committed steps and nothing of the next; all ranks leave the loop after the same
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ from phalanx.train.build import token_batch
 from phalanx.train.generation import Sampling, generate
 from phalanx.train.recording import Recorder
 from phalanx.train.reporting import Outcome, Reporter, RunProgress
-from phalanx.train.saving import Saving, run_state
+from phalanx.train.saving import AGAIN_S, Saving, run_state
 from phalanx.train.setup import Rank, matmul_flops_per_s
 from phalanx.train.step import (
     PassTimes,
@@ -137,7 +138,7 @@ class Trainer:
         self.saving = Saving(
             recipe=recipe, manager=self.manager, tell=self.rank.sinks, begun=progress.step or None,
             state_after=partial(run_state, recipe, self.spec, self.folding, self.loader),
-            on_begin=self._at, on_saved=partial(self.reporter.write_status, "running"),
+            retries=math.ceil(recipe.checkpoint.wait_s / AGAIN_S), on_begin=self._at, on_saved=partial(self.reporter.write_status, "running"),
         )  # fmt: skip
         self._first = False
         """Whether nothing was done between steps in this generation yet; the same on all members."""

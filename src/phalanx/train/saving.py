@@ -10,7 +10,6 @@ training goes on, and is an error at the end.
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -46,6 +45,8 @@ class Saving:
     """Called when a checkpoint is complete."""
     on_begin: Callable[[Literal["checkpoint"]], None]
     """Called before this rank works on a checkpoint."""
+    retries: int = 0
+    """How often the last save is tried again where the disk refuses it, every `AGAIN_S`."""
     begun: int | None = None
     """Step of the newest checkpoint that was begun, or gone on from."""
 
@@ -125,16 +126,15 @@ class Saving:
 
     def _save_patiently(self, parts: StepParts, step: int) -> Saved | None:
         """Saves, again and again where the disk refuses: what these ranks hold is nowhere else. All ranks hear of a failure together, and try as often."""
-        tries = math.ceil(self.recipe.checkpoint.wait_s / AGAIN_S)
-        for left in range(tries, -1, -1):
+        for left in range(self.retries, -1, -1):
             try:
                 self.manager.save(parts.state.boxes(), self.state_after(step))
                 return self.manager.finish()
             except CheckpointError as err:
                 if not left:
                     raise
-                if left == tries:
-                    text = f"{err}\nthe ranks keep the state of step {step} and try again for {self.recipe.checkpoint.wait_s:g} s (checkpoint.wait_s): make room now"
+                if left == self.retries:
+                    text = f"{err}\nthe ranks keep the state of step {step} and try again for {self.retries * AGAIN_S:g} s (checkpoint.wait_s): make room now"
                     self.tell(Note(level="warning", text=text))
                 time.sleep(AGAIN_S)
         return None
