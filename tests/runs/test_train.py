@@ -111,7 +111,15 @@ def test_same_command_on_a_finished_run_says_so(
 def test_recipe_of_the_run_folder_goes_on(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, _ = finished
     done = phalanx(
-        "train", str(folder / "recipe.toml"), "--train.steps", "9", "--launch.ranks", "1", "--launch.threads", "1"
+        "train",
+        str(folder / "recipe.toml"),
+        "--trust",
+        "--train.steps",
+        "9",
+        "--launch.ranks",
+        "1",
+        "--launch.threads",
+        "1",
     )
     assert done.returncode == 0, done.stderr
     history = read_history(folder)
