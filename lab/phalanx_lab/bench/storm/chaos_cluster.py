@@ -22,6 +22,7 @@ from typing import Any, Self
 from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
 from phalanx.core.events import Emit, Event
+from phalanx.observe.event_log import encode
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.service import HUNG_S, Pulse, StoreProcess, start_store
 from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
@@ -68,7 +69,7 @@ class EventFile:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def __call__(self, event: Event, /) -> None:
-        os.write(self._fd, json.dumps(event.to_record()).encode() + b"\n")
+        os.write(self._fd, encode(event, time_s=now_s()))
 
 
 class ChaosCluster(TrainingCluster):
