@@ -8,13 +8,13 @@ CODE := src lab tests scripts benchmarks
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
-.venv/.made: pyproject.toml lab/pyproject.toml constraints.txt requirements/dev.txt scripts/make-env.sh
+.venv/.made: pyproject.toml lab/pyproject.toml constraints.txt requirements/dev.txt requirements/cuda.txt scripts/make-env.sh
 	sh scripts/make-env.sh
 	@touch $@
 
 env: .venv/.made  ## make .venv of what requirements/ locks
 
-lock: env       ## lock exact versions and hashes anew, after a change of pyproject.toml or constraints.txt
+lock:           ## lock exact versions and hashes anew, after a change of pyproject.toml or constraints.txt
 	sh scripts/lock.sh
 
 train: env      ## train a small MoE model on the Python sources of this machine, 4 local ranks, about 5 minutes

@@ -1,16 +1,17 @@
 #!/bin/sh
 # Writes requirements/*.txt anew: exact versions, with the hashes of all published files, of whatever `make env` installs but torch, which comes in several builds.
-# From pyproject.toml and constraints.txt, with the package index that pip is configured for. For whoever changes a dependency.
+# From pyproject.toml and constraints.txt, with pip's own index where one is configured. For whoever changes a dependency.
 set -eu
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-.venv/bin/python -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --disable-pip-version-check uv
+python3 -m venv "$folder/venv"
+"$folder/venv/bin/pip" install --quiet --disable-pip-version-check uv==0.13.9
+index=${PIP_INDEX_URL:-$("$folder/venv/bin/pip" config get global.index-url 2>/dev/null || true)}
 
 compile() { # the extras; prints the whole lock
     "$folder/venv/bin/uv" pip compile --quiet --universal --python-version 3.11 --constraint constraints.txt --generate-hashes \
-        --no-annotate --no-header --no-emit-package torch "$@" pyproject.toml | sed '/^#/d;/^$/d'
+        --no-annotate --no-header --no-emit-package torch ${index:+--index-url "$index"} "$@" pyproject.toml | sed '/^#/d;/^$/d'
 }
 # What torch's builds for CUDA need on top, a machine without a GPU does without.
 pick() { # "only" or "but", and a file

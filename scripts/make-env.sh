@@ -6,12 +6,12 @@ cd "$(dirname "$0")/.."
 lock=requirements/${1:-dev}.txt
 
 python=
-for candidate in python3.13 python3.12 python3.11 python3; do
+# The pinned torch wheel must exist for this Python; 3.11 is what CI runs.
+for candidate in python3.11 python3.12 python3.13 python3; do
     if command -v "$candidate" >/dev/null 2>&1 &&
         "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-        # The pinned torch wheel must exist for this Python; 3.11 is what CI runs.
         python=$candidate
-        [ "$candidate" = python3.11 ] && break
+        break
     fi
 done
 if [ -z "$python" ]; then
@@ -33,9 +33,11 @@ fi
 pip="$PWD/.venv/bin/python -m pip install --quiet --disable-pip-version-check"
 # torch comes in several builds, so by its exact version; what it needs is locked like the rest.
 $pip --no-deps "torch==$(sed -n 's/^torch==//p' constraints.txt)"
-if .venv/bin/python -c 'import sys; from importlib.metadata import requires; sys.exit(not any("nvidia" in r for r in requires("torch")))'; then
-    $pip --no-deps --require-hashes --requirement requirements/cuda.txt
-fi
+# The index's own build for CUDA needs what is locked beside it; a build of another index ("+cu128") asks for versions of its own.
+case $(.venv/bin/python -c 'from importlib.metadata import requires, version; print(any("nvidia" in r for r in requires("torch")), version("torch"))') in
+"True "*+*) echo "make-env: what this build of torch needs of CUDA is not locked" >&2 && $pip "torch==$(sed -n 's/^torch==//p' constraints.txt)" ;;
+True*) $pip --no-deps --require-hashes --requirement requirements/cuda.txt ;;
+esac
 $pip --require-hashes --requirement "$lock"
 # This project and its lab, built by the locked setuptools.
 $pip --no-deps --no-build-isolation --editable . --editable lab

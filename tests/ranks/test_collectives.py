@@ -402,13 +402,26 @@ def test_read_world():
 
 
 def test_ranks_of_one_machine_meet_where_their_user_alone_can_reach():
-    """Whoever started them, by file and not by port; another launcher, port or attempt is another file."""
-    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "7"}
-    here = read_world(env).meeting
-    assert here.parent.stat().st_mode & 0o777 == 0o700 and f"ranks-of-{os.getppid()}-" in here.name
-    others = ({"MASTER_PORT": "8"}, {"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert len({here, *(read_world(env | other).meeting for other in others)}) == 3
-    assert read_world(env | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}).meeting is None
+    """By file and not by port, whoever started them. What a first rank that has ended left there is passed over."""
+    first, other = (
+        WorldInfo(rank=0, world=2, local_world=2, master_port=70_000),
+        WorldInfo(rank=1, world=2, local_world=2, master_port=70_000),
+    )
+    pid = os.fork()
+    if pid == 0:
+        world._meeting(first, timeout_s=1.0)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    with pytest.raises(RuntimeError, match=r"rank 0 has not come to .*ranks-at-70000"):
+        world._meeting(other, timeout_s=0.1)
+    file = world._meeting(first, timeout_s=1.0)
+    assert world._meeting(other, timeout_s=1.0) == file
+    assert file.parent.stat().st_mode & 0o777 == 0o700 and file.name.startswith("ranks-at-70000-")
+    if (pid := os.fork()) == 0:  # another first rank at the same port, while this one runs
+        with pytest.raises(RuntimeError, match="EADDRINUSE"):
+            world._meeting(first, timeout_s=1.0)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_ranks_of_several_machines_listen_at_one_address(monkeypatch):
@@ -441,7 +454,7 @@ def test_port_in_use_is_named():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(RunError, match=f"MASTER_PORT = {port}: the port is in use"):
-            init_world(WorldInfo(world=2, local_world=2, master_port=port), timeout_s=3)
+            init_world(WorldInfo(world=2, local_world=1, master_port=port), timeout_s=3)
 
 
 @pytest.mark.parametrize(

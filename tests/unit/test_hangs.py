@@ -11,9 +11,11 @@ from membership_help import MemoryService
 
 from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.progress import RankProgress
+from phalanx.runtime.membership import host_agent
 from phalanx.runtime.membership.hangs import HangRule, Hangs, OtherHosts
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.membership import Beat, FirstRule, Generation, Member, Membership
+from phalanx.runtime.membership.reachability import Answers
 from phalanx.runtime.membership.watcher import BEATS
 from phalanx.runtime.membership.worker import Worker
 
@@ -65,8 +67,8 @@ def test_a_sound_pause_of_this_run_gives_ten_times_as_long() -> None:
 
 
 def test_between_steps_the_bound_is_that_of_collectives() -> None:
-    assert put_out([worker(0, still_s=99.0, quick=False), *waiting(1, 2, waits_s=98.0)]) == {}
-    assert put_out([worker(0, still_s=101.0, quick=False), *waiting(1, 2, waits_s=98.0)]).keys() == {0}
+    assert put_out([worker(0, still_s=49.0, quick=False), *waiting(1, 2, waits_s=48.0)]) == {}
+    assert put_out([worker(0, still_s=51.0, quick=False), *waiting(1, 2, waits_s=48.0)]).keys() == {0}
 
 
 @pytest.mark.parametrize("f", [1, 2, 3])
@@ -104,7 +106,27 @@ def test_one_after_another_is_at_once() -> None:
     hangs = Hangs(RULE)
     first, second, *rest = worker(0, silent_s=3.1), worker(1, silent_s=1.0), *waiting(2, 3)
     assert list(hangs.put_out([first, second, *rest], OtherHosts(), NOW)) == [first]
-    assert hangs.put_out([second, *rest], OtherHosts(), NOW + 2.5) == {}
+    for one in (second, *rest):
+        one.last_read_s += 4.0
+    second.last_read_s = NOW + 1.0
+    assert hangs.put_out([second, *rest], OtherHosts(), NOW + 4.5) == {}
+    hangs.stepped()
+    assert list(hangs.put_out([second, *rest], OtherHosts(), NOW + 4.5)) == [second]
+
+
+def test_fewer_holders_than_asked_for_count() -> None:
+    """f was lowered to 1: the one that is silent may be the only one that holds something."""
+    one = [worker(0, silent_s=3.1), *waiting(1, 2)]
+    assert list(Hangs(RULE).put_out(one, ALONE, NOW, f=2)) == [one[0]]
+    assert Hangs(RULE).put_out(one, ALONE, NOW, f=1) == {}
+
+
+def test_all_that_stand_still_with_nobody_waiting_are_said_and_waited_for() -> None:
+    """A dead network file system under all ranks: there is nobody to go on without them."""
+    hangs = Hangs(RULE)
+    assert hangs.put_out([worker(slot, still_s=20.0) for slot in range(3)], ALONE, NOW) == {}
+    assert hangs.awaited.startswith("all 3 ranks of this host stand still (forward of step 8, loader.py:7 in read)")
+    assert hangs.put_out([worker(0, still_s=20.0), worker(1)], ALONE, NOW) == {}
 
 
 # ---- what heartbeats say ---------------------------------------------------------------------------------------------
@@ -246,7 +268,14 @@ def test_silent_hosts_whose_processes_exist_are_awaited(monkeypatch: pytest.Monk
         agent_of(service, "b"), agent_of(service, "c")
         a._watched_s = a._looked_s = 0.0
         a.tick()
-        monkeypatch.setattr(HostAgent, "_exists", lambda self, membership, host, exists=exists: exists)
+
+        def answers(keys: object, uids: list[str], *, exists: bool = exists, **_: object) -> Answers:
+            """Of one host one member was killed before: the others of it count."""
+            return Answers(
+                frozenset(), frozenset() if exists else frozenset(uids), frozenset(uids) if exists else frozenset()
+            )
+
+        monkeypatch.setattr(host_agent, "probe_members", answers)
         now = time.monotonic()
         a._others = {host: (beat, now - 1.5) for host, (beat, _) in a._others.items()}
         a._watched_s = now - 0.26  # not so long ago that the look itself was late

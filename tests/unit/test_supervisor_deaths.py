@@ -185,3 +185,27 @@ def test_a_store_that_ends_or_hangs_is_replaced_at_its_address(
         assert store.pid != pid and store.address == address and found.service.connect().epoch != epoch
     finally:
         store.stop()
+
+
+def test_a_worker_that_hangs_before_it_takes_part_is_replaced() -> None:
+    """In an import, say: its heartbeats go on, and it is in no generation."""
+    here = host(2)
+    hung, other = here.workers
+    hung.still_since_s, hung.stands = time.monotonic() - 599.0, "start, loader.py:7 in read"
+    here._find_hung()
+    assert not hung.ended
+    hung.still_since_s -= 2.0
+    here._find_hung()
+    assert hung.ended and not other.ended and len(here.workers) == 3
+    (lost,) = here.host_agent._unreported
+    assert "made no progress for 601" in lost.why and "before it took part (start, loader.py:7 in read)" in lost.why
+
+
+def test_a_worker_that_hangs_after_the_last_step_is_ended() -> None:
+    here = host(2)
+    here.host_agent.finished = "8 1"
+    here._find_hung()
+    assert not any(w.ended for w in here.workers)
+    here._finished_s -= here.settings.zombie_s + 1.0
+    here._find_hung()
+    assert all(w.ended for w in here.workers) and len(here.workers) == 2, "and nobody is started any more"

@@ -215,6 +215,8 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
 
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     raise_if(_file_problems(most_open_files()), ConfigError, subject="this machine")
+    if recipe.run.access == "group":
+        os.umask(0o027)
     if recipe.launch.device == "cuda" and recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses to be deterministic without it
     body = partial(train, recipe, hook=Rebalancer)

@@ -31,8 +31,8 @@ _BLOCK_BYTES = 1 << 20
 _SHOWN = 40
 MOST_DOCUMENT = MOST_LINE
 """Bytes of a document: more take gigabytes to tokenise."""
-MOST_PAGE = 2 * MOST_DOCUMENT
-"""Bytes of a page of Parquet, of which a reader keeps two."""
+MOST_PAGE = 1 << 30
+"""Bytes of a page of Parquet, of which a reader keeps two. Writers look at a page's size once in 1,024 rows, so long documents make large ones."""
 MOST_EXPANSION, SPARE_BYTES = 500, 64 << 20
 """Text is at most so many times as large as its file, and `SPARE_BYTES` more. Compressed text is 3 to 20 times as large."""
 _LEAST_SPENT = 256
@@ -256,10 +256,18 @@ def _has_sound_pages(path: Path, field: str, log: ProblemLog) -> bool:
     try:
         with open_regular(path) as file:
             for group, chunk in enumerate(column_chunks(file, path.stat().st_size, field)):
-                if any(size > MOST_PAGE for size in page_sizes(file, chunk)):
-                    rule = f"has a page that becomes more than {MOST_PAGE} bytes"
+                most = min(MOST_PAGE, SPARE_BYTES + MOST_EXPANSION * chunk.length)
+                if any(size > most for size in page_sizes(file, chunk)):
+                    rule = f"has a page that becomes more than {most} bytes"
                     where = f"{path}:row group {group}"
-                    log.add(Problem(where=where, value=path.name, rule=rule, hint="write it with smaller pages"))
+                    log.add(
+                        Problem(
+                            where=where,
+                            value=path.name,
+                            rule=rule,
+                            hint="write it with smaller row groups or batches (row_group_size = 256, write_batch_size = 64)",
+                        )
+                    )
                     return False
     except PageError as error:
         log.add(_no_parquet(path, error))

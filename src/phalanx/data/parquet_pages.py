@@ -14,7 +14,8 @@ MAGIC = b"PAR1"
 MOST_FOOTER = 8 << 20
 """Bytes of a footer; a row group takes some hundred a column."""
 HEADER_BYTES = 1 << 16
-"""Longest header of a page that is read. It may have statistics, of up to 4 kB each."""
+"""Headers are mostly shorter. One has the least and the largest value, which some writers do not cut."""
+MOST_HEADER = 64 << 20
 _DEEPEST = 16
 
 
@@ -58,7 +59,7 @@ def page_sizes(file: BinaryIO, chunk: ColumnChunk) -> Iterator[int]:
     at, end = chunk.start, chunk.start + chunk.length
     while at < end:
         file.seek(at)
-        header, used = _read(file.read(HEADER_BYTES), f"the header of the page at byte {at}")
+        header, used = _header(file, at)
         packed, size = header.get(3), header.get(2)
         if not isinstance(packed, int) or not isinstance(size, int) or packed < 0 or size < 0:
             raise PageError(f"the header of the page at byte {at} says no size")
@@ -66,6 +67,17 @@ def page_sizes(file: BinaryIO, chunk: ColumnChunk) -> Iterator[int]:
         at += used + packed
     if at != end:
         raise PageError(f"pages end at byte {at}, and the column at byte {end}")
+
+
+def _header(file: BinaryIO, at: int) -> tuple[dict[int, Any], int]:
+    what = f"the header of the page at byte {at}"
+    data = file.read(HEADER_BYTES)
+    try:
+        return _read(data, what)
+    except PageError:
+        if len(data) < HEADER_BYTES:
+            raise
+    return _read(data + file.read(MOST_HEADER - HEADER_BYTES), what)
 
 
 def _dict(value: Any) -> dict[int, Any]:

@@ -33,6 +33,8 @@ class RankProgress:
         """Whether the place is inside a step, so that the thread should soon come to the next one: neither loading, saving nor the first step of its kind."""
         self.pause_s = 0.0
         """Longest time without a sign inside a step that was committed, waits apart: what is normal here. Of older steps it counts for less."""
+        self.holders = 0
+        """Hosts (on one machine: ranks) that hold each piece of state now, at least; 0: not known."""
         self._thread = threading.get_ident()
         self._marks = self._seen = 0
         self._mark_s = time.monotonic()
@@ -73,6 +75,10 @@ class RankProgress:
         if threading.get_ident() == self._thread:
             self._mark()
             self._message = message
+
+    def forget(self) -> None:
+        """The groups of its messages are dropped: a reference would keep their descriptors and threads."""
+        self._message = None
 
     def _mark(self) -> None:
         now_s = time.monotonic()

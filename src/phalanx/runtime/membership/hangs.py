@@ -3,7 +3,7 @@
     silent   no heartbeat for `limit_s`: the process is stopped, or holds Python's lock
     still    its heartbeats say that its own thread neither comes on nor waits (`runtime/comm/progress.py`), for `hang_s`, or for `PAUSES` times as long as the
              longest pause that a sound step of its host has had; and others wait for it meanwhile. At places that may take long (reading
-             a checkpoint, the first step of a generation) for `timeout_s`, after which the others' collectives end as well
+             a checkpoint, the first step of a generation) for half of `timeout_s`, before the others' collectives end as well
 
 Decides nothing about workers that have ended: they are lost. Must never change: where so many hosts (on one machine: ranks) are silent or still at once that what they hold may be
 nobody else's, nobody is put out for `wait_s`. A laptop that was closed, or a file system that stands, stops all of them and kills none.
@@ -57,13 +57,13 @@ class Hangs:
         self.awaited = ""
         """Why nobody is put out for now; empty where nobody is awaited."""
         self._since_s = 0.0
-        self._put_out_s: list[float] = []
-        """When workers were put out: their state is not replaced at once."""
+        self._put_out = 0
+        """Workers that were put out since the last step: what they held is not held as often again yet."""
 
     def bound_s(self, worker: Worker, workers: Sequence[Worker]) -> float:
         """How long it may be still while others wait."""
         if not worker.quick:
-            return self.rule.timeout_s
+            return self.rule.timeout_s / 2
         return max(self.rule.hang_s, PAUSES * max(w.pause_s for w in workers))
 
     def quiet(self, workers: Sequence[Worker], now: float) -> list[Worker]:
@@ -75,17 +75,33 @@ class Hangs:
             or (w.still_since_s and now - w.still_since_s > self.bound_s(w, workers) / 2)
         ]
 
-    def put_out(self, workers: Sequence[Worker], others: OtherHosts, now: float | None = None) -> dict[Worker, str]:
-        """Those that the run is to continue without, and why. `workers`: members of the run that were not put out before."""
+    def put_out(
+        self, workers: Sequence[Worker], others: OtherHosts, now: float | None = None, *, f: int | None = None
+    ) -> dict[Worker, str]:
+        """Those that the run is to continue without, and why. `workers`: members of the run that were not put out before. `f`: holders of each piece of state now,
+        where they are fewer than the rule's."""
         now = time.monotonic() if now is None else now
         found = {w: why for w in workers if (why := self._trouble(w, workers, others, now))}
         quiet = self.quiet(workers, now)
         if not quiet:
             self._since_s, self.awaited = 0.0, ""
-        if not found or self._may_be_last(quiet, workers, others, now):
+        if not found:
+            self._say_all_still(workers, now)
             return {}
-        self._put_out_s += [now] * len(found)
+        if self._may_be_last(quiet, workers, others, now, self.rule.f if f is None else f):
+            return {}
+        self._put_out += len(found)
         return found
+
+    def stepped(self) -> None:
+        """A step was committed: what those had that were put out before is held as often as it should be again."""
+        self._put_out = 0
+
+    def _say_all_still(self, workers: Sequence[Worker], now: float) -> None:
+        """All stand still and none waits, as on a file system that does not answer: there is nobody to go on without them."""
+        if workers and all(w.still_since_s and now - w.still_since_s > self.bound_s(w, workers) for w in workers):
+            places = "; ".join(dict.fromkeys(w.stands or "place unknown" for w in workers))
+            self.awaited = f"all {len(workers)} ranks of this host stand still ({places}): they are waited for"
 
     def _trouble(self, worker: Worker, workers: Sequence[Worker], others: OtherHosts, now: float) -> str:
         silent_s = now - worker.last_read_s
@@ -100,12 +116,13 @@ class Hangs:
             )
         return ""
 
-    def _may_be_last(self, quiet: Sequence[Worker], workers: Sequence[Worker], others: OtherHosts, now: float) -> bool:
+    def _may_be_last(
+        self, quiet: Sequence[Worker], workers: Sequence[Worker], others: OtherHosts, now: float, f: int
+    ) -> bool:
         """Whether so many are quiet at once that what they hold may be nobody else's, and they were not awaited for `wait_s` yet."""
-        self._put_out_s = [at_s for at_s in self._put_out_s if now - at_s < self.rule.limit_s]
-        here = min(1, len(quiet)) if others.hosts else len(quiet) + len(self._put_out_s)
-        hosts = others.hosts + 1 if others.hosts else len(workers) + len(self._put_out_s)
-        if here + others.quiet < min(self.rule.f, hosts):
+        here = min(1, len(quiet)) if others.hosts else len(quiet) + self._put_out
+        hosts = others.hosts + 1 if others.hosts else len(workers) + self._put_out
+        if here + others.quiet < min(f, hosts):
             return False
         self._since_s = self._since_s or now
         names = ", ".join(w.uid for w in quiet)

@@ -459,13 +459,11 @@ class HostAgent:
         others = self.other_hosts()
         if others.quiet + self._quiet < min(self.f, others.hosts + 1):
             return set()
-        return {host for host, s in silent.items() if s < self.rule.lone_s and self._exists(membership, host)}
-
-    def _exists(self, membership: Membership, host: str) -> bool:
-        """Whether a member of that host is a process that only does not answer."""
-        uids = [] if self.newest is None else [m.uid for m in self.newest.members if m.host == host]
-        answers = probe_members(membership.keys, uids, own="", limit_s=PROBE_S)
-        return bool(answers.answered) and not answers.refused
+        known = [host for host, s in silent.items() if s < self.rule.lone_s]
+        members = [] if self.newest is None else [m for m in self.newest.members if m.host in known]
+        uids = [m.uid for m in members]
+        answers = probe_members(membership.keys, uids, own="", limit_s=PROBE_S, whole=True) if uids else None
+        return set() if answers is None else {m.host for m in members if m.uid in answers.answered}
 
     def others_alive(self) -> bool:
         """Whether another host still sends heartbeats (asked at the end by the host that keeps the service)."""

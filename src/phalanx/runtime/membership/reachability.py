@@ -93,18 +93,24 @@ def probe_members(
     *,
     own: str,
     limit_s: float = PROBE_TIMEOUT_S,
+    whole: bool = False,
     over: Callable[[], bool] = lambda: False,
 ) -> Answers:
     """Probes members, as far as they have published an address."""
     others = [uid for uid in uids if uid != own]
     addresses = zip(others, keys.values([probe_key(uid) for uid in others]), strict=True)
-    return probe_all({uid: address for uid, address in addresses if address is not None}, limit_s=limit_s, over=over)
+    there = {uid: address for uid, address in addresses if address is not None}
+    return probe_all(there, limit_s=limit_s, whole=whole, over=over)
 
 
 def probe_all(
-    addresses: Mapping[str, str], *, limit_s: float = PROBE_TIMEOUT_S, over: Callable[[], bool] = lambda: False
+    addresses: Mapping[str, str],
+    *,
+    limit_s: float = PROBE_TIMEOUT_S,
+    whole: bool = False,
+    over: Callable[[], bool] = lambda: False,
 ) -> Answers:
-    """Probes all at once, for `limit_s` at most; ends early when one refuses or `over` returns true, and then reports none as
+    """Probes all at once, for `limit_s` at most; ends early when one refuses (but for `whole`) or `over` returns true, and then reports none as
     silent."""
     waiting: dict[int, tuple[str, socket.socket]] = {}
     codes: dict[str, int] = {}
@@ -122,7 +128,7 @@ def probe_all(
                 codes[name] = code
         end_s = time.monotonic() + limit_s
         while len(codes) < len(addresses) and (left_s := end_s - time.monotonic()) > 0:
-            if errno.ECONNREFUSED in codes.values() or over():
+            if (errno.ECONNREFUSED in codes.values() and not whole) or over():
                 limit_s = 0.0
                 break
             for fd, _ in poll.poll(min(left_s, LOOK_S) * 1000):

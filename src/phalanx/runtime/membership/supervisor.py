@@ -182,6 +182,8 @@ class Supervisor:
             )
         )
         self._awaited = ""
+        self._finished_s = 0.0
+        """When all steps were done: what a worker still does then takes `zombie_s` at most."""
         self.workers: list[Worker] = []
         self.empty: set[int] = set()
         """Slots without a worker until they are no longer drained or resting."""
@@ -293,6 +295,7 @@ class Supervisor:
             if "begun" in words:
                 self.host_agent.begun = True
             if "step" in words:
+                self.hangs.stepped()
                 self.deaths.clear()
                 self.faults, self._cause = 0, None
             if "finished" in words:
@@ -367,15 +370,28 @@ class Supervisor:
         running = [w for w in self.workers if not w.ended and not w.removed_s]
         members = [w for w in running if w.uid in uids]
         self.host_agent.workers_are(quiet=bool(self.hangs.quiet(members, now)), waits_s=longest_wait_s(members, now))
-        for worker, why in self.hangs.put_out(members, self.host_agent.other_hosts(), now).items():
+        f = self.host_agent.f = min([self.settings.f, *(w.holders for w in members if w.holders)])
+        for worker, why in self.hangs.put_out(members, self.host_agent.other_hosts(), now, f=f).items():
             self._put_out(worker, why)
         for worker in running:
-            if worker.uid not in uids and now - worker.last_read_s > self.settings.limit_s:  # it holds nothing
-                self._put_out(worker, f"was silent for {now - worker.last_read_s:.1f} s")
+            if worker.uid not in uids:
+                self._find_hung_joiner(worker, now)
+        if self.host_agent.finished is not None:
+            self._finished_s = self._finished_s or now
         for worker in self.workers:
-            if not worker.ended and worker.removed_s and now - worker.removed_s > self.settings.zombie_s:
+            late_s = now - (worker.removed_s or self._finished_s or now)
+            if not worker.ended and late_s > self.settings.zombie_s:
                 worker.kill()
         self._say_awaited("; ".join(filter(None, (self.hangs.awaited, self.host_agent.awaited))))
+
+    def _find_hung_joiner(self, worker: Worker, now: float) -> None:
+        """One that is in no generation holds nothing."""
+        silent_s, limit_s = now - worker.last_read_s, self.settings.agent.timeout_s
+        if silent_s > self.settings.limit_s:
+            self._put_out(worker, f"was silent for {silent_s:.1f} s")
+        elif worker.still_since_s and now - worker.still_since_s > limit_s:
+            still_s = now - worker.still_since_s
+            self._put_out(worker, f"made no progress for {still_s:.1f} s before it took part ({worker.stands})")
 
     def _put_out(self, worker: Worker, why: str) -> None:
         """The run continues without a worker whose process exists. One that is silent may wake up and say so; one that is still never will."""
@@ -383,9 +399,9 @@ class Supervisor:
         self.host_agent.died(worker.uid, why)
         if worker.still_since_s:
             worker.kill()
-        if not self.stops and self._is_used_up(worker):
+        if self._goes_on and self._is_used_up(worker):
             self.codes.append(-signal.SIGKILL)
-        elif not self.stops:
+        elif self._goes_on:
             self._start_or_wait(worker.slot)
 
     def _say_awaited(self, text: str) -> None:

@@ -45,6 +45,8 @@ class Worker:
         """It is inside a step (`RankProgress.quick`)."""
         self.pause_s = 0.0
         """`RankProgress.pause_s`."""
+        self.holders = 0
+        """`RankProgress.holders`, as of the last step."""
         self.stands = ""
         """Where it was when it was still."""
         self.removed_s = 0.0
@@ -95,6 +97,7 @@ class Worker:
             self._error = message.get("error", self._error)
             self.pause_s = message.get("pause", self.pause_s)
             self.stands = message.get("stands", self.stands)
+            self.holders = message.get("holders", self.holders)
         return [message for message in messages if "error" not in message]
 
     def _beat(self, line: bytes) -> None:

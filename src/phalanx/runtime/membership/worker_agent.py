@@ -166,7 +166,7 @@ class WorkerAgent(MembershipWatcher):
             self._committed = step + 1
             self.progress.committed()
             self._renewed = 0
-            self._say({"step": step + 1, "pause": self.progress.pause_s})
+            self._say({"step": step + 1, "pause": self.progress.pause_s, "holders": self.progress.holders})
             with self._news:
                 self._written += votes.written(
                     step - 1
@@ -275,6 +275,7 @@ class WorkerAgent(MembershipWatcher):
         """Drop the group epoch."""
         with self._news:
             team, self.team = self.team, None
+        self.progress.forget()
         if team is not None:
             team.drop()
         self._inside = None

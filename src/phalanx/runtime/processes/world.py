@@ -9,8 +9,10 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import socket
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +28,9 @@ from phalanx.core.reading import is_count
 from phalanx.core.service_address import is_loopback
 from phalanx.runtime.comm import DEFAULT_TIMEOUT_S
 
+LOOK_S = 0.02
+"""How often a rank looks whether the first one has come."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorldInfo:
@@ -38,7 +43,8 @@ class WorldInfo:
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
     meeting: Path | None = None
-    """Where the ranks of one machine meet: a file in a folder that only their user can reach. None: at `master_addr` and `master_port`."""
+    """Our own launcher: where the ranks of one machine meet, a file in a folder that only their user can reach. None: they agree on one by `master_port`, or, on
+    several machines, meet at `master_addr`."""
 
 
 def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
@@ -80,14 +86,38 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
         local_world=local_world,
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
-        meeting=_meeting(port, env.get("TORCHELASTIC_RESTART_COUNT", "0")) if world == local_world else None,
     )
 
 
-def _meeting(port: int, attempt: str) -> Path:
-    """File for the ranks that this process's launcher has started, in this attempt of it: they have one parent."""
-    launcher = os.getppid()
-    return private_folder() / f"ranks-of-{launcher}-{begun(launcher)}-{port}-{attempt if is_count(attempt) else 0}"
+def _meeting(info: WorldInfo, *, timeout_s: float) -> Path:
+    """File for the ranks of this machine, whoever started them: the first rank makes a new one and says so where the others look, with the number of its process, so that what
+    earlier ranks have left there is passed over. Raises `RuntimeError`."""
+    folder, name = private_folder(), f"ranks-at-{info.master_port}"
+    if info.rank == 0:
+        if _said_by_first(folder / name, but=os.getpid()) is not None:
+            raise RuntimeError("EADDRINUSE")
+        for old in folder.glob(f"{name}-*"):
+            old.unlink(missing_ok=True)
+        file = folder / f"{name}-{secrets.token_hex(4)}"
+        draft = folder / f"{file.name}.new"
+        draft.write_text(f"{os.getpid()} {begun(os.getpid())} {file.name}")
+        os.replace(draft, folder / name)
+        return file
+    end_s = time.monotonic() + timeout_s
+    while (found := _said_by_first(folder / name)) is None:
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"rank 0 has not come to {folder / name}, where ranks of one machine meet")
+        time.sleep(LOOK_S)
+    return found
+
+
+def _said_by_first(path: Path, *, but: int = 0) -> Path | None:
+    """The file that a first rank which still runs has made."""
+    with contextlib.suppress(OSError, ValueError):
+        pid, began, name = path.read_text().split()
+        if is_count(pid) and int(pid) != but and began == begun(int(pid)):
+            return path.with_name(Path(name).name)
+    return None
 
 
 def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
@@ -103,8 +133,11 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
     where = f"{info.master_addr}:{info.master_port}" if info.meeting is None else str(info.meeting)
     timeout = timedelta(seconds=timeout_s)
     try:
-        if info.meeting is not None:
-            store: dist.Store = dist.FileStore(str(info.meeting), info.world)
+        meeting = info.meeting
+        if meeting is None and info.local_world == info.world:
+            meeting = _meeting(info, timeout_s=timeout_s)
+        if meeting is not None:
+            store: dist.Store = dist.FileStore(str(meeting), info.world)
             store.set_timeout(timeout)
         else:
             at = info.master_addr, info.master_port

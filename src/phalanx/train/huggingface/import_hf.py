@@ -167,7 +167,7 @@ def import_rank(job: Import, info: WorldInfo, stop: StopRequest) -> int:
     locks = []
 
     def prepare() -> None:
-        job.folder.create()
+        job.folder.create(shared=job.recipe.run.access == "group")
         locks.append(job.folder.lock())
         _keep_small_files(job.checkpoint, job.folder.path / KEPT_FOLDER)
         job.folder.write_recipe(job.recipe, job.tokenizer)

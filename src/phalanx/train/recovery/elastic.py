@@ -355,6 +355,7 @@ class ElasticMember:
         self.place_of = {uid: plan.state_descriptor(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
         self._idle, self._others_idle, self._entered = trainer is None, bool(plan.idle), plan
         self._pace.formed()
+        self._signs.holders = 1 if plan.notes else self.run.planner.floor
         self.progress.step = step
         if trainer is None:
             return

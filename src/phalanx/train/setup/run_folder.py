@@ -47,6 +47,13 @@ class RunStatus:
     unigram_loss: float | None = None
 
 
+def _is_held(text: str) -> bool:
+    """Whether the process that wrote this may still run: one of another machine is not seen."""
+    host, _, process = text.partition(" ")
+    pid, _, began = process.partition(" ")
+    return host != socket.gethostname() or (is_count(pid) and began == begun(int(pid)) != "")
+
+
 class RunLock(Protocol):
     """What claims a run."""
 
@@ -128,19 +135,26 @@ class RunFolder:
 
     def _hold(self) -> RunLock:
         """`lock` on a file system without locks. Raises `RunError`."""
-        path, mine = self.path / ".held", f"{socket.gethostname()} {os.getpid()} {begun(os.getpid())}"
-        for _ in range(2):
+        there, path, mine = "", self.path / ".held", f"{socket.gethostname()} {os.getpid()} {begun(os.getpid())}"
+        for _ in range(3):
             with contextlib.suppress(FileExistsError):
                 file = os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w")
                 file.write(mine)
                 file.flush()
                 return _Held(path, file)
-            there = path.read_text()
-            host, _, process = there.partition(" ")
-            pid, _, began = process.partition(" ")
-            if host != socket.gethostname() or (is_count(pid) and began == begun(int(pid)) != ""):
-                break
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # whoever had it has just left
+                there = path.read_text()
+                if _is_held(there):
+                    break
+                aside = path.with_name(f".held-{os.getpid()}")
+                os.rename(path, aside)
+                if aside.read_text() != there:  # another process was faster, and this is its own
+                    with contextlib.suppress(FileExistsError):
+                        os.link(aside, path)
+                    there = aside.read_text()
+                    aside.unlink()
+                    break
+                aside.unlink()
         raise RunError(
             f"{self.path}: process {there} (host, process, when it began) trains this run; stop it, give this one another --run.name, or remove {path} where that process is gone "
             "(the file system has no locks)"
