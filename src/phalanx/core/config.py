@@ -309,11 +309,11 @@ class ResilienceConfig:
     minimum: int = 1
     """The run waits while it has fewer ranks."""
     wait_s: float = 600.0
-    """How long it waits for them, then it ends."""
+    """How long it waits for them, then it ends. Also how long it waits, and removes none, where f ranks (or hosts) are silent or stand still at once."""
     limit_s: float = 3.0
     """A rank, or a host, that says nothing for so long is removed from the run and replaced."""
     hang_s: float = 30.0
-    """A rank that makes no progress for so long within a step while others wait for it, or for ten times the longest pause of a sound step where that is more, is removed and replaced; between steps after launch.timeout_s. Where f ranks or more are silent or still at once, none is removed for wait_s."""
+    """A rank that makes no progress within a step is replaced after so long, or after 10 times the longest pause seen in a committed step where that is more, if other ranks wait for it; between steps after half of launch.timeout_s."""
     straggler: float = 0.0
     """A host (on one machine: a rank) that takes so many times as long for its work as the others do is removed after a hand-over. 0: only reported, from a factor of 2 on."""
     straggler_steps: int = 20
@@ -329,7 +329,7 @@ class ResilienceConfig:
     slots_per_rank: int | None = None
     """Expert replicas that a rank has room for in each layer; they are spread over all ranks of a pipeline stage. Default: no replicas, every expert once in each expert-parallel group."""
     check: Literal["off", "sums"] = "off"
-    """sums: matrix products, messages and the state at rest are checked in each step, before it is committed. A step in which something is wrong is given up and made again; what is wrong twice, or was at rest, ends the rank by name: an elastic run replaces it, another one stops."""
+    """sums: matrix products, messages and the state at rest are checked in each step, before it is committed. A step in which something is wrong is given up and repeated. A rank whose results are wrong twice, or whose stored state has changed, exits with an error that names it: an elastic run replaces it, another one stops."""
     f: int = 2
     """Every expert, and with heal every shard of the optimizer state, is on so many hosts at least, so that any loss of fewer is survived; the ranks of a single machine count as hosts. Lowered, and said so, where slots or hosts are too few."""
     loads: str = "uniform"
