@@ -12,7 +12,7 @@ from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.linear import projections
 from phalanx.kernels.cpu.products import EVERY, ProductSums, reference_deviation, tolerance_of
-from phalanx.kernels.cpu.words import WORDS, reference_word_sum, word_sum
+from phalanx.kernels.cpu.words import WORDS, phase_of, reference_word_sum, word_sum
 from phalanx.kernels.native import compiled_rows
 from phalanx.runtime.comm.sums import MessageNote, MessageSums, Passed, wrong_messages
 from phalanx.runtime.state.sums import StateSums
@@ -127,6 +127,11 @@ def test_every_flipped_bit_changes_the_word_sum(dtype: torch.dtype) -> None:
     rows, before = compiled_rows(), int(reference_word_sum(x))
     assert word_sum(x, rows=rows) == before
     assert (int(reference_word_sum(x[:12])) + int(reference_word_sum(x[12:]))) % WORDS == before
+    assert (
+        sum(int(word_sum(x[a:b], rows=rows, phase=phase_of(x[a:b]))) for a, b in ((0, 1), (1, 2), (2, 15), (15, 37)))
+        % WORDS
+        == before
+    )
     for bit in range(8 * x.element_size()):
         y = x.clone()
         flip(y, (7 * bit) % 37, bit)
@@ -134,17 +139,38 @@ def test_every_flipped_bit_changes_the_word_sum(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("compiled", (True, False))
-def test_an_update_sums_what_it_reads_and_writes(compiled: bool) -> None:
-    state = [torch.randn(5000), torch.randn(5000), torch.rand(5000)]
+@pytest.mark.parametrize("start", (0, 1))
+def test_an_update_sums_what_it_reads_and_writes(compiled: bool, start: int) -> None:
+    state, flat = [torch.randn(5001), torch.randn(5001), torch.rand(5001)], torch.zeros(5100).bfloat16()
     before = [int(reference_word_sum(x)) for x in state]
-    sums, lanes = torch.zeros(6, dtype=torch.int64), Lanes(1, rows=compiled_rows() if compiled else None)
-    adamw_(state[0], torch.randn(5000), *state[1:], lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1, lanes=lanes, sums=sums)  # fmt: skip
-    assert [int(n) % WORDS for n in sums] == before + [int(reference_word_sum(x)) for x in state]
+    sums, lanes = torch.zeros(7, dtype=torch.int64), Lanes(1, rows=compiled_rows() if compiled else None)
+    adamw_(state[0], torch.randn(5001), *state[1:], flat[start : start + 5001], lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1, lanes=lanes, sums=sums)  # fmt: skip
+    assert [int(n) % WORDS for n in sums] == before + [int(reference_word_sum(x)) for x in (*state, flat)]
+
+
+@pytest.mark.parametrize("compiled", (True, False))
+def test_an_update_knows_what_it_published_without_reading_it_again(compiled: bool) -> None:
+    sums, flat = StateSums(rows=compiled_rows() if compiled else None), torch.randn(101).bfloat16()
+    kept = {"expert": [(30, 51), (7, 20)]}
+    rounded = sum(int(reference_word_sum(flat[a:b], phase_of(flat[a:b]))) for a, b in kept["expert"])
+    sums.updated("expert", ("master", "exp_avg", "exp_avg_sq"), torch.tensor([0] * 6 + [rounded]))
+    flip(flat, 31, 4)
+    sums.published({"expert": flat}, kept)
+    sums.compare({"expert": flat})
+    assert len(sums.take()) == 1  # it flipped after it was written
+    flip(flat, 31, 4)
+    sums.compare({"expert": flat})
+    assert sums.take() == []
+    sums.forget()
+    flip(flat, 31, 4)
+    sums.published({"expert": flat}, kept)
+    sums.compare({"expert": flat})
+    assert sums.take() == []
 
 
 def test_state_that_changes_by_itself_is_named_with_its_bit() -> None:
     sums, flat = StateSums(), torch.randn(100)
-    sums.published({"expert": flat})
+    sums.published({"expert": flat}, {})
     sums.compare({"expert": flat})
     assert sums.take() == []
     flip(flat, 17, 22)

@@ -94,7 +94,7 @@ def _state(model: Decoder, layouts: Mapping[str, FlatLayout], ctx: ModelContext)
     )
     if ctx.comms.sums is not None:
         state.sums = StateSums(rows=ctx.lanes.rows)
-        state.sums.published(state.read_in_a_step())
+        state.sums.published(state.read_in_a_step(), {})
     return state
 
 

@@ -12,7 +12,7 @@ import torch
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.words import reference_word_sum
+from phalanx.kernels.cpu.words import phase_of, reference_word_sum
 
 CHUNK = 1 << 18
 """Elements that go through memory once: gradient, master and moments of a chunk stay in a core's cache between the three passes."""
@@ -52,7 +52,7 @@ def adamw_(
     """Update 1-d `master`, `exp_avg`, `exp_avg_sq` in place from `scale * grad` (any float type) and round `master` into `out`.
 
     `step` counts from 1. `scale` (a number or a 0-d tensor) is the clipping factor. All tensors have the same length.
-    `sums` (6,) int64: the word sums (`kernels/cpu/words.py`) of the state before and after are added to it.
+    `sums` (7,) int64: the word sums (`kernels/cpu/words.py`) of the state before and after, and of `out`, are added to it.
     """
     native = lanes.rows if impl == "fast" else None
     if native is not None and not native.has_adamw((master, exp_avg, exp_avg_sq), grad, out):
@@ -63,19 +63,19 @@ def adamw_(
     if native is not None:
         corrections = (1 - beta1**step, 1 - beta2**step)
         numbers = (float(scale), lr, beta1, beta2, eps, weight_decay, *corrections)
-        sums_n6 = None if sums is None else torch.zeros(-(-master.numel() // PIECE), 6, dtype=torch.int32)
+        sums_n7 = None if sums is None else torch.zeros(-(-master.numel() // PIECE), 7, dtype=torch.int32)
 
         def run_native(start: int, lane: int) -> None:
             part = slice(start, start + PIECE)
             state, own = (
                 (master[part], exp_avg[part], exp_avg_sq[part]),
-                None if sums_n6 is None else sums_n6[start // PIECE],
+                None if sums_n7 is None else sums_n7[start // PIECE],
             )
             native.adamw(state, grad[part], None if out is None else out[part], numbers=numbers, sums=own)
 
         lanes.run(run_native, range(0, master.numel(), PIECE))
-        if sums is not None and sums_n6 is not None:
-            sums += sums_n6.sum(0)
+        if sums is not None and sums_n7 is not None:
+            sums += sums_n7.sum(0)
         return
     if impl == "reference":
         _reference(master, grad.to(master.dtype) * scale, exp_avg, exp_avg_sq, rule)
@@ -84,7 +84,9 @@ def adamw_(
     else:
         _by_chunks((master, exp_avg, exp_avg_sq), grad, out, rule, scale=scale, lanes=lanes)
     if sums is not None:
-        sums[3:] += _word_sums((master, exp_avg, exp_avg_sq))
+        sums[3:6] += _word_sums((master, exp_avg, exp_avg_sq))
+        if out is not None:
+            sums[6] += reference_word_sum(out, phase_of(out))
 
 
 def _word_sums(state: tuple[torch.Tensor, ...]) -> torch.Tensor:

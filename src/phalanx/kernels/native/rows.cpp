@@ -242,10 +242,17 @@ void rope(const T* x, const wide<T>* cosine, const wide<T>* sine, double sign, T
 // Elements that stay in the first-level cache between two passes.
 constexpr extent BLOCK = 2048;
 
-// Sum of the 32-bit words of memory, modulo 2^32: one flipped bit changes it, whichever it is. Bytes that are left over count as a word filled up with zeros.
-inline std::uint32_t word_sum(const void* memory, extent bytes) {
+// Sum of the 32-bit words of memory, modulo 2^32: one flipped bit changes it, whichever it is. The first byte is byte number `phase` of its word; bytes that are
+// missing at the ends count as zeros.
+inline std::uint32_t word_sum(const void* memory, extent bytes, extent phase = 0) {
     const auto* at = static_cast<const unsigned char*>(memory);
     std::uint32_t sum = 0;
+    if (phase && bytes) {
+        const extent first = 4 - phase < bytes ? 4 - phase : bytes;
+        std::memcpy(reinterpret_cast<unsigned char*>(&sum) + phase, at, std::size_t(first));
+        at += first;
+        bytes -= first;
+    }
     for (extent i = 0; i < bytes / 4; ++i) {
         std::uint32_t word;
         std::memcpy(&word, at + 4 * i, 4);
@@ -258,32 +265,47 @@ inline std::uint32_t word_sum(const void* memory, extent bytes) {
     }
     return sum;
 }
+inline std::uint32_t words_of(float x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+inline std::uint32_t words_of(double x) {
+    std::uint64_t bits;
+    std::memcpy(&bits, &x, 8);
+    return std::uint32_t(bits) + std::uint32_t(bits >> 32);
+}
 
-// What `torch.optim.AdamW` does to each element (arXiv 1711.05101), from `scale * grad`; out, where not null, is the rounded master. `sums`, where not null: the
-// word sums of master and both moments as they were and as they are now, and of out, in the pass that reads and writes them anyway.
+// What `torch.optim.AdamW` does to each element (arXiv 1711.05101), from `scale * grad`; out, where not null, is the rounded master. `sums` (7), where not null: the
+// word sums of master and both moments as they were and as they are now, and of out, are added to it. They are taken in any case, from the registers that hold the
+// numbers: two forms of the loop could round otherwise.
 template <class G, class O>
 void adamw(wide<O>* master, const G* grad, wide<O>* average, wide<O>* square, O* out, extent size, double scale, double lr, double beta1,
            double beta2, double eps, double decay, double correction1, double correction2, std::uint32_t* sums) {
     using A = wide<O>;
     const A by = A(scale), keep = A(1 - lr * decay), rate = A(lr / correction1), root = A(1 / std::sqrt(correction2)), small = A(eps);
     const A b1 = A(beta1), b2 = A(beta2), c1 = A(1 - beta1), c2 = A(1 - beta2);
-    const A* state[] = {master, average, square};
+    std::uint32_t was[3] = {}, is[3] = {};
+    const extent phase = extent(reinterpret_cast<std::uintptr_t>(out) % 4);
     for (extent start = 0; start < size; start += BLOCK) {
-        const extent stop = start + BLOCK < size ? start + BLOCK : size, bytes = (stop - start) * extent(sizeof(A));
-        for (int s = 0; sums && s < 3; ++s) sums[s] += word_sum(state[s] + start, bytes);
+        const extent stop = start + BLOCK < size ? start + BLOCK : size;
         NO_ALIAS
         for (extent i = start; i < stop; ++i) {
-            const A g = A(load(grad[i])) * by;
-            const A m = average[i] * b1 + g * c1, v = square[i] * b2 + g * g * c2;
+            const A g = A(load(grad[i])) * by, w = master[i], before_m = average[i], before_v = square[i];
+            const A m = before_m * b1 + g * c1, v = before_v * b2 + g * g * c2;
+            const A now = w * keep - rate * m / (std::sqrt(v) * root + small);
             average[i] = m;
             square[i] = v;
-            master[i] = master[i] * keep - rate * m / (std::sqrt(v) * root + small);
+            master[i] = now;
+            was[0] += words_of(w), was[1] += words_of(before_m), was[2] += words_of(before_v);
+            is[0] += words_of(now), is[1] += words_of(m), is[2] += words_of(v);
         }
-        for (int s = 0; sums && s < 3; ++s) sums[3 + s] += word_sum(state[s] + start, bytes);
         if (!out) continue;
         NO_ALIAS
         for (extent i = start; i < stop; ++i) store(out[i], master[i]);
+        if (sums) sums[6] += word_sum(out + start, (stop - start) * extent(sizeof(O)), phase);
     }
+    for (int s = 0; sums && s < 3; ++s) sums[s] += was[s], sums[3 + s] += is[s];
 }
 
 // Sums of the columns of x (rows, width) and of their magnitudes, each row times `by` and `by_size` (null: one).
@@ -555,7 +577,7 @@ template <class T> void fixed_squares(const T* x, extent size, double scale, std
     double fixed_add_##T(const T* x, std::int64_t* total, extent size, double scale) { return fixed_add<T>(x, total, size, scale); }        \
     void fixed_read_##T(const std::int64_t* total, T* out, extent size, double unit) { fixed_read<T>(total, out, size, unit); }             \
     void fixed_squares_##T(const T* x, extent size, double scale, std::int64_t* sums) { fixed_squares<T>(x, size, scale, sums); }             \
-    std::uint32_t word_sum_##T(const T* x, extent size) { return word_sum(x, size * extent(sizeof(T))); }                                   \
+    std::uint32_t word_sum_##T(const T* x, extent size, extent phase) { return word_sum(x, size * extent(sizeof(T)), phase); }              \
     void product_sums_##T(const T* a, extent a_ld, int a_turned, const T* b, extent b_ld, int b_turned, extent m, extent k, extent n,       \
                           wide<T>* want, wide<T>* bound, wide<T>* scratch) {                                                                \
         product_sums<T>(a, a_ld, a_turned != 0, b, b_ld, b_turned != 0, m, k, n, want, bound, scratch);                                     \

@@ -32,7 +32,7 @@ SIGNATURES = {
     "fixed_add": (_P, _P, _N, _D),
     "fixed_read": (_P, _P, _N, _D),
     "fixed_squares": (_P, _N, _D, _P),
-    "word_sum": (_P, _N),
+    "word_sum": (_P, _N, _N),
     "look": (_P, _N, _N, _N, _P),
     "product_sums": (_P, _N, _I, _P, _N, _I, _N, _N, _N, _P, _P, _P),
     "deviation": (_P, _N, _N, _N, _P, _P, _D, _D, _D, _P),
@@ -195,14 +195,14 @@ class CompiledRows:
         sums: torch.Tensor | None = None,
     ) -> None:
         """One step on contiguous (master, first moment, second moment). `numbers`: scale, lr, beta1, beta2, eps, weight decay,
-        1 - beta1^t, 1 - beta2^t. `sums` (6,) int32: the word sums of the three before and after are added to it."""
+        1 - beta1^t, 1 - beta2^t. `sums` (7,) int32: the word sums of the three before and after, and of `out`, are added to it."""
         call = self._adamw[self.types_of(state[0], grad, out)]
         master, average, square = (t.data_ptr() for t in state)
         call(master, grad.data_ptr(), average, square, _pointer(out), grad.numel(), *numbers, _pointer(sums))
 
-    def word_sum(self, x_N: torch.Tensor) -> int:
-        """Sum of the 32-bit words of a contiguous tensor, modulo 2^32."""
-        return int(self._of["word_sum", x_N.dtype](x_N.data_ptr(), x_N.numel()))
+    def word_sum(self, x_N: torch.Tensor, phase: int = 0) -> int:
+        """Sum of the 32-bit words of a contiguous tensor that begins in byte `phase` of one, modulo 2^32."""
+        return int(self._of["word_sum", x_N.dtype](x_N.data_ptr(), x_N.numel(), phase))
 
     def look(self, x_rN: torch.Tensor) -> Seen:
         """The largest magnitude (not finite where an element is not), and the mean square of every eighth row. Rows are dense."""

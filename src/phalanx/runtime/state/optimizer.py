@@ -134,7 +134,8 @@ class ShardedState:
                 _publish_shards(state, self.groups.axis(state.layout.rule.shard_over), comms, op_id=f"publish/{family}")
         self.is_published = True
         if self.sums is not None:
-            self.sums.published(self.read_in_a_step())
+            kept = {name: x.layout.kept_runs for name, x in self.families.items() if x.rounded is None}
+            self.sums.published(self.read_in_a_step(), kept)
 
     def read_in_a_step(self) -> dict[str, torch.Tensor]:
         """All that forward and backward passes read, by name: the parameters of each family in one, and the buffers."""

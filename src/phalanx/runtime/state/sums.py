@@ -1,6 +1,6 @@
 """Sums of the state at rest: is what is read what was written?
 
-    parameters                 summed when they were published, and again at the vote of the step that used them
+    parameters                 summed by the update that rounds them, or as they are published, and again at the vote of the step that used them
     master weights, moments    summed by the update that writes them, and again by the one that reads them next, in the same pass over memory
 
 Word sums (`kernels/cpu/words.py`) see every flipped bit. Must never change: whoever writes state elsewhere calls `forget`, or sound state looks wrong.
@@ -8,12 +8,15 @@ Word sums (`kernels/cpu/words.py`) see every flipped bit. Must never change: who
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from phalanx.kernels.cpu.words import WORDS, on_host, word_sum
+from phalanx.kernels.cpu.words import WORDS, on_host, phase_of, word_sum
 from phalanx.kernels.native import CompiledRows
+
+Ranges = Sequence[tuple[int, int]]
+"""`[start, stop)` each, of a flat buffer; none overlap."""
 
 
 class StateSums:
@@ -22,16 +25,31 @@ class StateSums:
     def __init__(self, *, rows: CompiledRows | None = None) -> None:
         self.rows = rows
         self._known: dict[str, int] = {}
+        self._rounded: dict[str, int] = {}
+        """By family, of the parameters that its last update has written."""
         self._wrong: list[str] = []
 
     def forget(self) -> None:
         """The state was written by somebody who does not sum."""
         self._known.clear()
+        self._rounded.clear()
         self._wrong.clear()
 
-    def published(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take down the parameters (and what else is read in a step), by name, as they are now."""
-        self._known.update(self._sums_of(parameters))
+    def published(self, parameters: Mapping[str, torch.Tensor], kept: Mapping[str, Ranges]) -> None:
+        """Take down the parameters (and what else is read in a step), by name, as they are now, but for the ranges `kept` of a family that an update has written: as
+        they were then."""
+        parts = {
+            name: _without(x, kept[name]) if name in self._rounded.keys() & kept.keys() else [x]
+            for name, x in parameters.items()
+        }
+        totals = iter(
+            on_host([word_sum(x, rows=self.rows, phase=phase_of(x)) for each in parts.values() for x in each])
+        )
+        for name, each in parts.items():
+            total = sum(next(totals) for _ in each) + (
+                self._rounded[name] if name in kept and name in self._rounded else 0
+            )
+            self._known[_place(name)] = total % WORDS
 
     def compare(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Look whether they still are; what was never taken down is now."""
@@ -39,9 +57,10 @@ class StateSums:
             self._compare(place, now)
 
     def updated(self, family: str, kinds: tuple[str, ...], sums: torch.Tensor) -> None:
-        """An update has read and written the state of a family; `sums` (6,): those of the three kinds before, and after."""
+        """An update has read and written the state of a family; `sums` (7,): those of the three kinds before, and after, and of the parameters that it rounded."""
         found = [int(n) % WORDS for n in sums.tolist()]  # SYNC: on a device, once a family and step
-        for kind, before, after in zip(kinds, found[:3], found[3:], strict=True):
+        self._rounded[family] = found[6]
+        for kind, before, after in zip(kinds, found[:3], found[3:6], strict=True):
             place = f"{kind} of {family}"
             self._compare(place, before)
             self._known[place] = after
@@ -53,12 +72,23 @@ class StateSums:
 
     def _sums_of(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
         totals = on_host([word_sum(x, rows=self.rows) for x in parameters.values()])
-        return {f"parameters of {name}": total for name, total in zip(parameters, totals, strict=True)}
+        return {_place(name): total for name, total in zip(parameters, totals, strict=True)}
 
     def _compare(self, place: str, now: int) -> None:
         known = self._known.setdefault(place, now)
         if known != now:
             self._wrong.append(f"{place}: {_difference(known, now)}")
+
+
+def _place(name: str) -> str:
+    return f"parameters of {name}"
+
+
+def _without(flat: torch.Tensor, ranges: Ranges) -> list[torch.Tensor]:
+    """What lies between the ranges."""
+    starts = [0, *(stop for _, stop in sorted(ranges))]
+    stops = [*(start for start, _ in sorted(ranges)), len(flat)]
+    return [flat[start:stop] for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 
 def _difference(known: int, now: int) -> str:

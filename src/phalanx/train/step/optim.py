@@ -67,7 +67,7 @@ class AdamW:
         """Update all that this rank keeps in place from `scale * gradient`, and round it. `step` counts from 0."""
         for family, segments in gradients.segments.items():
             target = state.families[family]
-            sums = None if state.sums is None else torch.zeros(6, dtype=torch.int64, device=target.master.device)
+            sums = None if state.sums is None else torch.zeros(7, dtype=torch.int64, device=target.master.device)
             for segment in segments:
                 for run in target.runs_in(segment.start, segment.start + segment.tensor.numel()):
                     part = slice(run.start, run.stop)
