@@ -195,3 +195,33 @@ def test_of_few_whole_numbers_two_copies_of_three_count() -> None:
     assert torch.equal(sums.majority(x), torch.arange(6)) and sums.outvoted == 0
     x[1, 4] ^= 1 << 40
     assert torch.equal(sums.majority(x), torch.arange(6)) and sums.outvoted == 1
+
+
+def test_a_sum_that_was_just_made_is_not_read_again_unless_somebody_wrote_there() -> None:
+    rows = compiled_rows()
+    if rows is None:
+        pytest.skip("no compiler on this machine")
+    sums, parts, out = MessageSums(0, rows=rows), torch.randn(3, 5000), torch.empty(5000)
+    sums.add("sum", (0, 1, 2), parts, parts[0].clone(), out)
+    assert torch.equal(out, parts[0] + parts[1] + parts[2])
+    made = int(reference_word_sum(out))
+    flip(out.data, 3, 7)  # memory that nobody wrote: what was made is what is told
+    sums.sent("copy", [Passed(1, out)])
+    out.mul_(2.0)
+    sums.sent("copy", [Passed(2, out)])
+    _, sent, received = sums.take()
+    assert [note.total for note in sent] == [made, int(reference_word_sum(out))]
+    assert [note.total for note in received] == [int(reference_word_sum(part)) for part in parts[1:]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("add", (False, True))
+def test_what_is_collected_is_summed_on_the_way(dtype: torch.dtype, add: bool) -> None:
+    rows = compiled_rows()
+    if rows is None:
+        pytest.skip("no compiler on this machine")
+    grad = torch.randn(3001).to(dtype)
+    total = torch.randn(3001, dtype=torch.promote_types(dtype, torch.float32))
+    want = total + grad if add else grad.to(total.dtype)
+    assert rows.collect(grad, total, add=add) == int(reference_word_sum(want))
+    assert torch.equal(total, want)

@@ -24,7 +24,7 @@ class ExpertsDivided(Collectives):
         return super().start_all_reduce(x, axis, op_id=op_id)
 
     def start_reduce_scatter(
-        self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = ""
+        self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = "", totals: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, Exchange]:
         self._divide(x_flat, axis, op_id)
         return super().start_reduce_scatter(x_flat, axis, op_id=op_id)
@@ -76,7 +76,7 @@ class ClippedBeforeReduction(Collectives):
         return super().start_all_reduce(x, axis, op_id=op_id)
 
     def start_reduce_scatter(
-        self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = ""
+        self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = "", totals: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, Exchange]:
         self._clip(x_flat, op_id)
         return super().start_reduce_scatter(x_flat, axis, op_id=op_id)

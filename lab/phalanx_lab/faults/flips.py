@@ -77,7 +77,7 @@ class FlippedMessages(MessageSums):
         self.way = Aim()
 
     def received(self, place: str, passed: Sequence[Passed]) -> None:
-        for _, x in passed:
+        for _, x, _ in passed:
             self.way.passes(place, x)
         super().received(place, passed)
 

@@ -63,7 +63,7 @@ def assemble(
     )  # fmt: skip
     gradients = GradientBuffers(
         params, layouts, dtype=dtype, borrowed=_borrowed(layouts, ctx, num_microbatches=num_microbatches), fixed=ctx.sums,
-        summands=1 if exact is None else exact.summands, lanes=ctx.lanes,
+        summands=1 if exact is None else exact.summands, lanes=ctx.lanes, summed=ctx.comms.sums is not None,
     )  # fmt: skip
     return StepParts(
         model=model, spec=ctx.spec, groups=ctx.groups, comms=ctx.comms, buffers=gradients, state=_state(model, layouts, ctx),

@@ -397,10 +397,10 @@ double deviation(const T* c, extent ld, extent m, extent n, const wide<T>* want,
     return top;
 }
 
-// The sum of `count` parts of `size` numbers, one after the other, in their order, and the word sum of each part, in one reading. `sums` (count). Part number `mine`
-// lies at `own`.
+// The sum of `count` parts of `size` numbers, one after the other, in their order, and the word sum of each part, in one reading. `sums` (count + 1): those of the
+// parts, and of the sum. Part number `mine` lies at `own`.
 template <class T> void add_parts(const T* parts, extent count, extent size, extent mine, const T* own, T* out, std::uint32_t* sums) {
-    for (extent p = 0; p < count; ++p) sums[p] = 0;
+    for (extent p = 0; p <= count; ++p) sums[p] = 0;
     for (extent start = 0; start < size; start += BLOCK) {
         const extent stop = start + BLOCK < size ? start + BLOCK : size;
         for (extent p = 0; p < count; ++p) {
@@ -409,7 +409,29 @@ template <class T> void add_parts(const T* parts, extent count, extent size, ext
             NO_ALIAS
             for (extent i = start; i < stop; ++i) out[i] = p ? T(out[i] + part[i]) : part[i];
         }
+        sums[count] += word_sum(out + start, (stop - start) * extent(sizeof(T)));
     }
+}
+
+// total = x, or total + x, and the word sum of the total as it is then.
+template <class T, class A> std::uint32_t collect(const T* x, A* total, extent size, bool add) {
+    std::uint32_t sum = 0;
+    if (add) {
+        NO_ALIAS
+        for (extent i = 0; i < size; ++i) {
+            const A now = total[i] + A(load(x[i]));
+            total[i] = now;
+            sum += words_of(now);
+        }
+    } else {
+        NO_ALIAS
+        for (extent i = 0; i < size; ++i) {
+            const A now = A(load(x[i]));
+            total[i] = now;
+            sum += words_of(now);
+        }
+    }
+    return sum;
 }
 
 // Sum of squares in fp64, where those of bf16 and fp32 numbers are exact.
@@ -577,6 +599,7 @@ template <class T> void fixed_squares(const T* x, extent size, double scale, std
     double fixed_add_##T(const T* x, std::int64_t* total, extent size, double scale) { return fixed_add<T>(x, total, size, scale); }        \
     void fixed_read_##T(const std::int64_t* total, T* out, extent size, double unit) { fixed_read<T>(total, out, size, unit); }             \
     void fixed_squares_##T(const T* x, extent size, double scale, std::int64_t* sums) { fixed_squares<T>(x, size, scale, sums); }             \
+    std::uint32_t collect_##T(const T* x, wide<T>* total, extent size, int add) { return collect(x, total, size, add != 0); }               \
     std::uint32_t word_sum_##T(const T* x, extent size, extent phase) { return word_sum(x, size * extent(sizeof(T)), phase); }              \
     void product_sums_##T(const T* a, extent a_ld, int a_turned, const T* b, extent b_ld, int b_turned, extent m, extent k, extent n,       \
                           wide<T>* want, wide<T>* bound, wide<T>* scratch) {                                                                \

@@ -32,6 +32,7 @@ SIGNATURES = {
     "fixed_add": (_P, _P, _N, _D),
     "fixed_read": (_P, _P, _N, _D),
     "fixed_squares": (_P, _N, _D, _P),
+    "collect": (_P, _P, _N, _I),
     "word_sum": (_P, _N, _N),
     "look": (_P, _N, _N, _N, _P),
     "product_sums": (_P, _N, _I, _P, _N, _I, _N, _N, _N, _P, _P, _P),
@@ -71,6 +72,7 @@ class CompiledRows:
         for dtype in NAMES:
             self._of["square_sum", dtype].restype = _D
             self._of["fixed_add", dtype].restype = _D
+            self._of["collect", dtype].restype = ctypes.c_uint32
             self._of["word_sum", dtype].restype = ctypes.c_uint32
             self._of["deviation", dtype].restype = _D
 
@@ -204,6 +206,11 @@ class CompiledRows:
         """Sum of the 32-bit words of a contiguous tensor that begins in byte `phase` of one, modulo 2^32."""
         return int(self._of["word_sum", x_N.dtype](x_N.data_ptr(), x_N.numel(), phase))
 
+    def collect(self, x_N: torch.Tensor, total_N: torch.Tensor, *, add: bool) -> int:
+        """`total = x`, or with `add` `total += x`, both contiguous, `total` wide; its word sum afterwards."""
+        call = self._of["collect", x_N.dtype]
+        return int(call(x_N.data_ptr(), total_N.data_ptr(), total_N.numel(), int(add)))
+
     def look(self, x_rN: torch.Tensor) -> Seen:
         """The largest magnitude (not finite where an element is not), and the mean square of every eighth row. Rows are dense."""
         seen, (rows, width) = not_seen(), x_rN.shape
@@ -233,8 +240,8 @@ class CompiledRows:
         return x.dtype in self._add_parts and x.device.type == "cpu"
 
     def add_parts(self, parts_PN: torch.Tensor, mine: int, own_N: torch.Tensor, out_N: torch.Tensor) -> list[int]:
-        """`out`, the sum of contiguous parts in their order, of which number `mine` is `own`; the word sums of the parts."""
-        sums_P = torch.empty(len(parts_PN), dtype=torch.int32)
+        """`out`, the sum of contiguous parts in their order, of which number `mine` is `own`; the word sums of the parts, and of `out`."""
+        sums_P = torch.empty(len(parts_PN) + 1, dtype=torch.int32)
         pointers = (own_N.data_ptr(), out_N.data_ptr(), sums_P.data_ptr())
         self._add_parts[out_N.dtype](parts_PN.data_ptr(), *parts_PN.shape, mine, *pointers)
         return [n % 2**32 for n in sums_P.tolist()]

@@ -164,9 +164,10 @@ class Collectives:
         return shard
 
     def start_reduce_scatter(
-        self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = ""
+        self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = "", totals: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, Exchange]:
-        """`reduce_scatter` that travels while the rank continues: neither buffer nor shard are to be touched before the exchange has been waited for."""
+        """`reduce_scatter` that travels while the rank continues: neither buffer nor shard are to be touched before the exchange has been waited for. `totals`: the word
+        sums of the shards, where messages are checked and they are known."""
         if axis.group is None:
             return x_flat, Exchange(lambda: None)
         check_summed(x_flat, axis, "reduce_scatter")
@@ -175,7 +176,7 @@ class Collectives:
                 f"reduce_scatter over {axis.name}: {x_flat.numel()} elements do not split into {axis.size}"
             )
         if self.sums is not None:
-            return self._start_own_part(x_flat, axis, "sum", op_id)
+            return self._start_own_part(x_flat, axis, "sum", op_id, totals)
         axis, length = self._own(axis), x_flat.numel() // axis.size
         call = Call(op_id, num_bytes(x_flat) - num_bytes(x_flat) // axis.size, not x_flat.is_cuda)
         if self.scatters(x_flat):
@@ -609,17 +610,19 @@ class Collectives:
         axis: Axis,
         goes: Sequence[torch.Tensor | None],
         comes: Sequence[torch.Tensor | None],
+        *,
+        totals: Sequence[int] | None = None,
     ) -> Checked | None:
-        """What each other rank of the axis gets from this one, and gives to it."""
+        """What each other rank of the axis gets from this one, and gives to it. `totals`: word sums of what goes, where they are known."""
         if self.sums is None:
             return None
         mine = axis.ranks[axis.index]
 
-        def passed(each: Sequence[torch.Tensor | None]) -> list[Passed]:
-            others = zip(axis.ranks, each, strict=True)
-            return [Passed(r, x) for r, x in others if r != mine and x is not None and x.numel()]
+        def passed(each: Sequence[torch.Tensor | None], known: Sequence[int | None] | None) -> list[Passed]:
+            others = zip(axis.ranks, each, [None] * axis.size if known is None else known, strict=True)
+            return [Passed(r, x, n) for r, x, n in others if r != mine and x is not None and x.numel()]
 
-        return Checked(f"{op} [{op_id}] over {axis.name}", passed(goes), passed(comes))
+        return Checked(f"{op} [{op_id}] over {axis.name}", passed(goes, totals), passed(comes, None))
 
     def _checked_messages(
         self, op: str, op_id: str, axis: Axis, sends: Sequence[Message], receives: Sequence[Message]
@@ -664,7 +667,7 @@ class Collectives:
         return Exchange(finish)
 
     def _start_own_part(
-        self, x_flat: torch.Tensor, axis: Axis, op: ReduceOp, op_id: str
+        self, x_flat: torch.Tensor, axis: Axis, op: ReduceOp, op_id: str, totals: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, Exchange]:
         """This rank's part of the sum of equal parts, in rank order, once the exchange has been waited for."""
         axis, size = self._own(axis), axis.size
@@ -672,10 +675,8 @@ class Collectives:
         if length * size != x_flat.numel():
             x_flat = torch.cat([x_flat, x_flat.new_zeros(length * size - x_flat.numel())])
         parts, total, splits = x_flat.new_empty(size * length), x_flat.new_empty(length), [length] * size
-        checked, sums = (
-            self._checked("reduce_scatter", op_id, axis, x_flat.split(length), parts.split(length)),
-            self.sums,
-        )
+        each, sums = (x_flat.split(length), parts.split(length)), self.sums
+        checked = self._checked("reduce_scatter", op_id, axis, *each, totals=totals)
         assert checked is not None and sums is not None  # asked by the callers
         adds = op == "sum" and sums.adds(total)
         if x_flat.is_cuda:

@@ -40,6 +40,8 @@ class Passed(NamedTuple):
 
     peer: int
     tensor: torch.Tensor
+    total: int | None = None
+    """Its word sum, where whoever wrote it knows that."""
 
 
 class MessageSums:
@@ -51,19 +53,28 @@ class MessageSums:
         """Whole numbers that one of three copies had otherwise."""
         self._sent: list[tuple[str, int, int | torch.Tensor]] = []
         self._received: list[tuple[str, int, int | torch.Tensor]] = []
+        self._made: list[tuple[torch.Tensor, int, int]] = []
+        """Sums that `add` has made: the tensor, its version, its word sum."""
 
     def sent(self, place: str, passed: Sequence[Passed]) -> None:
         """Note what leaves, before it does."""
         known: dict[tuple[int, int], int | torch.Tensor] = {}  # a gather gives all the same tensor
-        for peer, x in passed:
+        for peer, x, total in passed:
             key = (x.data_ptr(), x.numel())
             if key not in known:
-                known[key] = word_sum(x, rows=self.rows)
+                known[key] = total if total is not None else self._total_of(x)
             self._sent.append((place, peer, known[key]))
+
+    def _total_of(self, x: torch.Tensor) -> int | torch.Tensor:
+        """Word sum of what leaves: that of a sum was taken down when it was made, unless an operation has written there since."""
+        for made, version, total in self._made:
+            if made.data_ptr() == x.data_ptr() and made.numel() == x.numel() and x._version == version == made._version:
+                return total
+        return word_sum(x, rows=self.rows)
 
     def received(self, place: str, passed: Sequence[Passed]) -> None:
         """Note what came, before it is used."""
-        self._received += [(place, peer, word_sum(x, rows=self.rows)) for peer, x in passed]
+        self._received += [(place, peer, word_sum(x, rows=self.rows)) for peer, x, _ in passed]
 
     def adds(self, x: torch.Tensor) -> bool:
         """Whether `add` takes such tensors."""
@@ -74,14 +85,17 @@ class MessageSums:
     ) -> None:
         """`out`, the sum of this rank's own part and of those that came from the others, which are noted in the same reading."""
         assert self.rows is not None  # `adds` says so
-        totals = self.rows.add_parts(parts_PN, ranks.index(self.rank), own_N, out_N)
-        for peer, total in zip(ranks, totals, strict=True):
+        *totals, total = self.rows.add_parts(parts_PN, ranks.index(self.rank), own_N, out_N)
+        if not out_N.is_inference():  # such have no version
+            self._made.append((out_N, out_N._version, total))
+        for peer, came in zip(ranks, totals, strict=True):
             if peer != self.rank:
-                self._received.append((place, peer, total))
+                self._received.append((place, peer, came))
 
     def take(self) -> tuple[int, list[MessageNote], list[MessageNote]]:
         """What was sent less what was received, and the notes of both; then forget them."""
         sent, received, self._sent, self._received = self._sent, self._received, [], []
+        self._made.clear()
         totals = iter(on_host([total for *_, total in (*sent, *received)]))
         gone = [MessageNote(place, self.rank, peer, next(totals)) for place, peer, _ in sent]
         came = [MessageNote(place, peer, self.rank, next(totals)) for place, peer, _ in received]

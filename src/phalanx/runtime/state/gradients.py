@@ -38,6 +38,8 @@ import torch
 from phalanx.kernels.cpu.fixed_point import FixedSum, FixedSums, fixed_read, fixed_squares, limit
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.square_sum import square_sums
+from phalanx.kernels.cpu.words import WORDS
+from phalanx.kernels.native import CompiledRows
 from phalanx.plan.layout import FlatLayout, HolderPlan, sums_whole
 from phalanx.plan.program import gradient_id
 from phalanx.runtime.comm import Collectives, Exchange, Groups
@@ -158,14 +160,17 @@ class GradientBuffers:
         fixed: FixedSums | None = None,
         summands: int = 1,
         lanes: Lanes = SERIAL,
+        summed: bool = False,
     ) -> None:
+        """`summed`: messages are checked, so that the word sums of what is collected are of use."""
+        rows = lanes.rows if summed else None
         self.layouts = dict(layouts)
         self.bits, self._summands = NORM_BITS, summands
         self._fixed = (
             [] if fixed is None else [_Fixed(key, layout, params, dtype, lanes) for key, layout in layouts.items()]
         )
         self._parts: dict[str, _Flat | _Borrowed] = {part.key: part for part in self._fixed} or {
-            key: _Borrowed(layout, params) if key in borrowed else _Flat(key, layout, params, dtype)
+            key: _Borrowed(layout, params) if key in borrowed else _Flat(key, layout, params, dtype, rows)
             for key, layout in layouts.items()
         }
         if fixed is not None:
@@ -281,7 +286,15 @@ def _backward_order(parts: Mapping[str, _Flat | _Borrowed], names: Sequence[str]
 class _Flat:
     """A layout in one flat buffer."""
 
-    def __init__(self, key: str, layout: FlatLayout, params: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        key: str,
+        layout: FlatLayout,
+        params: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        rows: CompiledRows | None = None,
+    ) -> None:
+        """`rows`: compiled kernels that sum the words of what is collected."""
         device = params[layout.params[0].param.name].device
         self.key, self.layout = key, layout
         self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
@@ -290,10 +303,14 @@ class _Flat:
             for local, start in zip(layout.params, layout.starts, strict=True)
         ]
         self.sums_of_holders = HolderSums(layout.holders) if layout.holders is not None else None
+        with_totals = rows is not None and layout.num_shards > 1 and layout.holders is None
+        self.known = _ShardTotals(layout, dtype, rows) if with_totals and rows is not None else None
         self.begin()
 
     def begin(self) -> None:
         self.seen = [False] * len(self.views)
+        if self.known is not None:
+            self.known.begin()
         if self.sums_of_holders is not None:
             self.sums_of_holders.begin()
         self.missing = len(self.views)
@@ -303,11 +320,13 @@ class _Flat:
         self.shard = self.flat
 
     def collect(self, index: int, grad: torch.Tensor) -> None:
-        if self.seen[index]:
+        if self.known is not None and self.known.collect(index, grad, self.flat, add=self.seen[index]):
+            pass
+        elif self.seen[index]:
             self.views[index].add_(grad)
         else:
             self.views[index].copy_(grad)
-            self.seen[index] = True
+        self.seen[index] = True
 
     def start(self, groups: Groups, comms: Collectives) -> None:
         """Start the reduction over the first group that has something to add up; only the last one shards. Once a step."""
@@ -354,7 +373,10 @@ class _Flat:
         if not (shards and scatters):
             self._keep_evidence()
         if shards and not sums_whole(self.layout.keepers, scatters=scatters):
-            self.shard, exchange = comms.start_reduce_scatter(self.flat, axis, op_id=op_id)
+            known = (
+                self.known.of_shards(self.seen) if self.known is not None and name == self._groups(groups)[0] else None
+            )
+            self.shard, exchange = comms.start_reduce_scatter(self.flat, axis, op_id=op_id, totals=known)
             return exchange
         return comms.start_all_reduce(self.flat, axis, op_id=op_id)
 
@@ -369,6 +391,48 @@ class _Flat:
 
     def release(self) -> None:
         pass
+
+
+class _ShardTotals:
+    """Word sums (`kernels/cpu/words.py`) of the shards of a buffer, taken while its gradients are collected: by parameter and shard."""
+
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype, rows: CompiledRows) -> None:
+        self._dtype, self._rows, self._num_shards, length = dtype, rows, layout.num_shards, layout.shard_length
+        self._cuts = [
+            [
+                (shard, max(start, shard * length), min(start + local.num_elements, (shard + 1) * length))
+                for shard in range(start // length, -(-(start + local.num_elements) // length))
+            ]
+            for local, start in zip(layout.params, layout.starts, strict=True)
+        ]
+        self._starts = layout.starts
+
+    def begin(self) -> None:
+        self._found: dict[int, list[tuple[int, int]]] = {}
+
+    def collect(self, index: int, grad: torch.Tensor, flat: torch.Tensor, *, add: bool) -> bool:
+        """Write a gradient into the buffer, or add it; False, and nothing is written, where there is no function for it."""
+        self._found.pop(index, None)
+        if not self._rows.can_take(grad) or torch.promote_types(grad.dtype, torch.float32) != self._dtype:
+            return False
+        if not grad.is_contiguous():
+            return False
+        each, at = grad.detach().view(-1), self._starts[index]
+        self._found[index] = [
+            (shard, self._rows.collect(each[first - at : stop - at], flat[first:stop], add=add))
+            for shard, first, stop in self._cuts[index]
+        ]
+        return True
+
+    def of_shards(self, seen: Sequence[bool]) -> list[int] | None:
+        """Those of the whole shards; None where a gradient went into the buffer by another way. What was not seen is zero."""
+        if any(has and index not in self._found for index, has in enumerate(seen)):
+            return None
+        totals = [0] * self._num_shards
+        for each in self._found.values():
+            for shard, total in each:
+                totals[shard] = (totals[shard] + total) % WORDS
+        return totals
 
 
 class _Fixed(_Flat):
