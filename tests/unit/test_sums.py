@@ -11,7 +11,7 @@ from phalanx.kernels.cpu.cross_entropy import linear_cross_entropy
 from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.linear import projections
-from phalanx.kernels.cpu.products import EVERY, ProductSums, reference_deviation, tolerance_of
+from phalanx.kernels.cpu.products import EVERY, ProductSums, reference_deviation, stands_alone, stands_out, tolerance_of
 from phalanx.kernels.cpu.words import WORDS, phase_of, reference_word_sum, word_sum
 from phalanx.kernels.native import compiled_rows
 from phalanx.runtime.comm.sums import MessageNote, MessageSums, Passed, wrong_messages
@@ -119,6 +119,24 @@ def test_products_are_summed_in_turn_even_where_nothing_stands_out() -> None:
     for _ in range(EVERY):
         sums.check("always half too large", wrong, (a, b), rows=rows)
     assert len(sums.take()) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_large_elements_does_not_stand_out_and_an_element_in_it_does(dtype: torch.dtype) -> None:
+    rows = compiled_rows()
+    if rows is None:
+        pytest.skip("no compiler on this machine")
+    c = torch.randn(70, 200).clamp(-3, 3).to(dtype)
+    assert not stands_alone(c, rows.look(c), rows)
+    c[33] *= 100
+    seen = rows.look(c)
+    assert stands_out(seen) and not stands_alone(c, seen, rows)
+    others = c[33].double().square().sum() - seen[0] ** 2
+    assert rows.beside(c, seen) == pytest.approx(float(others / 200), rel=1e-2)
+    for place, wrong in ((33, 3000.0), (0, 2000.0), (69, float("nan")), (8, float("-inf"))):
+        spoilt = c.clone()
+        spoilt[place, 7] = wrong
+        assert stands_alone(spoilt, rows.look(spoilt), rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

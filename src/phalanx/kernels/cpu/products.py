@@ -8,7 +8,7 @@ product exceeds them, on any processor; they are doubled, and the second once mo
 about 1.6 % of `m` times a typical element of its column.
 
 An error that changes the step of thousands of tokens stands out of its matrix, and to see that is a reading of `c` alone. So with the compiled kernels those products are
-summed of which an element is above `STANDS_OUT` times a typical one, or not finite, and one in `EVERY` besides; elsewhere all are.
+summed of which an element is above `STANDS_OUT` times a typical one and above `BESIDE` times one of its row, or not finite, and one in `EVERY` besides; elsewhere all are.
 
 Decides nothing about what follows (`train/step/check.py`). Must never change: nothing that is computed depends on a check.
 
@@ -30,7 +30,9 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 """`a` (m, k) and `b` (k, n)."""
 STANDS_OUT = 32.0
 """Times the root of the mean square."""
-EVERY = 61
+BESIDE = 6.0
+"""Times that of the other elements of its row: some tokens have large gradients, and a row of large elements is none that stands out."""
+EVERY = 251
 """Products of which one is summed whatever it looks like: a prime, so that after some steps each has had its turn."""
 
 
@@ -85,7 +87,7 @@ class ProductSums:
         look at `c` found, where somebody has looked."""
         self.checked += 1
         number, rows = self.checked - self._begun, rows if can_look(c_mn) else None
-        if rows is not None and self.checked % EVERY and not stands_out(seen or rows.look(c_mn)):
+        if rows is not None and self.checked % EVERY and not stands_alone(c_mn, seen or rows.look(c_mn), rows):
             return
         if 0 in c_mn.shape or any(0 in a.shape for a, _ in factors):
             return
@@ -139,10 +141,15 @@ def reference_deviation(c_mn: torch.Tensor, *factors: Factors) -> torch.Tensor:
     return (off_n.abs() / allowed_n).nan_to_num(nan=math.inf, posinf=math.inf).amax()
 
 
-def stands_out(seen: Seen, many: float = STANDS_OUT) -> bool:
+def stands_out(seen: Seen | tuple[float, float], many: float = STANDS_OUT) -> bool:
     """Whether an element is above `many` times a typical one, or is not finite."""
     largest, mean_square = seen
     return not largest * largest <= many * many * mean_square
+
+
+def stands_alone(x_mN: torch.Tensor, seen: Seen, rows: CompiledRows) -> bool:
+    """Whether an element stands out of the matrix and of its row, or is not finite."""
+    return stands_out(seen) and stands_out((seen[0], rows.beside(x_mN, seen)), BESIDE)
 
 
 def can_look(x_mN: torch.Tensor) -> bool:

@@ -110,10 +110,13 @@ template <class T> struct Look {
         squares += double(sum);
         counted += width;
     }
+    double largest() const {
+        T found;
+        std::memcpy(&found, &top, sizeof found);
+        return double(load(found));
+    }
     void tell(double* seen) const {
-        T largest;
-        std::memcpy(&largest, &top, sizeof largest);
-        seen[0] = double(load(largest));
+        seen[0] = largest();
         const double others = squares - seen[0] * seen[0];  // or one element out of few would hide behind itself
         seen[1] = others > 0 && others <= 1e300 ? others / double(counted) : 0;
     }
@@ -123,6 +126,19 @@ template <class T> void look(const T* x, extent ld, extent rows, extent width, d
     Look<T> found;
     for (extent r = 0; r < rows; ++r) found.row(x + r * ld, width);
     found.tell(seen);
+}
+
+// The mean square of what stands in one row with the largest element, which a look has found: zero where that row has nothing else.
+template <class T> double beside(const T* x, extent ld, extent rows, extent width, double largest) {
+    for (extent r = 0; r < rows; ++r, x += ld) {
+        Look<T> found;
+        found.row(x, width);
+        if (found.largest() != largest) continue;
+        double seen[2];
+        found.tell(seen);
+        return seen[1];
+    }
+    return 0;
 }
 
 // h = silu(gate) * up; `seen` (2), where not null: a look at gate_up
@@ -609,7 +625,8 @@ template <class T> void fixed_squares(const T* x, extent size, double scale, std
                          double tiny, wide<T>* scratch) {                                                                                   \
         return deviation<T>(c, ld, m, n, want, bound, unit, gamma, tiny, scratch);                                                          \
     }                                                                                                                                       \
-    void look_##T(const T* x, extent ld, extent rows, extent width, double* seen) { look(x, ld, rows, width, seen); }
+    void look_##T(const T* x, extent ld, extent rows, extent width, double* seen) { look(x, ld, rows, width, seen); }                       \
+    double beside_##T(const T* x, extent ld, extent rows, extent width, double largest) { return beside(x, ld, rows, width, largest); }
 
 #define ADAMW(G, O)                                                                                                                         \
     void adamw_##G##_##O(wide<O>* master, const G* grad, wide<O>* average, wide<O>* square, O* out, extent size, double scale, double lr,   \

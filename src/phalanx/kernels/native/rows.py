@@ -35,6 +35,7 @@ SIGNATURES = {
     "collect": (_P, _P, _N, _I),
     "word_sum": (_P, _N, _N),
     "look": (_P, _N, _N, _N, _P),
+    "beside": (_P, _N, _N, _N, _D),
     "product_sums": (_P, _N, _I, _P, _N, _I, _N, _N, _N, _P, _P, _P),
     "deviation": (_P, _N, _N, _N, _P, _P, _D, _D, _D, _P),
 }
@@ -75,6 +76,7 @@ class CompiledRows:
             self._of["collect", dtype].restype = ctypes.c_uint32
             self._of["word_sum", dtype].restype = ctypes.c_uint32
             self._of["deviation", dtype].restype = _D
+            self._of["beside", dtype].restype = _D
 
     @staticmethod
     def can_take(*tensors: torch.Tensor | None) -> bool:
@@ -216,6 +218,10 @@ class CompiledRows:
         seen, (rows, width) = not_seen(), x_rN.shape
         self._of["look", x_rN.dtype](x_rN.data_ptr(), x_rN.stride(0), rows, width, seen)
         return seen
+
+    def beside(self, x_rN: torch.Tensor, seen: Seen) -> float:
+        """The mean square of what stands in one row with the largest element, which a look has found. Rows are dense."""
+        return float(self._of["beside", x_rN.dtype](x_rN.data_ptr(), x_rN.stride(0), *x_rN.shape, seen[0]))
 
     def deviation(
         self,
