@@ -292,9 +292,9 @@ class _Logits(torch.autograd.Function):
         logits_TE = x_TH.new_empty((x_TH.shape[0], w_EH.shape[0]), dtype=wide)
 
         def block(rows: slice, _: int) -> None:
-            x_rH = x_TH[rows].to(wide)
-            torch.mm(x_rH, w_HE, out=logits_TE[rows])
-            lanes.check("router forward", logits_TE[rows], (x_rH, w_HE))
+            x_rH, logits_rE = x_TH[rows].to(wide), logits_TE[rows]
+            torch.mm(x_rH, w_HE, out=logits_rE)
+            lanes.check("router forward", logits_rE, (x_rH, w_HE))
 
         lanes.run(block, _blocks(x_TH))
         return logits_TE
@@ -309,11 +309,12 @@ class _Logits(torch.autograd.Function):
 
         def block(numbered: tuple[int, slice], _: int) -> None:
             i, rows = numbered
-            x_rH, grad_x_rH = x_TH[rows].to(wide), grad_TE[rows] @ wide_EH
-            ctx.lanes.check("router input gradient", grad_x_rH, (grad_TE[rows], wide_EH))
+            x_rH, grad_rE, partial_EH = x_TH[rows].to(wide), grad_TE[rows], partial_nEH[i]
+            grad_x_rH = grad_rE @ wide_EH
+            ctx.lanes.check("router input gradient", grad_x_rH, (grad_rE, wide_EH))
             grad_x_TH[rows] = grad_x_rH
-            torch.mm(grad_TE[rows].T, x_rH, out=partial_nEH[i])
-            ctx.lanes.check("router weight gradient", partial_nEH[i], (grad_TE[rows].T, x_rH))
+            torch.mm(grad_rE.T, x_rH, out=partial_EH)
+            ctx.lanes.check("router weight gradient", partial_EH, (grad_rE.T, x_rH))
 
         ctx.lanes.run(block, list(enumerate(blocks)))
         return grad_x_TH, partial_nEH.sum(0).to(w_EH.dtype), None

@@ -214,9 +214,10 @@ class _Work:
         self.lanes.sums.check_again("logits forward", seen, again_cV, factors, rows=self.native)
 
     def _project(self, tokens: slice, logits_cV: torch.Tensor, *, late: bool = False) -> None:
-        torch.mm(self.hidden_TH[tokens], self.weight_VH.T, out=logits_cV)
-        if self.lanes.sums is not None and not late:
-            self.lanes.check("logits forward", logits_cV, (self.hidden_TH[tokens], self.weight_VH.T))
+        factors = self.hidden_TH[tokens], self.weight_VH.T
+        torch.mm(*factors, out=logits_cV)
+        if not late:
+            self.lanes.check("logits forward", logits_cV, factors)
 
     def _project_back(self, tokens: slice, d_logits_cV: torch.Tensor) -> None:
         if self.d_hidden_TH is not None:

@@ -101,9 +101,10 @@ class _CpuLinear(torch.autograd.Function):
             weight_OH, bias_O = weights[part.which], biases[part.which]
             assert weight_OH is not None
             y_to = out[part.which][part.rows, part.columns]
-            torch.mm(x_TH[part.rows], weight_OH[part.columns].T, out=y_to)
+            factors = x_TH[part.rows], weight_OH[part.columns].T
+            torch.mm(*factors, out=y_to)
             if lanes.sums is not None:
-                lanes.check("linear forward", y_to, (x_TH[part.rows], weight_OH[part.columns].T))
+                lanes.check("linear forward", y_to, factors)
             if bias_O is not None:
                 y_to.add_(bias_O[part.columns])
 
@@ -149,21 +150,20 @@ def _gradients(
 
     def input_gradient(rows: slice) -> None:
         assert dx_TH is not None
-        for i, (dy_TO, weight_OH) in enumerate(zip(grads, weights, strict=True)):
-            if i == 0:
-                torch.mm(dy_TO[rows], weight_OH, out=dx_TH[rows])
-            else:
-                dx_TH[rows].addmm_(dy_TO[rows], weight_OH)
+        dx_tH, factors = dx_TH[rows], [(dy_TO[rows], w) for dy_TO, w in zip(grads, weights, strict=True)]
+        torch.mm(*factors[0], out=dx_tH)
+        for dy_tO, weight_OH in factors[1:]:
+            dx_tH.addmm_(dy_tO, weight_OH)
         if lanes.sums is not None:
-            factors = ((dy_TO[rows], w) for dy_TO, w in zip(grads, weights, strict=True))
-            lanes.check("linear input gradient", dx_TH[rows], *factors)
+            lanes.check("linear input gradient", dx_tH, *factors)
 
     def weight_gradient(which: int, columns: slice) -> None:
         target = d_weights[which]
         assert target is not None
-        torch.mm(grads[which][:, columns].T, x_TH, out=target[columns])
+        factors, d_weight_oH = (grads[which][:, columns].T, x_TH), target[columns]
+        torch.mm(*factors, out=d_weight_oH)
         if lanes.sums is not None:
-            lanes.check("linear weight gradient", target[columns], (grads[which][:, columns].T, x_TH))
+            lanes.check("linear weight gradient", d_weight_oH, factors)
 
     work: list[Callable[[], None]] = []
     if dx_TH is not None:
