@@ -13,7 +13,7 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.linear import projections
 from phalanx.kernels.cpu.products import EVERY, ProductSums, reference_deviation, stands_alone, stands_out, tolerance_of
 from phalanx.kernels.cpu.words import WORDS, phase_of, reference_word_sum, word_sum
-from phalanx.kernels.native import compiled_rows
+from phalanx.kernels.native import compiled_rows, not_seen
 from phalanx.runtime.comm.sums import MessageNote, MessageSums, Passed, wrong_messages
 from phalanx.runtime.state.sums import StateSums
 
@@ -243,3 +243,16 @@ def test_what_is_collected_is_summed_on_the_way(dtype: torch.dtype, add: bool) -
     want = total + grad if add else grad.to(total.dtype)
     assert rows.collect(grad, total, add=add) == int(reference_word_sum(want))
     assert torch.equal(total, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scaled", (False, True))
+def test_rows_are_looked_at_while_they_are_scaled(dtype: torch.dtype, scaled: bool) -> None:
+    rows = compiled_rows()
+    if rows is None:
+        pytest.skip("no compiler on this machine")
+    x, by = torch.randn(40, 96).to(dtype)[:33, :64], torch.rand(33, 1).to(dtype) if scaled else None
+    out, seen = torch.empty(33, 64, dtype=dtype), not_seen()
+    rows.scale_rows(x, by, out, seen=seen)
+    assert torch.equal(out, x if by is None else x * by)
+    assert tuple(seen) == tuple(rows.look(x))

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.deferred import DeferredGradients, Target, later_grouped_mm, later_linear, target_of
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.products import ProductSums, checked_linear
+from phalanx.kernels.cpu.products import Factors, ProductSums, checked_linear
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import padded_rows, spaced
 from phalanx.kernels.cpu.swiglu import reference_swiglu, swiglu
@@ -370,8 +370,9 @@ class GroupedCall:
         if seen is not None:
             lanes.check("experts, first projection, forward", gate_up_mF, factors, seen=seen)
         torch.mm(h_mf, w2_Hf.T, out=y_mH)
-        lanes.check("experts, second projection, forward", y_mH, (h_mf, w2_Hf.T))
-        scripted(_scaled_rows)(y_mH, scale_r1, y_MH[p.rows])
+        factors, y_rH = (h_mf, w2_Hf.T), y_MH[p.rows]
+        place = "experts, second projection, forward"
+        _checked_rows(lanes, place, y_mH=y_mH, factors=factors, scale_r1=scale_r1, out_rH=y_rH)
 
     def backward(
         self,
@@ -535,8 +536,28 @@ def _checked_backward(
         torch.mm(d_gate_up_mF.T, x_mH, out=d_weights[0])
         lanes.check("experts, first projection, weight gradient", d_weights[0], (d_gate_up_mF.T, x_mH))
     torch.mm(d_gate_up_mF, w13_FH, out=y_mH)
-    lanes.check("experts, first projection, input gradient", y_mH, (d_gate_up_mF, w13_FH))
-    dx_rH.copy_(y_mH[:rows])
+    place = "experts, first projection, input gradient"
+    _checked_rows(lanes, place, y_mH=y_mH, factors=(d_gate_up_mF, w13_FH), scale_r1=None, out_rH=dx_rH)
+
+
+def _checked_rows(
+    lanes: Lanes,
+    place: str,
+    *,
+    y_mH: torch.Tensor,
+    factors: Factors,
+    scale_r1: torch.Tensor | None,
+    out_rH: torch.Tensor,
+) -> None:
+    """`_scaled_rows` of a product that is checked: on the way, where a compiled kernel can look at it."""
+    native = lanes.rows_for(y_mH, out_rH, scale_r1)
+    seen = lanes.late_look(native)
+    if native is None or seen is None:
+        lanes.check(place, y_mH, factors)
+        scripted(_scaled_rows)(y_mH, scale_r1, out_rH)
+        return
+    native.scale_rows(y_mH, scale_r1, out_rH, seen=seen)
+    lanes.check(place, y_mH, factors, seen=seen)
 
 
 def _gradient_of_h(operands: list[torch.Tensor], scale_r1: torch.Tensor | None, s: Scratch, t: BackwardScratch) -> None:

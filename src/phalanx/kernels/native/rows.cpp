@@ -189,6 +189,24 @@ void swiglu_backward(const T* gate_up, extent gate_up_ld, const T* dh, extent dh
     if (seen) found.tell(seen);
 }
 
+// out = by * x, by rows (x where by is null); `seen` (2), where not null: a look at x
+template <class T>
+void scale_rows(const T* x, extent x_ld, const T* by, extent by_ld, T* out, extent out_ld, extent rows, extent width, double* seen) {
+    using A = wide<T>;
+    Look<T> found;
+    for (extent r = 0; r < rows; ++r, x += x_ld, out += out_ld) {
+        if (seen) found.row(x, width);
+        if (by) {
+            const A b = load(by[r * by_ld]);
+            NO_ALIAS
+            for (extent i = 0; i < width; ++i) store(out[i], A(load(x[i])) * b);
+        } else {
+            std::memcpy(out, x, std::size_t(width) * sizeof(T));
+        }
+    }
+    if (seen) found.tell(seen);
+}
+
 // stream = x + delta (x where delta is null), out = stream * scale * weight with scale = 1 / sqrt(mean(stream^2) + eps)
 template <class T>
 void norm_forward(const T* x, const T* delta, T* stream, const wide<T>* weight, double eps, wide<T>* scale, T* out, extent rows, extent width) {
@@ -591,6 +609,9 @@ template <class T> void fixed_squares(const T* x, extent size, double scale, std
     void swiglu_backward_##T(const T* gate_up, extent gate_up_ld, const T* dh, extent dh_ld, T* h, extent h_ld, T* d, extent d_ld,          \
                              wide<T>* dots, extent rows, extent width, double* seen) {                                                      \
         swiglu_backward<T>(gate_up, gate_up_ld, dh, dh_ld, h, h_ld, d, d_ld, dots, rows, width, seen);                                      \
+    }                                                                                                                                       \
+    void scale_rows_##T(const T* x, extent x_ld, const T* by, extent by_ld, T* out, extent out_ld, extent rows, extent width, double* seen) { \
+        scale_rows<T>(x, x_ld, by, by_ld, out, out_ld, rows, width, seen);                                                                  \
     }                                                                                                                                       \
     void norm_forward_##T(const T* x, const T* delta, T* stream, const wide<T>* weight, double eps, wide<T>* scale, T* out, extent rows,    \
                           extent width) {                                                                                                   \

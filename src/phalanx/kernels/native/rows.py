@@ -23,6 +23,7 @@ _P, _N, _D, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int
 SIGNATURES = {
     "swiglu_forward": (_P, _N, _P, _N, _N, _N, _P),
     "swiglu_backward": (_P, _N, _P, _N, _P, _N, _P, _N, _P, _N, _N, _P),
+    "scale_rows": (_P, _N, _P, _N, _P, _N, _N, _N, _P),
     "norm_forward": (_P, _P, _P, _P, _D, _P, _P, _N, _N),
     "norm_backward": (_P, _P, _P, _P, _P, _P, _P, _N, _N),
     "rope": (_P, _P, _P, _D, _P, _N, _N, _N),
@@ -109,6 +110,14 @@ class CompiledRows:
         """`h` again, the gradient of gate and up, and the wide product of each row of `dh` with its row of `h`. `seen`: gets a look at `dh`."""
         each = (x for t in (gate_up_mF, dh_mf, h_mf, d_gate_up_mF) for x in (t.data_ptr(), t.stride(0)))
         self._of["swiglu_backward", h_mf.dtype](*each, _pointer(dots_m), *h_mf.shape, seen)
+
+    def scale_rows(
+        self, x_rN: torch.Tensor, by_r1: torch.Tensor | None, out_rN: torch.Tensor, *, seen: Seen | None = None
+    ) -> None:
+        """`out = by * x` (`x` where `by` is None), rows dense. `seen`: gets a look at `x`."""
+        by = (_pointer(by_r1), 0 if by_r1 is None else by_r1.stride(0))
+        call = self._of["scale_rows", x_rN.dtype]
+        call(x_rN.data_ptr(), x_rN.stride(0), *by, out_rN.data_ptr(), out_rN.stride(0), *out_rN.shape, seen)
 
     def norm_forward(
         self,
