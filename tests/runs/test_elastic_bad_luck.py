@@ -228,7 +228,7 @@ def _hangs(folder: Path) -> None:
 
 
 def _all_stop(folder: Path) -> None:
-    """At step 6 every process of a rank is stopped at once, and they go on after twice the time for which silence is allowed."""
+    """At step 6 every process of a rank is stopped at once, and they go on after 6 s, where silence is allowed for 3."""
     from phalanx.train.recovery.elastic import ElasticMember
 
     compute = ElasticMember.compute
@@ -239,7 +239,7 @@ def _all_stop(folder: Path) -> None:
             ranks = [int(p) for p in Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()]
             if os.fork() == 0:
                 os.setsid()
-                for number, pause_s in ((signal.SIGSTOP, 3.0), (signal.SIGCONT, 0.0)):
+                for number, pause_s in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
                     for pid in {mine, *ranks}:
                         if (Path(f"/proc/{pid}/cmdline").read_bytes()) == Path(f"/proc/{mine}/cmdline").read_bytes():
                             os.kill(pid, number)
@@ -344,28 +344,29 @@ def test_too_few_members_wait_say_for_whom_save_and_end(base: Path) -> None:
     check_equal(base, "few")
 
 
-def lost(folder: Path, name: str) -> list[str]:
-    """Why the supervisor removed members, and what it said of others."""
+def said_by_host(folder: Path, name: str, kind: str) -> list[str]:
+    """Reasons in the events of a kind that the supervisor has logged."""
     log = (folder / "runs" / name / "events").glob("host-*.jsonl")
     told = [json.loads(line) for path in log for line in path.read_text().splitlines()]
-    return [e["why"] for e in told if e["kind"] in ("MemberLost", "SilentAwaited")]
+    return [e["why"] for e in told if e["kind"] == kind]
 
 
 @pytest.mark.ranks
 def test_a_rank_that_hangs_while_it_heartbeats_is_named_and_replaced(base: Path) -> None:
     train(base, "hangs", {}, body=partial(_hooked, "hangs"), resilience__hang_s="1.5")
-    (why,) = lost(base, "hangs")
-    assert why.startswith("made no progress for ") and "(data of step 7, " in why, why
+    lost = said_by_host(base, "hangs", "MemberLost")
+    assert any(why.startswith("made no progress for ") and "(data of step 7, " in why for why in lost), lost
     check_equal(base, "hangs")
 
 
 @pytest.mark.ranks
 def test_silence_of_all_ranks_at_once_is_waited_for(base: Path) -> None:
-    """The supervisor of one machine hears nothing of any rank for 3 s, with a limit of 1: nobody is removed."""
-    train(base, "all-stop", {}, body=partial(_hooked, "all stop"), resilience__limit_s="1", resilience__hang_s="1.5")
-    (why,) = lost(base, "all-stop")
-    assert "ranks are silent or still at once" in why and "nobody is removed for 600 s" in why
-    assert (base / "printed-all-stop" / "err").read_text().count("silent or still at once") == 1
+    """The supervisor of one machine hears nothing of any rank for twice the limit: nobody is removed."""
+    train(base, "all-stop", {}, body=partial(_hooked, "all stop"))
+    assert said_by_host(base, "all-stop", "MemberLost") == []
+    awaited = said_by_host(base, "all-stop", "SilentAwaited")
+    assert any("ranks are silent or still at once" in why and "nobody is removed for 600 s" in why for why in awaited)
+    assert "silent or still at once" in (base / "printed-all-stop" / "err").read_text()
     check_equal(base, "all-stop")
 
 
