@@ -132,6 +132,7 @@ def strike(aim: Aim, word: str, flip: Callable[[torch.Tensor], None], times: int
     aim.passes = passes  # type: ignore[method-assign]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", ("products", "messages"))
 def test_a_flip_costs_one_repeat_and_leaves_no_trace(kind: str) -> None:
     for findings, same, _ in run_ranks(2, _planted, kind, 1):

@@ -352,6 +352,7 @@ def said_by_host(folder: Path, name: str, kind: str) -> list[str]:
 
 
 @pytest.mark.ranks
+@pytest.mark.core
 def test_a_rank_that_hangs_while_it_heartbeats_is_named_and_replaced(base: Path) -> None:
     train(base, "hangs", {}, body=partial(_hooked, "hangs"), resilience__hang_s="1.5")
     lost = said_by_host(base, "hangs", "MemberLost")
