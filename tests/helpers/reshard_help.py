@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import Held
 from phalanx.plan.reshard.types import Hop, Hosts, Move, MovePart, Reduction
-
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.float16,
-    torch.uint8,
-    torch.bool,
-)
-SENTINEL = 113
+from phalanx_lab.bench.reshard.drawn import DTYPES as DTYPES, SENTINEL as SENTINEL
 
 
 @dataclass(frozen=True)

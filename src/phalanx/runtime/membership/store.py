@@ -163,9 +163,7 @@ class ValueServer:
             raise
         except (OSError, ssl.SSLError, Refused) as err:
             sock.close()
-            if not isinstance(
-                err, ConnectionError
-            ):  # it has gone by itself, as whoever waited for a process that was killed
+            if not isinstance(err, ConnectionError):  # it went by itself, as who waited for a process that was killed
                 self.refuse(who, first_line(err) or type(err).__name__)
 
     def _close_oldest_stranger(self) -> None:
