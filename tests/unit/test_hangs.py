@@ -114,6 +114,34 @@ def test_one_after_another_is_at_once() -> None:
     assert list(hangs.put_out([second, *rest], OtherHosts(), NOW + 4.5)) == [second]
 
 
+def test_who_joins_holds_nothing_that_others_do_not() -> None:
+    still, silent = worker(0, still_s=10.5), worker(1, silent_s=4.0)
+    both = [still, silent, *waiting(2, 3)]
+    assert Hangs(RULE).put_out(both, ALONE, NOW) == {}, "two of them, and f is 2"
+    still.joins = silent.joins = True
+    assert list(Hangs(RULE).put_out(both, ALONE, NOW)) == [still, silent]
+    assert list(Hangs(RULE).put_out([still], OtherHosts(hosts=4, quiet=1, waits_s=9.0), NOW)) == [still]
+    all_silent = [silent, *(worker(slot, silent_s=4.0) for slot in (2, 3))]
+    assert Hangs(RULE).put_out(all_silent, ALONE, NOW) == {}, "with the others it is awaited"
+
+
+def test_a_worker_joins_until_its_first_step() -> None:
+    end, write = os.pipe()
+    found = Worker(Member("h.0.x", "h"), slot=0, pid=os.getpid(), pipe=end)
+    os.set_blocking(end, False)
+    for line, joins in (
+        (b'{"announced": true, "joins": true}', True),
+        (b".", True),
+        (b'{"begun": true}', True),
+        (b'{"step": 8}', False),
+    ):
+        os.write(write, line + b"\n")
+        found.read()
+        assert found.joins is joins
+    os.close(write)
+    os.close(end)
+
+
 def test_fewer_holders_than_asked_for_count() -> None:
     """f was lowered to 1: the one that is silent may be the only one that holds something."""
     one = [worker(0, silent_s=3.1), *waiting(1, 2)]

@@ -72,6 +72,10 @@ class PhaseBoard:
         """The worker that is there now never comes to another phase, or out of the one that it is held in."""
         self._set(place, 5, self._field(place, 0))
 
+    def go_on(self, place: int) -> None:
+        """Nobody stands still there: ids of processes come again where a host starts again."""
+        self._set(place, 5, 0)
+
     def spoil_next(self, place: int) -> None:
         """One bit of the state that comes to the worker of this place next will be wrong."""
         self._set(place, 6, 1)

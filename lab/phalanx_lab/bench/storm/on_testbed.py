@@ -86,6 +86,8 @@ class TestbedChaosCluster(ChaosCluster):
         index = self.names.index(name)
         if not self.bed.host(index).alive:
             self.bed.start_host(index)
+            for slot in range(self.slots):
+                self.board.go_on(index * self.slots + slot)
         self._starts += 1
         self.begun.append((name, now_s()))
         request = {

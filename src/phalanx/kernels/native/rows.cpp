@@ -96,35 +96,63 @@ inline std::int64_t bits_of(double x) {
     return bits & 0x7fffffffffffffff;
 }
 template <class T> struct Look {
-    decltype(bits_of(T{})) top = 0;  // magnitudes as integers have the order of the numbers; those that are not finite come last
-    double squares = 0;
+    using Bits = decltype(bits_of(T{}));
+    static constexpr extent lanes = 256 / extent(sizeof(T)), sums = 32;  // several registers each, brought together once, at the end
+    Bits tops[lanes] = {};  // magnitudes as integers have the order of the numbers; those that are not finite come last
+    wide<T> squares[sums] = {};
     extent rows = 0, counted = 0;
 
     void row(const T* x, extent width) {
-        auto here = top;
-        for (extent i = 0; i < width; ++i) here = bits_of(x[i]) > here ? bits_of(x[i]) : here;
-        top = here;
-        if (rows++ % 8) return;
-        wide<T> sum = 0;
-        for (extent i = 0; i < width; ++i) sum += wide<T>(load(x[i])) * wide<T>(load(x[i]));
-        squares += double(sum);
-        counted += width;
+        add_tops(x, width);
+        if (rows++ % 8 == 0) add_squares(x, width, 1, width);
+    }
+    // Rows that follow one another in memory.
+    void dense(const T* x, extent count, extent width) {
+        add_tops(x, count * width);
+        add_squares(x, 8 * width, (count + 7) / 8, width);
+    }
+    void add_tops(const T* x, extent size) {
+        Bits here[lanes];
+        std::memcpy(here, tops, sizeof here);
+        extent i = 0;
+        for (; i + lanes <= size; i += lanes)
+            for (extent j = 0; j < lanes; ++j) here[j] = bits_of(x[i + j]) > here[j] ? bits_of(x[i + j]) : here[j];
+        for (extent j = 0; i + j < size; ++j) here[j] = bits_of(x[i + j]) > here[j] ? bits_of(x[i + j]) : here[j];
+        std::memcpy(tops, here, sizeof here);
+    }
+    void add_squares(const T* x, extent ld, extent count, extent width) {
+        wide<T> here[sums];
+        std::memcpy(here, squares, sizeof here);
+        for (extent r = 0; r < count; ++r, x += ld) {
+            extent i = 0;
+            for (; i + sums <= width; i += sums)
+                for (extent j = 0; j < sums; ++j) here[j] += wide<T>(load(x[i + j])) * wide<T>(load(x[i + j]));
+            for (extent j = 0; i + j < width; ++j) here[j] += wide<T>(load(x[i + j])) * wide<T>(load(x[i + j]));
+        }
+        std::memcpy(squares, here, sizeof here);
+        counted += count * width;
     }
     double largest() const {
+        Bits top = 0;
+        for (extent j = 0; j < lanes; ++j) top = tops[j] > top ? tops[j] : top;
         T found;
         std::memcpy(&found, &top, sizeof found);
         return double(load(found));
     }
     void tell(double* seen) const {
         seen[0] = largest();
-        const double others = squares - seen[0] * seen[0];  // or one element out of few would hide behind itself
+        double others = -seen[0] * seen[0];  // or one element out of few would hide behind itself
+        for (extent j = 0; j < sums; ++j) others += double(squares[j]);
         seen[1] = others > 0 && others <= 1e300 ? others / double(counted) : 0;
     }
 };
 
 template <class T> void look(const T* x, extent ld, extent rows, extent width, double* seen) {
     Look<T> found;
-    for (extent r = 0; r < rows; ++r) found.row(x + r * ld, width);
+    if (ld == width)
+        found.dense(x, rows, width);
+    else
+        for (extent r = 0; r < rows; ++r) found.row(x + r * ld, width);
     found.tell(seen);
 }
 

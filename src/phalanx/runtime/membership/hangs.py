@@ -67,12 +67,15 @@ class Hangs:
         return max(self.rule.hang_s, PAUSES * max(w.pause_s for w in workers))
 
     def quiet(self, workers: Sequence[Worker], now: float) -> list[Worker]:
-        """Those that have been silent or still for half of what they may. All that stopped at one moment are in it when the first of them is found."""
+        """Those that hold state and have been silent or still for half of what they may. All that stopped at one moment are in it when the first of them is found."""
         return [
             w
             for w in workers
-            if now - w.last_read_s > self.rule.limit_s / 2
-            or (w.still_since_s and now - w.still_since_s > self.bound_s(w, workers) / 2)
+            if not w.joins
+            and (
+                now - w.last_read_s > self.rule.limit_s / 2
+                or (w.still_since_s and now - w.still_since_s > self.bound_s(w, workers) / 2)
+            )
         ]
 
     def put_out(

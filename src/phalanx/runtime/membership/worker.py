@@ -47,6 +47,8 @@ class Worker:
         """`RankProgress.pause_s`."""
         self.holders = 0
         """`RankProgress.holders`, as of the last step."""
+        self.joins = False
+        """It came to a run that had begun, and has not committed a step yet: what it holds, others hold."""
         self.stands = ""
         """Where it was when it was still."""
         self.removed_s = 0.0
@@ -98,6 +100,7 @@ class Worker:
             self.pause_s = message.get("pause", self.pause_s)
             self.stands = message.get("stands", self.stands)
             self.holders = message.get("holders", self.holders)
+            self.joins = "step" not in message and message.get("joins", self.joins)
         return [message for message in messages if "error" not in message]
 
     def _beat(self, line: bytes) -> None:

@@ -88,16 +88,17 @@ class WorkerAgent(MembershipWatcher):
                 keys = self.keys()
                 self._open_probe_listener(keys)
                 Membership(keys).announce(announcement)
+                joins = _has_begun(keys)
                 break
             except ServiceLost:
                 self._forget_keys()
         self._said, self._said_in = announcement, keys.epoch
-        self._say({"announced": True})
+        self._say({"announced": True, "joins": joins})
 
     def under_way(self) -> bool:
         """Whether the run has begun before this worker: it takes the place of another. False if the service does not answer."""
         with contextlib.suppress(ServiceLost):
-            return self.keys().get("first") is not None
+            return _has_begun(self.keys())
         return False
 
     def _open_probe_listener(self, keys: Keys) -> None:
@@ -437,6 +438,10 @@ class WorkerAgent(MembershipWatcher):
             self._keys.close()
         self._keys = None
         time.sleep(AGAIN_S)
+
+
+def _has_begun(keys: Keys) -> bool:
+    return keys.get("first") is not None
 
 
 def _leavers_key(generation: Generation, step: int) -> str:
