@@ -72,6 +72,8 @@ class FlipsCase:
     """Steps before the first flip."""
     rounds: int = 30
     """Steps with and without checks, in turn, for the cost."""
+    sound: int = 0
+    """Further steps with checks in which nothing is planted, for false alarms."""
     seed: int = 0
     found_bar: float = 0.95
     cost_bar: float = 1.03
@@ -100,7 +102,7 @@ def main(args: list[str]) -> int:
 
 
 def _problems(case: FlipsCase) -> list[Problem]:
-    least = {"flips": 0, "ranks": 2, "ep": 1, "micro_batch": 1, "seq_len": 2, "warm": 2, "rounds": 1}
+    least = {"flips": 0, "ranks": 2, "ep": 1, "micro_batch": 1, "seq_len": 2, "warm": 2, "rounds": 1, "sound": 0}
     found = [
         Problem(where=f"--{k.replace('_', '-')}", value=getattr(case, k), rule=f"must be at least {n}", hint=f"use {n}")
         for k, n in least.items()
@@ -355,6 +357,8 @@ def _rank(case: FlipsCase, info: WorldInfo, stop: StopRequest, path: Path) -> in
     bench.begin()
     flips = _planted(bench)
     plain, checked = _cost(bench)
+    for number in range(case.sound):
+        bench.sound_step(case.warm + case.rounds + 2 + number)
     if info.rank == 0:
         told = {
             "flips": flips, "plain": plain, "checked": checked, "alarms": bench.alarms, "sound_steps": bench.sound,
