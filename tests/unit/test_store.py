@@ -19,7 +19,13 @@ import pytest
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.files import private_folder
 from phalanx.runtime.membership import store as server
-from phalanx.runtime.membership.credentials import VARIABLE, check_private, client_context, make_credentials
+from phalanx.runtime.membership.credentials import (
+    VARIABLE,
+    check_private,
+    client_context,
+    make_credentials,
+    own_credentials,
+)
 from phalanx.runtime.membership.keys import Keys, ServiceLost, TlsService, UnixService
 from phalanx.runtime.membership.service import StoreProcess, _came, start_network_store, start_store
 from phalanx.runtime.membership.store import ARGUMENTS, LENGTH, Refused, Values, read_request
@@ -144,6 +150,20 @@ def test_what_a_killed_keeper_left_behind_is_removed(tmp_path: Path, monkeypatch
     assert lives.address.path.exists() and not dead.address.path.parent.exists()
     for process in (lives, other):
         process.stop()
+
+
+def test_credentials_that_a_service_has_made_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    process = start_network_store("127.0.0.1", 0)
+    assert isinstance(process.address, TlsService)
+    made = own_credentials(process.address.port)
+    assert made.exists()
+    process.stop()
+    assert not made.exists()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "kept.pem"))
+    start_network_store("127.0.0.1", 0).stop()
+    assert (tmp_path / "kept.pem").exists()
 
 
 # -- strangers

@@ -104,8 +104,12 @@ class StoreProcess:
         """End it, and give its address up."""
         self.kill()
         self._listener.close()
-        if isinstance(self.address, UnixService) and os.getpid() == self._owner:
+        if os.getpid() != self._owner:
+            return
+        if isinstance(self.address, UnixService):
             shutil.rmtree(self.address.path.parent, ignore_errors=True)
+        elif named_credentials() is None:  # made at this start, they open nothing any more
+            own_credentials(self.address.port).unlink(missing_ok=True)
 
 
 def _say(pipe: int, data: bytes) -> None:
@@ -186,10 +190,11 @@ def serve(address: ServiceAddress, *, stop: Collection[signal.Signals], tell: Ca
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, stop)
     store = start_network_store(address.host, address.port)
+    port: int = store.address.port  # type: ignore[union-attr]
     try:
-        tell(f"membership service at {address.host}:{store.address.port}, process {store.pid}")  # type: ignore[union-attr]
+        tell(f"membership service at {address.host}:{port}, process {store.pid}")
         tell(
-            f"its credentials are in {named_credentials() or own_credentials(address.port)}: copy the file to the hosts of the run, and export {VARIABLE}=FILE there"
+            f"its credentials are in {named_credentials() or own_credentials(port)}: copy the file to the hosts of the run, and export {VARIABLE}=FILE there"
         )
         pulse = Pulse(store.address)
         while not _came(stop, LOOK_S):
