@@ -438,6 +438,17 @@ def test_whatever_else_is_altered_is_made_anew_at_the_start(tmp_path, corpus_fil
     assert not prepare(asked).reused and path.read_bytes() == sound
 
 
+@pytest.mark.parametrize("name", ["0.train.begin.npy", "meta.json"])
+def test_what_is_as_written_at_the_second_read_is_kept(tmp_path, corpus_file, name, monkeypatch):
+    asked = config(tmp_path, corpus_file)
+    prepare(asked)
+    path = store_of(tmp_path / "cache") / name
+    sound = path.read_bytes()
+    path.write_bytes(sound[:-9] + bytes([sound[-9] ^ 1]) + sound[-8:])
+    monkeypatch.setattr(store, "forget", lambda file: file != path or path.write_bytes(sound))
+    assert prepare(asked).reused
+
+
 def test_a_cache_of_an_earlier_version_is_read(tmp_path, corpus_file):
     """It has no checksums; tokens outside of the vocabulary are an error all the same."""
     asked = config(tmp_path, corpus_file, tokenizer="byte")

@@ -25,7 +25,8 @@ from phalanx.core.reading import (
     read_file,
     typed,
 )
-from phalanx.data.token_file import BLOCK_BYTES, AlteredDataError, TokenFile, block_sums
+from phalanx.data import token_file
+from phalanx.data.token_file import BLOCK_BYTES, AlteredDataError, TokenFile, block_sums, forget
 
 pytestmark = pytest.mark.unit
 
@@ -174,6 +175,19 @@ def test_tokens_that_were_altered_are_never_read(tmp_path: Path) -> None:
         tokens[np.array([0, 2 * per_block - 1])]
     assert isinstance(caught.value, DataError) and not (tmp_path / "meta.json").exists()
     assert tokens[first].tolist() == list(range(10))
+
+
+def test_an_error_of_one_read_costs_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = tokens_of(tmp_path, 100, alter={7: 3})
+
+    def drop(path: Path, mapped: Any) -> None:  # the disk never had the wrong bits
+        forget(path, mapped)
+        data = np.memmap(path, "<u2", "r+")
+        data[7] = 7
+        data.flush()
+
+    monkeypatch.setattr(token_file, "forget", drop)
+    assert tokens[np.arange(100)].tolist() == list(range(100)) and (tmp_path / "meta.json").exists()
 
 
 def test_tokens_outside_of_the_vocabulary_are_named(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from phalanx.data.megatron import MegatronFile, open_megatron
 from phalanx.data.packing import TokenStream
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sources import Source, documents
-from phalanx.data.token_file import TokenFile, block_sums, file_sum
+from phalanx.data.token_file import TokenFile, block_sums, file_sum, forget
 from phalanx.data.tokenizer import Tokenizer
 
 Ints = NDArray[np.int64]
@@ -80,13 +80,21 @@ def is_validation(text: str, fraction: float) -> bool:
 
 
 def is_complete(folder: Path) -> bool:
-    """Has `folder` all its files, in full length and as they were written? Tokens themselves are compared when they are read."""
-    try:
-        meta = _read_meta(folder)
-        whole = all((folder / name).stat().st_size == size for name, size in meta.sizes.items())
-        return whole and all(file_sum(folder / name) == told for name, told in meta.sums.items())
-    except (OSError, DataError):
-        return False
+    """Has `folder` all its files, in full length and as they were written? Tokens themselves are compared when they are read.
+
+    What is not so is read from the disk once more: a folder that is not complete is made anew.
+    """
+    for again in (False, True):
+        try:
+            for path in folder.iterdir() if again else ():
+                forget(path)
+            meta = _read_meta(folder)
+            whole = all((folder / name).stat().st_size == size for name, size in meta.sizes.items())
+            if whole and all(file_sum(folder / name) == told for name, told in meta.sums.items()):
+                return True
+        except (OSError, DataError):
+            pass
+    return False
 
 
 def write_store(
