@@ -128,6 +128,8 @@ ROW_S = 1e6
 """Of a row of an expert, in tests of moves: then moving pays wherever it helps, on a machine and at a moment however slow."""
 Faults = dict[str, tuple[tuple[int, ...], int]]
 """Phase -> slots that are killed in it, at the first step from this one on at which all ranks take part."""
+AT_REST = {"parameters": "flat", "moments": "exp_avg"}
+"""Phases in which nobody is killed, but one bit flips in what a rank keeps, which has to end it."""
 
 
 def _command(args: list[str], folder: str, faults: Faults) -> int:
@@ -150,18 +152,20 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
 
     pids, announced = mmap.mmap(-1, 4 * ranks), mmap.mmap(-1, 100)  # on a slow machine some come more than once
 
-    def maybe_die(phase: str) -> None:
+    def is_due(phase: str) -> bool:
         key = (phase, here["slot"])
-        if (
-            key in victims
-            and here["size"] == ranks
-            and here["step"] >= faults[phase][1]
-            and not done[victims.index(key)]
-        ):
+        began = key in victims and here["size"] == ranks and here["step"] >= faults[phase][1]
+        return began and not done[victims.index(key)]
+
+    def note(phase: str, slot: int) -> None:
+        done[victims.index((phase, slot))] = 1
+        Path(folder, f"killed-{phase}-{slot}").touch()
+
+    def maybe_die(phase: str) -> None:
+        if is_due(phase):
             slots = faults[phase][0]
             for slot in sorted(slots, key=lambda slot: slot == here["slot"]):  # all at once, itself last
-                done[victims.index((phase, slot))] = 1
-                Path(folder, f"killed-{phase}-{slot}").touch()
+                note(phase, slot)
                 os.kill(struct.unpack_from("i", pids, 4 * slot)[0], signal.SIGKILL)
 
     def before(owner: Any, name: str, phase: str) -> None:
@@ -221,7 +225,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
         return found
 
     def entering(self: Any, team: Any, resolution: Any) -> None:
-        here.update(size=team.size, step=self.step)
+        here.update(size=team.size, step=self.step, entered=self.step)
         enter(self, team, resolution)
 
     def computing(self: Any) -> None:
@@ -235,6 +239,10 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
         if faults.get("corruption", ((), 0)) == ((here["slot"],), self.step) and not Path(folder, "corrupted").exists():
             Path(folder, "corrupted").touch()
             flip_a_bit(self.trainer.parts.state)
+        for phase, kind in AT_REST.items():
+            if is_due(phase) and self.step > here["entered"]:  # sums are those of what was written since
+                note(phase, here["slot"])
+                flip_a_bit(self.trainer.parts.state, kind=kind)
         compute(self)
 
     def working(run: Any, agent: Any, **words: Any) -> int:
@@ -255,10 +263,10 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     elastic_run.work = working
 
 
-def flip_a_bit(state: Any) -> None:
-    """Of one master weight that every member holds."""
+def flip_a_bit(state: Any, *, kind: str = "master") -> None:
+    """Of one number of `kind` that every member holds."""
     family = next(f for name, f in state.families.items() if name.startswith("dense"))
-    family.master.view(torch.int32)[7] ^= 1 << 20
+    getattr(family, kind).view(torch.int32)[7] ^= 1 << 20
 
 
 def train(
@@ -379,6 +387,24 @@ def check_samples(base: Path, name: str) -> None:
     assert (
         sum(told[step] != windows for step, windows in wanted.items()) <= 1
     )  # the one killed between decision and telling
+
+
+@pytest.mark.ranks
+def test_a_rank_whose_state_has_a_flipped_bit_ends_by_itself_and_is_replaced(tmp_path: Path) -> None:
+    """Found in a parameter before the step that read it counts, in a moment when the commit reads it."""
+    write_text(tmp_path / "text")
+    few = {"resilience__check": "sums", "launch__ranks": "3", "folding__ep": "1", "train__steps": "9"}
+    few |= {"train__global_batch": "6", "checkpoint__interval": "0", "checkpoint__asynchronous": None}
+    train(tmp_path, "calm", {}, **few)
+    faults: Faults = {"parameters": ((1,), 1), "moments": ((2,), 3)}
+    assert train(tmp_path, "flipped", faults, **few) == set(faults)
+    check_equal(tmp_path, "flipped", steps=9)
+    check_samples(tmp_path, "flipped")
+    ended = {(e["slot"], e["reason"].split(":")[0]): e["reason"] for e in events(tmp_path, "flipped", "RunEnded")}
+    assert "rank 1: parameters of dense" in ended[1, "UnsoundError"]
+    assert "exp_avg of dense" in ended[2, "UnsoundError"]
+    assert {slot for slot, word in ended if word == "UnsoundError"} == {1, 2}
+    assert {e["members"] for e in events(tmp_path, "flipped", "TeamFormed")} == {2, 3}  # the second needs all three
 
 
 @pytest.mark.ranks
