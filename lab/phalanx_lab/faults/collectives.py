@@ -19,7 +19,9 @@ class ExpertsDivided(Collectives):
         if op_id.startswith("gradient/expert") and op_id.endswith("/edp"):
             x.div_(axis.size)
 
-    def start_all_reduce(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> Exchange:
+    def start_all_reduce(
+        self, x: torch.Tensor, axis: Axis, *, op_id: str = "", totals: Sequence[int] | None = None
+    ) -> Exchange:
         self._divide(x, axis, op_id)
         return super().start_all_reduce(x, axis, op_id=op_id)
 
@@ -71,7 +73,9 @@ class ClippedBeforeReduction(Collectives):
         if op_id.startswith("gradient/"):
             x.mul_((self.LIMIT / x.norm().clamp(min=1e-30)).clamp(max=1.0))
 
-    def start_all_reduce(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> Exchange:
+    def start_all_reduce(
+        self, x: torch.Tensor, axis: Axis, *, op_id: str = "", totals: Sequence[int] | None = None
+    ) -> Exchange:
         self._clip(x, op_id)
         return super().start_all_reduce(x, axis, op_id=op_id)
 

@@ -192,13 +192,16 @@ class Collectives:
         `ProcessGroupGloo.cpp`), so that an all-reduce in place gives the same bits for half of the processor's time. Checked sums are ours."""
         return x.is_cuda or self.sums is not None
 
-    def start_all_reduce(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> Exchange:
-        """The sum over the axis, in place, while the rank continues: `x` is not to be touched before the exchange has been waited for."""
+    def start_all_reduce(
+        self, x: torch.Tensor, axis: Axis, *, op_id: str = "", totals: Sequence[int] | None = None
+    ) -> Exchange:
+        """The sum over the axis, in place, while the rank continues: `x` is not to be touched before the exchange has been waited for. `totals`: the word sums of its
+        equal parts, one for each rank, where messages are checked and they are known."""
         if axis.group is None:
             return Exchange(lambda: None)
         check_summed(x, axis, "all_reduce")
         if self.sums is not None:
-            return self._start_checked_sum(x, axis, "sum", op_id)
+            return self._start_checked_sum(x, axis, "sum", op_id, totals)
         axis = self._own(axis)
         call = Call(op_id, 2 * num_bytes(x) * (axis.size - 1) // axis.size, not x.is_cuda)
         return self._start("all_reduce", axis, call, partial(dist.all_reduce, x, group=axis.group, async_op=True))
@@ -643,7 +646,9 @@ class Collectives:
         found = sums.majority(full.view(axis.size, *thrice.shape)).reshape(-1, *shard.shape[1:])
         return found if out is None else out.copy_(found.view_as(out))
 
-    def _start_checked_sum(self, x: torch.Tensor, axis: Axis, op: ReduceOp, op_id: str) -> Exchange:
+    def _start_checked_sum(
+        self, x: torch.Tensor, axis: Axis, op: ReduceOp, op_id: str, totals: Sequence[int] | None = None
+    ) -> Exchange:
         """An all-reduce in place of which everything that moves can be checked."""
         sums = self.sums
         assert sums is not None  # asked by the caller
@@ -658,7 +663,7 @@ class Collectives:
                 x.copy_(sums.majority(thrice).view_as(x))
 
             return Exchange(vote)
-        part, coming = self._start_own_part(x.reshape(-1), axis, op, op_id)
+        part, coming = self._start_own_part(x.reshape(-1), axis, op, op_id, totals)
 
         def finish() -> None:
             coming.wait()

@@ -372,13 +372,12 @@ class _Flat:
         scatters = comms.scatters(self.flat)
         if not (shards and scatters):
             self._keep_evidence()
+        first = self.known is not None and shards and name == self._groups(groups)[0]
+        known = self.known.of_shards(self.seen) if self.known is not None and first else None
         if shards and not sums_whole(self.layout.keepers, scatters=scatters):
-            known = (
-                self.known.of_shards(self.seen) if self.known is not None and name == self._groups(groups)[0] else None
-            )
             self.shard, exchange = comms.start_reduce_scatter(self.flat, axis, op_id=op_id, totals=known)
             return exchange
-        return comms.start_all_reduce(self.flat, axis, op_id=op_id)
+        return comms.start_all_reduce(self.flat, axis, op_id=op_id, totals=known)
 
     def _keep_evidence(self) -> None:
         """Notes, before an in-place reduction spreads a NaN to all ranks, which parameters have one here (no host sync)."""
