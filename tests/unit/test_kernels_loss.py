@@ -9,9 +9,11 @@ import pytest
 import torch
 from kernel_help import LANES, agree, normal, pool_of, seeded
 
+from phalanx.core.errors import DataError
+from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu import cross_entropy
 from phalanx.kernels.cpu.adamw import CHUNK, adamw_
-from phalanx.kernels.cpu.cross_entropy import IGNORE, linear_cross_entropy
+from phalanx.kernels.cpu.cross_entropy import IGNORE, VocabShard, linear_cross_entropy
 from phalanx.kernels.cpu.lanes import Lanes
 
 
@@ -67,6 +69,29 @@ def test_cross_entropy_gradcheck() -> None:
     h, w = normal(4, 3).requires_grad_(), normal(5, 3, seed=1).requires_grad_()
     labels = torch.tensor([0, IGNORE, 4, 2])
     assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels), (h, w))
+
+
+def unreachable(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("a message, although the labels are illegal on all ranks")
+
+
+@pytest.mark.parametrize("impl", ["fast", "reference"])
+@pytest.mark.parametrize("shard", [None, VocabShard(5, 10, unreachable)])
+@pytest.mark.parametrize("label", [-1, -101, 10])
+def test_labels_outside_of_the_vocabulary_are_named(label: int, shard: VocabShard | None, impl: Impl) -> None:
+    h, w = normal(4, 3).requires_grad_(), normal(10 if shard is None else 5, 3, seed=1)
+    labels = torch.tensor([9, label, IGNORE, label])
+    rule = rf"labels\[1\] = {label}: .* 2 of 4 labels; ids are 0 to 9, and -100 is [^$]*labels\[3\] = {label}"
+    with pytest.raises(DataError, match=rule):
+        linear_cross_entropy(h, w, labels, shard=shard, impl=impl)
+
+
+def test_labels_on_a_device_are_checked_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch, "_assert_async", lambda legal, text: asked.append((legal.device.type, text)))
+    h, w = torch.empty(4, 3, device="meta"), torch.empty(10, 3, device="meta")
+    linear_cross_entropy(h, w, torch.empty(4, dtype=torch.int64, device="meta"), impl="reference")
+    assert asked == [("meta", "a label is outside of the vocabulary")]
 
 
 def test_cross_entropy_without_gradients() -> None:

@@ -204,7 +204,8 @@ class Decoder(nn.Module):
             gathered = sequence.comms.all_gather(x, axis, op_id=sequence.id("shares", info))
             return gathered.view(axis.size, *x.shape)
 
-        shard = VocabShard(axis.index * weight_VH.shape[0], all_shares) if axis.size > 1 else None
+        rows = weight_VH.shape[0]
+        shard = VocabShard(axis.index * rows, axis.size * rows, all_shares) if axis.size > 1 else None
 
         def loss(hidden_NH: torch.Tensor) -> torch.Tensor:
             return linear_cross_entropy(

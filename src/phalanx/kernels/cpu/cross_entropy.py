@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from phalanx.core.errors import DataError, Problem
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.products import checked_linear, stands_out
@@ -34,13 +35,16 @@ GROUP_BYTES = 64 << 20
 """Bytes of logit gradients that exist at once (at least one chunk)."""
 COLUMNS = 512
 """Rows of the weight's gradient that are one piece of work."""
+SHOWN = 4
+"""Labels outside the vocabulary that a message names."""
 
 
 @dataclass(frozen=True, eq=False)
 class VocabShard:
-    """This rank has rows `[first, first + V)` of the vocabulary. `gather` makes (P, ...) of each rank's equally shaped tensor."""
+    """This rank has rows `[first, first + V)` of the `size` of the vocabulary. `gather` makes (P, ...) of each rank's equally shaped tensor."""
 
     first: int
+    size: int
     gather: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -57,13 +61,29 @@ def linear_cross_entropy(
 
     With a `shard` the value is that of the whole vocabulary, the same on all ranks, and the gradients are this rank's: of its rows of the
     weight, and its partial sum of the gradient of `hidden_TH`. Collective over the ranks that share the vocabulary.
+
+    Raises `DataError` where a label is neither in the vocabulary nor `IGNORE`, on each of these ranks; on a device torch's assertion fails there, later.
     """
+    _check_labels(labels_T, weight_VH.shape[0] if shard is None else shard.size)
     if impl == "reference":
         if shard is not None:
             return _sharded_reference(hidden_TH, weight_VH, labels_T, shard, lanes)
         return _reference(hidden_TH, weight_VH, labels_T, lanes)
     out: torch.Tensor = _LinearCrossEntropy.apply(hidden_TH, weight_VH, labels_T, shard, lanes)
     return out
+
+
+def _check_labels(labels_T: torch.Tensor, size: int) -> None:
+    """Without it a label that no rank has counts as one whose logit is 0, and memory is written where it says."""
+    strange_T = ((labels_T < 0) | (labels_T >= size)) & (labels_T != IGNORE)
+    if labels_T.device.type != "cpu":
+        torch._assert_async(~strange_T.any(), "a label is outside of the vocabulary")
+    elif strange_T.any():
+        places = strange_T.nonzero().flatten().tolist()
+        hint = f"ids are 0 to {size - 1}, and {IGNORE} is a token that is not predicted"
+        rule = f"is outside of the vocabulary, as are {len(places)} of {len(labels_T)} labels"
+        found = [Problem(where=f"labels[{at}]", value=int(labels_T[at]), rule=rule, hint=hint) for at in places[:SHOWN]]
+        raise DataError(found, subject="the labels of a loss")
 
 
 def _logits(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, lanes: Lanes) -> torch.Tensor:
@@ -151,9 +171,7 @@ class _Work:
         self.needs, self.needs_weight = any(needs), needs[1]
         self.work = scripted(_losses_of_chunk)
         native = lanes.rows_for(hidden_TH, weight_VH) if shard is None else None
-        fits = native is not None and native.can_take_labels(labels_T, width=weight_VH.shape[0])
-        self.native = native if fits else None
-        """A label outside the vocabulary is left to torch, which says so."""
+        self.native = native if native is not None and native.can_take_labels(labels_T) else None
         self._sum_VH: torch.Tensor | None = None
 
     def group(self, tokens: slice, *, whole: bool) -> None:
