@@ -48,8 +48,9 @@ def best(values, k, allowed=None):
 def route_token(row, spec, k, bias=None):
     """(experts, weights) of one token."""
     scores = [1 / (1 + math.exp(-v)) for v in row] if spec.score == "sigmoid" else softmax_of(row)
-    after = spec.score == "softmax" and spec.softmax_order == "after_topk"
-    choice = [s + b for s, b in zip(row if after else scores, bias or [0.0] * len(row), strict=True)]
+    after = spec.softmax_order == "after_topk"
+    by_logits = after and spec.score == "softmax"
+    choice = [s + b for s, b in zip(row if by_logits else scores, bias or [0.0] * len(row), strict=True)]
     width = len(row) // spec.num_groups
     members = [list(range(g * width, (g + 1) * width)) for g in range(spec.num_groups)]
     take = 2 if spec.group_score == "top2" else max(1, k // spec.group_topk)
@@ -70,6 +71,7 @@ SPECS = {
     "softmax, top-k, renormalised (Qwen3)": RouterSpec(score="softmax", softmax_order="before_topk", renormalize=True),
     "top-k, then softmax (Mixtral)": RouterSpec(score="softmax", softmax_order="after_topk", scale=0.5),
     "sigmoid": RouterSpec(score="sigmoid"),
+    "sigmoid, top-k, softmax": RouterSpec(score="sigmoid", softmax_order="after_topk", bias_rate=1e-3),
     "groups, sum of top-k": RouterSpec(score="softmax", num_groups=4, group_topk=2, group_score="sum_topk"),
     "groups of logits": RouterSpec(score="softmax", softmax_order="after_topk", num_groups=2, group_topk=1),
     "DeepSeek-V3": RouterSpec(

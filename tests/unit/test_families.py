@@ -145,7 +145,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
     ("deepseek_v2", {"n_group": 7}, "config.json: n_group = 7: must divide n_routed_experts"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
-    ("deepseek_v3", {"num_experts_per_tok": 1}, "gives the router no gradient"),
     ("deepseek_v3", {"n_group": 8}, "config.json: n_group = 8: each group needs 2 experts"),
     (
         "deepseek_v3",
@@ -214,7 +213,7 @@ def test_nulls_mean_what_transformers_makes_of_them() -> None:
     assert (spec.mla.rope_interleaved, spec.router.renormalize, spec.mla.q_rank) == (False, False, 0)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"])
 def test_a_single_expert_with_its_weight_divided_by_itself_has_weight_one(name: str) -> None:
     family = BY_NAME[name]
     config = {**family.config_of(small(family)), "num_experts_per_tok": 1, "norm_topk_prob": True}
@@ -224,7 +223,7 @@ def test_a_single_expert_with_its_weight_divided_by_itself_has_weight_one(name: 
     logits = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     weights = routing_weights(logits, logits.softmax(-1), logits.argmax(-1, keepdim=True), spec.router)
     weights.sum().backward()
-    assert (weights == 1).all() and logits.grad is not None and not logits.grad.any()
+    assert (weights == spec.router.scale).all() and logits.grad is not None and not logits.grad.any()
     assert family.config_of(spec).get("norm_topk_prob", True) and not family.express_problems(spec)
     learned = dataclasses.replace(small(family), top_k=1)  # ours: the weight is the score, so that the router learns
     if name == "mixtral":

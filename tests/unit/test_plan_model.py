@@ -122,7 +122,7 @@ def test_unknown_preset_names_the_nearest() -> None:
 
 
 IDLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"score": "sigmoid", "softmax_order": "after_topk"}, "router.softmax_order = 'after_topk': has no effect"),
+    ({}, {"score": "sigmoid", "softmax_order": "before_topk"}, "router.softmax_order = 'before_topk': has no effect"),
     ({}, {"softmax_order": "after_topk", "renormalize": True}, "router.renormalize = true: has no effect"),
     ({}, {"group_topk": 1}, "router.group_topk = 1: has no effect: router.num_groups is 1"),
     ({}, {"group_score": "top2"}, "router.group_score = 'top2': has no effect"),

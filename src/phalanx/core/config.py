@@ -90,7 +90,7 @@ class RouterConfig:
     score: Literal["softmax", "sigmoid"] | None = None
     """What turns the router's logits into weights."""
     softmax_order: Literal["before_topk", "after_topk"] | None = None
-    """Softmax over all experts and then top-k, or top-k and then softmax over the chosen logits."""
+    """Softmax over all experts and then top-k, or top-k (by either score) and then softmax over the chosen logits."""
     renormalize: bool | None = None
     """Divide the chosen weights by their sum (a single one stays as it is: else the router had no gradient)."""
     scale: float | None = None

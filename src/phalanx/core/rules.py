@@ -259,8 +259,8 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         settings=("router.softmax_order",),
-        inert=lambda r: r.router.score == "sigmoid",
-        reason='router.score = "sigmoid"',
+        inert=lambda r: r.router.score == "sigmoid" and r.router.softmax_order != "after_topk",
+        reason='router.score = "sigmoid" and no softmax comes after top-k',
         way_out='router.score = "softmax"',
         reads=("router.score",),
     ),

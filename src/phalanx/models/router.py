@@ -249,7 +249,7 @@ def routing_weights(
 
     A single chosen weight is never divided by itself (Megatron-LM does the same): that would cut the router's gradient.
     """
-    if spec.score == "softmax" and spec.softmax_order == "after_topk":
+    if spec.softmax_order == "after_topk":
         weights_TK = torch.softmax(logits_TE.gather(-1, experts_TK), -1)
     else:
         weights_TK = scores_TE.gather(-1, experts_TK)

@@ -210,12 +210,8 @@ def _deepseek_v2(rng: np.random.Generator, config: Config) -> Config:
 
 
 def _deepseek_v3(rng: np.random.Generator, config: Config) -> Config:
-    found = _deepseek(rng, config)
-    renormalized = bool(rng.random() < 0.6)
-    if renormalized and rng.random() < 0.9 and found["n_routed_experts"] // found["n_group"] > 1:
-        found["num_experts_per_tok"] = max(2, found["num_experts_per_tok"])
-    return found | {
-        "norm_topk_prob": renormalized,
+    return _deepseek(rng, config) | {
+        "norm_topk_prob": bool(rng.random() < 0.6),
         "rope_interleave": bool(rng.random() < 0.6),
         "num_nextn_predict_layers": int(rng.integers(0, 2)),
     }

@@ -11,8 +11,8 @@ from typing import Any
 from phalanx.models.families.deepseek_v2 import KEYS, REST, groups, latent_fields, latent_shape
 from phalanx.models.families.family import Family
 from phalanx.models.families.names import FUSED_EXPERTS, NameRule, experts
-from phalanx.models.families.options import Options
-from phalanx.plan.model import PRESETS, ModelSpec, RouterSpec
+from phalanx.models.families.options import Options, renormalizes, router_spec
+from phalanx.plan.model import PRESETS, ModelSpec
 
 _BIAS = NameRule("model.layers.{layer}.mlp.gate.e_score_correction_bias", "layers.{layer}.moe.router.expert_bias")
 
@@ -34,18 +34,15 @@ _COPIES = (
 def _read(options: Options) -> ModelSpec:
     options.only("scoring_func", "sigmoid", why="DeepSeek-V3 scores with a sigmoid")
     options.only("topk_method", "noaux_tc", why="is not a choice of experts that we know")
-    renormalize = options.flag("norm_topk_prob")
-    if renormalize and options.get("num_experts_per_tok") == 1:
-        options.refuse(
-            "num_experts_per_tok", "a single chosen expert has weight 1 here, which gives the router no gradient"
-        )
+    shape = latent_shape(options, interleaved=options.flag("rope_interleave"))
     return ModelSpec(
         name="deepseek-v3",
-        **latent_shape(options, interleaved=options.flag("rope_interleave")),
+        **shape,
         mtp_layers=options.whole("num_nextn_predict_layers", least=0),
-        router=RouterSpec(
+        router=router_spec(
+            top_k=shape["top_k"],
+            renormalize=options.flag("norm_topk_prob"),
             score="sigmoid",
-            renormalize=renormalize,
             scale=options.number("routed_scaling_factor"),
             group_score="top2",
             bias_rate=PRESETS["deepseek-v3"].router.bias_rate,
@@ -59,7 +56,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         **latent_fields(spec, "DeepseekV3ForCausalLM"),
         "n_group": spec.router.num_groups,
         "topk_group": spec.router.group_topk,
-        "norm_topk_prob": spec.router.renormalize and spec.top_k > 1,
+        "norm_topk_prob": renormalizes(spec),
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "rope_interleave": spec.mla is None or spec.mla.rope_interleaved,

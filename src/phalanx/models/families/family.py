@@ -135,7 +135,7 @@ def _canonical(spec: ModelSpec, base: ModelSpec) -> ModelSpec:
     router = spec.router
     if router.num_groups == 1:
         router = dataclasses.replace(router, group_topk=1, group_score=base.router.group_score)
-    if spec.top_k == 1 or (router.score == "softmax" and router.softmax_order == "after_topk"):
+    if spec.top_k == 1 or router.softmax_order == "after_topk":
         router = dataclasses.replace(router, renormalize=base.router.renormalize)
     return dataclasses.replace(spec, **changes, router=router)
 

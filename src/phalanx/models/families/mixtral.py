@@ -12,7 +12,7 @@ from phalanx.models.families.options import (
     common_fields,
     grouped_heads,
     no_sliding_window,
-    softmax_router,
+    router_spec,
 )
 from phalanx.plan.model import ModelSpec
 
@@ -30,7 +30,7 @@ def _read(options: Options) -> ModelSpec:
         norm_eps=options.number("rms_norm_eps"),
         num_experts=options.whole("num_local_experts"),
         expert_ffn=options.whole("intermediate_size"),
-        router=softmax_router(top_k=shape["top_k"], renormalize=True),
+        router=router_spec(top_k=shape["top_k"], renormalize=True),
     )
 
 

@@ -13,7 +13,7 @@ from phalanx.models.families.options import (
     grouped_heads,
     no_sliding_window,
     renormalizes,
-    softmax_router,
+    router_spec,
 )
 from phalanx.plan.model import ModelSpec
 
@@ -37,7 +37,7 @@ def _read(options: Options) -> ModelSpec:
         qk_norm="hidden",
         num_experts=options.whole("num_experts"),
         expert_ffn=options.whole("intermediate_size"),
-        router=softmax_router(top_k=shape["top_k"], renormalize=options.flag("norm_topk_prob")),
+        router=router_spec(top_k=shape["top_k"], renormalize=options.flag("norm_topk_prob")),
     )
 
 

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from phalanx.core.errors import Problem
 from phalanx.core.rules import COUNT, LAYERS, POSITIVE
@@ -192,16 +192,15 @@ def no_sliding_window(options: Options) -> None:
         options.refuse("sliding_window", WHOLE_ATTENTION, "set it to null, if no sequence is to be longer")
 
 
-def softmax_router(*, top_k: int, renormalize: bool) -> RouterSpec:
-    """Softmax over all experts, then top-k. A single chosen weight that is divided by itself is 1, which is a softmax over one logit:
-    our own `renormalize` never does that, as it would cut the router's gradient."""
-    return RouterSpec(
-        renormalize=renormalize, softmax_order="after_topk" if renormalize and top_k == 1 else "before_topk"
-    )
+def router_spec(*, top_k: int, renormalize: bool, **more: Any) -> RouterSpec:
+    """Scores of all experts (their softmax, unless `more` says otherwise), then top-k. A single chosen weight that is divided by itself is 1, which is a
+    softmax over one logit: our own `renormalize` never does that, as it would cut the router's gradient."""
+    order: Literal["before_topk", "after_topk"] = "after_topk" if renormalize and top_k == 1 else "before_topk"
+    return RouterSpec(renormalize=renormalize, softmax_order=order, **more)
 
 
 def renormalizes(spec: ModelSpec) -> bool:
-    """`norm_topk_prob`: what `softmax_router` reads."""
+    """`norm_topk_prob`: what `router_spec` reads."""
     single = spec.top_k == 1
     return spec.router.softmax_order == "after_topk" if single else spec.router.renormalize
 

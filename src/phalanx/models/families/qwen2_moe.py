@@ -14,7 +14,7 @@ from phalanx.models.families.options import (
     dense_first,
     grouped_heads,
     renormalizes,
-    softmax_router,
+    router_spec,
     sparse_layers,
 )
 from phalanx.plan.model import ModelSpec
@@ -39,7 +39,7 @@ def _read(options: Options) -> ModelSpec:
         shared_gate=True,
         dense_layers=dense,
         dense_ffn=options.whole("intermediate_size") if dense else 0,
-        router=softmax_router(top_k=shape["top_k"], renormalize=options.flag("norm_topk_prob")),
+        router=router_spec(top_k=shape["top_k"], renormalize=options.flag("norm_topk_prob")),
     )
 
 

@@ -471,8 +471,11 @@ def _idle_settings(model: ModelConfig, router: RouterConfig, spec: ModelSpec) ->
     """Settings of the recipe that this model never reads: an error, never a silence."""
     r, latent, dense = spec.router, spec.mla is not None, not spec.moe_layers
     idle = {
-        "router.softmax_order": (r.score != "softmax", f"router.score is {r.score}"),
-        "router.renormalize": (r.score == "softmax" and r.softmax_order == "after_topk", "these weights sum to one"),
+        "router.softmax_order": (
+            r.score != "softmax" and r.softmax_order != "after_topk",
+            f"router.score is {r.score}",
+        ),
+        "router.renormalize": (r.softmax_order == "after_topk", "these weights sum to one"),
         "router.group_topk": (r.num_groups == 1, "router.num_groups is 1"),
         "router.group_score": (r.num_groups == 1, "router.num_groups is 1"),
         "router.aux_scope": (r.aux_loss == 0, "router.aux_loss is 0"),

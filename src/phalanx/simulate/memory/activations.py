@@ -220,7 +220,7 @@ def kept_router(x: Local) -> list[int]:
     """`Router.forward`: what autograd keeps of scores, choice and weights."""
     s, r = x.spec, x.spec.router
     table, pairs, column = x.tokens * s.num_experts * x.wide, x.tokens * s.top_k, x.tokens * x.wide
-    late = r.score == "softmax" and r.softmax_order == "after_topk"
+    late = r.softmax_order == "after_topk"
     kept = [pairs * INDEX]
     if not late or r.aux_loss:
         kept.append(table)
