@@ -180,6 +180,23 @@ def test_ranks_with_different_plans_all_stop():
     run_ranks(4, different_layouts)
 
 
+def hosts_of_some(rank, cache, first):
+    comms, axis = Collectives(timeout_s=5), axis_of(rank, cache, 4)
+    resharder = Resharder(comms, axis, hosts=equal_hosts([0, 0, 1, 1]) if rank in (1, 3) else None)
+    for _ in range(2):  # asked again, they say the same
+        with pytest.raises(PlanError, match=r"hosts = 'given to ranks \[1, 3\]': missing on others; give the same"):
+            if first == "prepare":
+                resharder.prepare(simple_moves())  # needs no message of those that have hosts
+            if first == "refuse" and rank == 2:
+                resharder.refuse()
+            resharder.move(simple_moves(), [torch.zeros(4, 4) if rank < 2 else None], dtypes=[torch.float32])
+
+
+@pytest.mark.parametrize("first", ["move", "prepare", "refuse"])
+def test_hosts_that_only_some_were_given_stop_all(first):
+    run_ranks(4, hosts_of_some, first)
+
+
 def bad_tensor(rank, cache, wrong):
     resharder = Resharder(Collectives(timeout_s=5), axis_of(rank, cache, 4), hosts=equal_hosts([0, 0, 1, 1]))
     source = torch.zeros(4, 4) if rank < 2 else None

@@ -65,7 +65,8 @@ class PreparedMove:
 class Resharder:
     """Moves tensors between layouts over the ranks of one axis. Collective: all ranks of the axis make the same calls in the same order.
 
-    `hosts` says which ranks share a host and how fast its links are; without it the first move asks all ranks for their host's name, once.
+    `hosts` says which ranks share a host and how fast its links are: all ranks give it, or none does. In the first move all tell whether they do, or else
+    the name of their host.
     `report` tells of the last move.
     """
 
@@ -84,6 +85,8 @@ class Resharder:
         """None: what the transport needs."""
         self.report: ReshardReport | None = None
         self._hosts = hosts
+        self._met = False
+        """Whether all have told where they are."""
         self._prepared: OrderedDict[tuple[Move, ...], PreparedMove] = OrderedDict()
 
     @property
@@ -94,8 +97,23 @@ class Resharder:
     def hosts(self) -> Hosts:
         """Collective on first use, if hosts were not given."""
         if self._hosts is None:
-            self._hosts = hosts_by_name(self.comms.gather_objects(socket.gethostname(), self.axis), self.axis.ranks)
+            self._meet()
+        assert self._hosts is not None  # given or made
         return self._hosts
+
+    def _meet(self) -> None:
+        """Learn where the others are, once. Collective. Raises `PlanError` on all ranks where some were given hosts and some were not."""
+        if self._met:
+            return
+        told = self.comms.gather_objects(socket.gethostname() if self._hosts is None else None, self.axis)
+        given = [rank for rank, name in zip(self.axis.ranks, told, strict=True) if name is None]
+        if 0 < len(given) < len(told):
+            hint = "give the same hosts to every rank, or to none"
+            problem = Problem(where="hosts", value=f"given to ranks {given}", rule="missing on others", hint=hint)
+            raise PlanError([problem], subject="what is moved")
+        if not given:
+            self._hosts = hosts_by_name(told, self.axis.ranks)
+        self._met = True
 
     def prepare(self, moves: Sequence[Move]) -> PreparedMove:
         """The plan of a move, from the last ones or made now (the same on every rank, without a message)."""
@@ -125,7 +143,7 @@ class Resharder:
         Raises an error on all ranks: `PlanError` where they were given different things, or (on the rank itself) what does not fit; `PeerError`
         where another rank refused or has gone.
         """
-        _ = self.hosts  # collective: before anything that may fail on one rank alone
+        self._meet()  # collective: before anything that may fail on one rank alone
         ready, error = self._ready(what, source, dtypes, device, out)
         self._compare(REFUSED if ready is None else ready[0].number ^ _type_bits(dtypes), op_id)
         if ready is None:
@@ -140,7 +158,7 @@ class Resharder:
 
     def refuse(self, op_id: str = "reshard") -> None:
         """Tells the others, in place of `move`, that this rank cannot, before its caller raises why."""
-        _ = self.hosts
+        self._meet()
         self._compare(REFUSED, op_id)
 
     def _ready(
