@@ -114,7 +114,7 @@ def test_one_after_another_is_at_once() -> None:
     assert list(hangs.put_out([second, *rest], OtherHosts(), NOW + 4.5)) == [second]
 
 
-def test_who_joins_holds_nothing_that_others_do_not() -> None:
+def test_who_joins_holds_nothing() -> None:
     still, silent = worker(0, still_s=10.5), worker(1, silent_s=4.0)
     both = [still, silent, *waiting(2, 3)]
     assert Hangs(RULE).put_out(both, ALONE, NOW) == {}, "two of them, and f is 2"
@@ -125,15 +125,14 @@ def test_who_joins_holds_nothing_that_others_do_not() -> None:
     assert Hangs(RULE).put_out(all_silent, ALONE, NOW) == {}, "with the others it is awaited"
 
 
-def test_a_worker_joins_until_its_first_step() -> None:
+def test_a_worker_joins_until_it_forms_a_generation() -> None:
     end, write = os.pipe()
     found = Worker(Member("h.0.x", "h"), slot=0, pid=os.getpid(), pipe=end)
     os.set_blocking(end, False)
     for line, joins in (
         (b'{"announced": true, "joins": true}', True),
         (b".", True),
-        (b'{"begun": true}', True),
-        (b'{"step": 8}', False),
+        (b'{"formed": true}', False),
     ):
         os.write(write, line + b"\n")
         found.read()

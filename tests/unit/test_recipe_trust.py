@@ -9,6 +9,8 @@ import pytest
 from phalanx.cli.train import read_args, read_recipe
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError
+from phalanx.train.huggingface.hugging_face import strange_links
+from phalanx.train.setup.run_folder import RunFolder
 
 pytestmark = pytest.mark.unit
 
@@ -34,6 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ('[run]\nfolder = "../else"', "run.folder"),
         ('[run]\nfolder = "runs/../../else"', "run.folder"),
         ('[run]\nfolder = "link/runs"', "run.folder"),
+        ('[run]\nfolder = "."\nname = "link"', "run.name"),
         ('[data]\ncache = "/somewhere"', "data.cache"),
         ('[resilience]\nmode = "fast"\nheal = true\nwanted = 4\nservice = "his.host:29400"\n[folding]\nep = 1', "resilience.service"),
     ],
@@ -65,3 +68,27 @@ def test_a_run_goes_on_by_the_recipe_in_its_own_folder(tmp_path: Path) -> None:
     home.mkdir(parents=True)
     (home / "recipe.toml").write_text(f'[run]\nname = "mine"\nfolder = "{tmp_path / "elsewhere"}"')
     read_recipe(read_args([str(home / "recipe.toml")]), world=None)
+
+
+@pytest.mark.parametrize("place", [".lock", "events/rank-0.jsonl", "checkpoints", "tokenizer/tokenizer.json"])
+def test_a_run_folder_with_links_is_refused_and_nothing_is_written_through_them(place: str, here: Path) -> None:
+    """It may have come in an archive."""
+    victim, link = here / "victim", here / "run" / place
+    victim.write_text("precious")
+    link.parent.mkdir(parents=True)
+    link.symlink_to(victim)
+    with pytest.raises(
+        ConfigError, match=rf"run/{place} = .*victim': is a link, which a run would write through; remove it"
+    ):
+        RunFolder(here / "run").create()
+    assert victim.read_text() == "precious"
+    link.unlink()
+    RunFolder(here / "run").create()
+
+
+def test_what_an_export_takes_along_is_no_linked_folder(here: Path) -> None:
+    (here / "secrets").mkdir()
+    (here / "secrets" / "credentials.json").write_text("{}")
+    (here / "kept").symlink_to(here / "secrets")
+    (problem,) = strange_links(here / "kept", whole=True)
+    assert problem.rule == "is a link to another folder" and not strange_links(here / "kept")

@@ -143,9 +143,10 @@ def _trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
     given = {word.split("=")[0].removeprefix("--") for word in request.overrides if word.startswith("--")}
     home = Path(recipe.run.folder) / recipe.run.name
     its_own = Path(request.recipe_path).resolve().parent == home.resolve()  # the file that a run keeps in its folder
+    named = "run.folder" if not _is_below(recipe.run.folder) else "run.name"  # that may be a link there
     found = []
     for name, value, fine in (
-        ("run.folder", recipe.run.folder, its_own or _is_below(recipe.run.folder)),
+        (named, getattr(recipe.run, named.removeprefix("run.")), its_own or _is_below(str(home))),
         ("data.cache", recipe.data.cache, _is_below(recipe.data.cache)),
         ("resilience.service", recipe.resilience.service, recipe.resilience.service is None),
         ("launch.keep_service", recipe.launch.keep_service, not recipe.launch.keep_service),

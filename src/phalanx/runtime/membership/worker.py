@@ -1,6 +1,6 @@
 """One worker process as its supervisor sees it: forked, read through a pipe, reaped.
 
-The worker writes lines: what begins with `.` is a heartbeat (`watcher.BEATS`), anything else a JSON object (`announced`, `leave`, `begun`, `step`, `stands`, `finished`, `error`).
+The worker writes lines: what begins with `.` is a heartbeat (`watcher.BEATS`), anything else a JSON object (`announced`, `leave`, `formed`, `begun`, `step`, `stands`, `finished`, `error`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Worker:
         self.holders = 0
         """`RankProgress.holders`, as of the last step."""
         self.joins = False
-        """It came to a run that had begun, and has not committed a step yet: what it holds, others hold."""
+        """It came to a run that had begun, and has formed no generation with others yet: it holds nothing."""
         self.stands = ""
         """Where it was when it was still."""
         self.removed_s = 0.0
@@ -100,7 +100,7 @@ class Worker:
             self.pause_s = message.get("pause", self.pause_s)
             self.stands = message.get("stands", self.stands)
             self.holders = message.get("holders", self.holders)
-            self.joins = "step" not in message and message.get("joins", self.joins)
+            self.joins = "formed" not in message and message.get("joins", self.joins)
         return [message for message in messages if "error" not in message]
 
     def _beat(self, line: bytes) -> None:

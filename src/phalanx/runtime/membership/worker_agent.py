@@ -69,6 +69,8 @@ class WorkerAgent(MembershipWatcher):
         self._leave_retry_s = 0.0
         """No leave request is served before: a failed hand-over is tried again then."""
         self._voting = self._renewed = 0
+        self._formed = False
+        """Whether it has formed a generation."""
 
     def __enter__(self) -> WorkerAgent:
         self._start()
@@ -126,7 +128,11 @@ class WorkerAgent(MembershipWatcher):
         """
         self.progress.at("waiting for a generation")
         with self.progress.waiting():
-            return self._next_epoch(report, order)
+            epoch = self._next_epoch(report, order)
+        if not self._formed:
+            self._formed = True
+            self._say({"formed": True})  # before any state moves
+        return epoch
 
     def _next_epoch(self, report: MemberReport, order: Order) -> GroupEpoch:
         before = None if self.team is None else self.team.generation

@@ -267,7 +267,7 @@ def _index(plan: Export) -> dict[str, bytes]:
 def _small_files(plan: Export) -> dict[str, bytes]:
     """What came with an imported model, unchanged but for the config's type; for others, made from the recipe."""
     kept_folder = plan.run.path / KEPT_FOLDER
-    strange = [*strange_links(kept_folder), *strange_links(plan.run.path / "tokenizer")]
+    strange = [p for folder in (kept_folder, plan.run.path / "tokenizer") for p in strange_links(folder, whole=True)]
     raise_if(strange, CheckpointError, subject=f"the run {plan.run.path}")
     kept = {p.name: p.read_bytes() for p in small_files(kept_folder)}
     config = parse_table(kept.pop("config.json", b"{}"), where=str(kept_folder / "config.json"))

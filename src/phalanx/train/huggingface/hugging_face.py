@@ -101,12 +101,15 @@ def open_checkpoint(path: Path, *, mtp_layers: int = 0) -> HfCheckpoint:
     )
 
 
-def strange_links(folder: Path) -> list[Problem]:
-    """Links in a folder that lead out of it: what comes from a stranger must not name this user's files. Hugging Face's own cache links to `blobs/` beside its snapshots."""
+def strange_links(folder: Path, *, whole: bool = False) -> list[Problem]:
+    """Links in a folder that lead out of it, and (`whole`) the folder itself where it is one: what comes from a stranger must not name this user's files. Hugging
+    Face's own cache links to `blobs/` beside its snapshots."""
     home = folder.resolve()
     roots = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
     found = [p for p in sorted(folder.iterdir()) if p.is_symlink()] if folder.is_dir() else []
     hint = "copy the file itself into the folder, if it belongs there"
+    if whole and folder.is_symlink():
+        return [Problem(where=str(folder), value=os.readlink(folder), rule="is a link to another folder", hint=hint)]
     return [
         Problem(where=str(p), value=os.readlink(p), rule="is a link to a file outside of its folder", hint=hint)
         for p in found

@@ -97,7 +97,9 @@ class RunFolder:
         return None if found is None else str(found)
 
     def create(self, *, shared: bool = False) -> None:
-        """Make the folder, for this user alone, or (`shared`) readable for its group. One that is there keeps its mode, but for what `shared` adds. Raises `RunError` where that is not possible."""
+        """Make the folder, for this user alone, or (`shared`) readable for its group. One that is there keeps its mode, but for what `shared` adds. Raises `RunError` where that is not possible,
+        `ConfigError` where there are links in it."""
+        raise_if(self._links(), ConfigError, subject=f"the run folder {self.path}")
         with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -108,6 +110,19 @@ class RunFolder:
             (self.path / "tokenizer").mkdir(exist_ok=True)
             if not os.access(self.path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
+
+    def _links(self) -> list[Problem]:
+        """Links among what a run writes. A run folder may have come from a stranger, in an archive, and a link in it may lead to any file of this user."""
+        there = sorted(self.path.iterdir()) if self.path.is_dir() else []
+        inside = [
+            p for folder in there if folder.is_dir() and not folder.is_symlink() for p in sorted(folder.iterdir())
+        ]
+        rule, hint = "is a link, which a run would write through", "remove it, or put its files there themselves"
+        return [
+            Problem(where=str(p), value=os.readlink(p), rule=rule, hint=hint)
+            for p in (*there, *inside)
+            if p.is_symlink()
+        ]
 
     def lock(self) -> RunLock:
         """Claim the run for this process until the returned file is closed or the process ends, however it ends.
