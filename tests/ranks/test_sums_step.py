@@ -19,6 +19,7 @@ from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.train.assembly import assemble
+from phalanx.train.step.check import check_saved
 from phalanx.train.step.transaction import StepParts, commit_step, publish, reduce_step, train_step
 from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.reference import context
@@ -77,6 +78,7 @@ def _sound(
             reduced = reduce_step(parts, batches, step=step, lr=0.01)
             alarms += len(reduced.findings)
             commit_step(parts, reduced)
+            check_saved(parts, step=step)
             publish(parts)
     off = max(float((a - b).abs().max()) for a, b in zip(*map(masters, both), strict=True))
     return off, alarms
@@ -177,3 +179,22 @@ def test_a_bit_that_flips_at_rest_ends_the_rank_by_name(what: str) -> None:
         assert unchanged0 and text0 == text1
     else:
         assert text0 == ""
+
+
+def _saved(rank: int, cache: GroupCache, what: str, steps: int) -> str:
+    parts = make(rank, cache, {"ep": 2})
+    for step in range(steps):
+        train_step(parts, [microbatch(SETUP, rank)], step=step, lr=0.01)
+    if rank == 1:
+        low(getattr(next(iter(parts.state.families.values())), what))
+    try:
+        check_saved(parts, step=steps)
+    except UnsoundError as err:
+        return str(err)
+    return ""
+
+
+@pytest.mark.parametrize(("what", "steps"), [("master", 1), ("exp_avg", 1), ("exp_avg_sq", 1), ("master", 0)])
+def test_a_bit_that_flipped_at_rest_is_not_saved(what: str, steps: int) -> None:
+    sound, text = run_ranks(2, _saved, what, steps)
+    assert sound == "" and f"rank 1: {what} of" in text and "nothing was saved" in text

@@ -116,7 +116,9 @@ class Member:
     def after(self, step: int) -> None:
         """What is due between the steps."""
         first, self.first = self.first, False
-        parts: Any = SimpleNamespace(state=SimpleNamespace(boxes=lambda: self.boxes))
+        parts: Any = SimpleNamespace(
+            state=SimpleNamespace(boxes=lambda: self.boxes, look_at_rest=lambda: None, sums=None)
+        )
         self.saving.between(parts, step, first=first)
 
     def write(self) -> None:
@@ -241,7 +243,7 @@ def test_the_last_save_tries_again_while_the_disk_refuses_it(
         recipe=Recipe(checkpoint=CheckpointConfig(wait_s=wait_s)), manager=manager, tell=told.append,  # type: ignore[arg-type]
         state_after=lambda step: None, on_saved=lambda: None, on_begin=lambda name: None, begun=8, retries=int(wait_s / saving.AGAIN_S),  # type: ignore[arg-type, return-value]
     )  # fmt: skip
-    parts = SimpleNamespace(state=SimpleNamespace(boxes=lambda: []))
+    parts = SimpleNamespace(state=SimpleNamespace(boxes=lambda: [], look_at_rest=lambda: None, sums=None))
     if refusals <= wait_s / saving.AGAIN_S:
         mine.last(parts, 9)  # type: ignore[arg-type]
         assert isinstance(told[-1], CheckpointSaved) and manager.saves == refusals + 1

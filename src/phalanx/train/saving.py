@@ -26,6 +26,7 @@ from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager, RunState, Saved
 from phalanx.train.setup import versions
 from phalanx.train.step import StepParts
+from phalanx.train.step.check import check_saved
 
 T = TypeVar("T")
 AGAIN_S = 10.0
@@ -77,6 +78,7 @@ class Saving:
     def save(self, parts: StepParts, step: int) -> None:
         """Begin a checkpoint, once the one before is complete. Collective."""
         self.hear(wait=True)
+        check_saved(parts, step=step)
         self.manager.save(parts.state.boxes(), self.state_after(step))
         self.begun = step
 
@@ -126,6 +128,7 @@ class Saving:
 
     def _save_patiently(self, parts: StepParts, step: int) -> Saved | None:
         """Saves, again and again where the disk refuses: what these ranks hold is nowhere else. All ranks hear of a failure together, and try as often."""
+        check_saved(parts, step=step)
         for left in range(self.retries, -1, -1):
             try:
                 self.manager.save(parts.state.boxes(), self.state_after(step))

@@ -148,6 +148,13 @@ class ShardedState:
         for state in self.families.values():
             state.round_masters()
         self.publish(comms)
+        self.look_at_rest()
+
+    def look_at_rest(self) -> None:
+        """Compare masters and moments with what was written last, where state is checked: `sums` has what it finds. Reads all of them."""
+        for name, state in self.families.items() if self.sums is not None else ():
+            assert self.sums is not None  # or there is nothing to go through
+            self.sums.at_rest(name, {kind: getattr(state, kind) for kind in self.KINDS})
 
     def boxes(self) -> list[BoxTensor]:
         """Everything a checkpoint holds, as views: `master/`, `exp_avg/`, `exp_avg_sq/` + parameter, `buffer/` + name."""

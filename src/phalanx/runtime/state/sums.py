@@ -1,7 +1,8 @@
 """Sums of the state at rest: is what is read what was written?
 
     parameters                 summed by the update that rounds them, or as they are published, and again at the vote of the step that used them
-    master weights, moments    summed by the update that writes them, and again by the one that reads them next, in the same pass over memory
+    master weights, moments    summed by the update that writes them, or as they were restored, and again by the one that reads them next, in the same pass over memory,
+                               and before they are saved
 
 Word sums (`kernels/cpu/words.py`) see every flipped bit. Must never change: whoever writes state elsewhere calls `forget`, or sound state looks wrong.
 """
@@ -64,6 +65,12 @@ class StateSums:
             place = f"{kind} of {family}"
             self._compare(place, before)
             self._known[place] = after
+
+    def at_rest(self, family: str, kept: Mapping[str, torch.Tensor]) -> None:
+        """The same of what an update keeps of a family, by kind."""
+        totals = on_host([word_sum(x, rows=self.rows) for x in kept.values()])
+        for kind, total in zip(kept, totals, strict=True):
+            self._compare(f"{kind} of {family}", total)
 
     def take(self) -> list[str]:
         """Places whose bits changed although nobody wrote there, since the last call."""

@@ -2,7 +2,7 @@
 
     products     each rank's own findings (`kernels/cpu/products.py`)
     messages     what all have sent less what all have received (`runtime/comm/sums.py`)
-    state        parameters that are not what was published (`runtime/state/sums.py`); masters and moments are looked at where they are read, in the commit
+    state        parameters that are not what was published (`runtime/state/sums.py`); masters and moments are looked at where they are read: in the commit, and by a save
 
 The ranks tell one another in one gather of three numbers a rank, after the vote and before anything is committed; only where something is wrong do they tell what.
 
@@ -131,6 +131,18 @@ def check_commit(parts: CheckedParts, *, step: int) -> None:
         found = Findings(state={parts.groups.rank: wrong})
         text = f"step {step + 1}: {'; '.join(found.explain())}: memory that nobody wrote; what this rank holds is lost"
         raise UnsoundError(f"{text}; an elastic run replaces it; else continue from the newest checkpoint")
+
+
+def check_saved(parts: CheckedParts, *, step: int) -> None:
+    """Raise `UnsoundError` on a rank whose masters or moments, which a checkpoint of `step` steps is to hold, are not what the last update wrote."""
+    parts.state.look_at_rest()
+    wrong = parts.state.sums.take() if parts.state.sums is not None else []
+    if wrong:
+        found = Findings(state={parts.groups.rank: wrong})
+        text = (
+            f"the checkpoint of step {step}: {'; '.join(found.explain())}: memory that nobody wrote; nothing was saved"
+        )
+        raise UnsoundError(f"{text}; an elastic run replaces this rank; else continue from the newest checkpoint")
 
 
 def _device(parts: CheckedParts) -> torch.device:
