@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from membership_help import MemoryService
@@ -18,6 +20,7 @@ from phalanx.runtime.membership.membership import Beat, FirstRule, Generation, M
 from phalanx.runtime.membership.reachability import Answers
 from phalanx.runtime.membership.watcher import BEATS
 from phalanx.runtime.membership.worker import Worker
+from phalanx.runtime.membership.worker_agent import WorkerAgent
 
 pytestmark = pytest.mark.unit
 NOW = 1000.0
@@ -310,3 +313,12 @@ def test_silent_hosts_whose_processes_exist_are_awaited(monkeypatch: pytest.Monk
         assert a.newest is not None
         assert a.newest.uids == (first.uids if exists else ("a.0.x",))
         assert ("b, c and others are silent at once" in a.awaited) == exists
+
+
+def test_a_generation_that_does_not_form_is_said_once() -> None:
+    told: list[Any] = []
+    agent: Any = SimpleNamespace(_renewed=0, tell=told.append, uid="h.0.x")
+    for number in range(5):
+        WorkerAgent._say_renewed(agent, SimpleNamespace(number=number), f"h.{number}.x does not answer")
+    (event,) = told
+    assert (event.uid, event.generation, event.why) == ("h.0.x", 1, "h.1.x does not answer")
