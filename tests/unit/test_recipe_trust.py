@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from pathlib import Path
 
 import pytest
@@ -93,9 +92,3 @@ def test_what_an_export_takes_along_is_no_linked_folder(here: Path) -> None:
     (here / "kept").symlink_to(here / "secrets")
     (problem,) = strange_links(here / "kept", whole=True)
     assert problem.rule == "is a link to another folder" and not strange_links(here / "kept")
-
-
-def test_a_run_folder_is_its_users_own_or_its_groups(here: Path) -> None:
-    for shared, mode in ((False, 0o700), (True, 0o2750)):
-        RunFolder(here / "run").create(shared=shared)
-        assert stat.S_IMODE((here / "run").stat().st_mode) == mode
