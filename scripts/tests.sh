@@ -1,10 +1,10 @@
 #!/bin/sh
-# Runs the tests of a tier (tests/helpers/tiers.py), each once. Arguments:
+# Runs the tests of a tier (tests/helpers/tiers.py), each once: no failure is run again. Arguments:
 #   core            what `make test` takes (the default)
 #   drawn MINUTES   processor minutes of the other tests, drawn by the seed of the day; the rest is named
 #   all             every test with every case
-# Tests that launch no ranks share the cores in two processes; then those that do; then those marked `alone`, which measure short times and are
-# the only ones that get a second chance: each says why.
+# Tests that launch no ranks share the cores in two processes; then those that do; then those marked `alone`, which measure rates and shares of a
+# core: each says why.
 set -u
 cd "$(dirname "$0")/.."
 case "${1:-core}" in
@@ -31,14 +31,7 @@ else
     tests ranks -m "not alone and (ranks or testbed)" tests/ranks tests/runs tests/lab || failed=$?
     echo "---- tests that run alone"
     alone=$(grep -rl --include='test_*.py' '@pytest\.mark\.alone(' tests) # to collect all takes longer than they do
-    status=0
     # shellcheck disable=SC2086  # a list of files
-    tests alone -m alone $alone || status=$?
-    if [ "$status" = 1 ]; then # tests failed; anything else says that pytest itself did
-        echo "---- those that failed, once more" && status=0
-        # shellcheck disable=SC2086
-        tests alone --last-failed --last-failed-no-failures none -m alone $alone || status=$?
-    fi
-    [ "$status" = 0 ] || failed=$status
+    tests alone -m alone $alone || failed=$?
 fi
 exit "$failed"

@@ -69,16 +69,18 @@ def test_bar_10_the_measured_links(tmp_path: Path, capsys: pytest.CaptureFixture
     """3 hosts at 200 Mbit/s, which any machine can fill (1 Gbit/s is not: a core that others share gave 500 to 900): 0.9 to 1.0 of it one way, both
     directions printed, 5 times that inside a host, nothing left."""
     file, rate = tmp_path / "links.json", 0.2e9
-    for _ in range(5):  # a machine that runs other things may starve the probes
+    best = dict[str, float]()
+    for _ in range(10):  # a machine that runs other things starves the probes; nothing makes them faster than the link
         assert program(["testbed", "measure", "--hosts", "3", "--rate", "200mbit", "--json", str(file)]) == 0
         found = json.loads(file.read_text())
-        one_way = found["one_way_each_bit_per_s"]
-        if all(0.9 * rate <= r <= rate for r in one_way) and found["inside_over_link"] >= 5:
+        assert max(*found["one_way_each_bit_per_s"], found["both_ways_bit_per_s"]) <= rate and found["latency_s"] > 0
+        shares = {f"to {i}": r / (0.9 * rate) for i, r in enumerate(found["one_way_each_bit_per_s"])}
+        shares |= {"inside": found["inside_over_link"] / 5, "both": found["both_ways_bit_per_s"] / (0.5 * rate)}
+        shares["latency"] = 0.01 / found["latency_s"]
+        best = {name: max(share, best.get(name, 0.0)) for name, share in shares.items()}
+        if min(best.values()) >= 1:
             break
-    assert all(0.9 * rate <= r <= rate for r in one_way)
-    assert found["inside_bit_per_s"] >= 5 * found["one_way_bit_per_s"]
-    assert 0.5 * rate <= found["both_ways_bit_per_s"] <= rate
-    assert 0 < found["latency_s"] < 0.01
+    assert min(best.values()) >= 1, best
     assert found["hosts"] == 3 and found["rate_bit_per_s"] == rate and found["leftovers"] == []
     printed = capsys.readouterr().out
     assert "both directions loaded" in printed and "left behind: nothing" in printed
@@ -137,16 +139,26 @@ def test_gloo_all_reduce_over_two_hosts(bed: Testbed, tmp_path: Path) -> None:
 @pytest.mark.alone("measures rates of links within 0.8 s")
 def test_rate_changes_while_it_runs(bed: Testbed) -> None:
     traffic = TrafficMeter(bed, bed.folder, 0.8)
+
+    def fastest(source: int, to: int, *, wanted: float) -> float:
+        """Of up to ten streams, which other programs only make slower."""
+        found = 0.0
+        for _ in range(10):
+            found = max(found, *traffic.streams((source, to)))
+            if found > wanted:
+                break
+        return found
+
     bed.set_rate(0, 50e6)
     try:
-        assert 40e6 < traffic.streams((0, 1))[0] < 50e6
-        assert 40e6 < traffic.streams((2, 0))[0] < 50e6
+        assert 40e6 < fastest(0, 1, wanted=40e6) < 50e6
+        assert 40e6 < fastest(2, 0, wanted=40e6) < 50e6
         bed.set_rate(0, None)
         # An idle link lets its bucket pass at once, so a short stream may read a few per cent above the rate; unshaped it reads tenfold.
         assert traffic.streams((0, 2))[0] < 1.2e9, "the other host's link still has its rate"
     finally:
         bed.set_rate(0, 1e9)
-    assert traffic.streams((0, 1))[0] > 60e6
+    assert fastest(0, 1, wanted=60e6) > 60e6
 
 
 # -- breaking things --------------------------------------------------------------------------------------------------------
@@ -522,30 +534,39 @@ def test_the_command_fails_loudly(tmp_path: Path, capfd: pytest.CaptureFixture[s
 BUSY = """
 import os, sys, time
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-end = time.monotonic() + 1.5
+print("ready", flush=True)
+while not os.path.exists(os.environ["GO"]): time.sleep(0.001)
+begin, end = time.process_time(), time.monotonic() + 1.5
 while time.monotonic() < end: pass
-print(time.process_time())
+print(time.process_time() - begin)
 """
-"""A rank that computes on one core, which it shares with all others, and says what it got of it."""
+"""A rank that computes on one core, which it shares with all others, once all are there, and says what it got of it."""
 
 
-def used_by_host(*, even_cores: bool) -> tuple[list[float], str]:
+def used_by_host(go: Path, *, even_cores: bool) -> tuple[list[float], str]:
     """Seconds of processor of two hosts, of which the second one runs three times as many programs; why they could have no even shares."""
     with Testbed(ClusterSpec(hosts=2, ranks_per_host=1), even_cores=even_cores) as bed:
-        jobs = [bed.run(python(BUSY), hosts=[host], ranks_per_host=1 + 2 * host) for host in (0, 1)]
+        jobs = [
+            bed.run(python(BUSY), hosts=[host], ranks_per_host=1 + 2 * host, env={"GO": str(go)}) for host in (0, 1)
+        ]
+        while not all("ready" in job.output(rank) for job in jobs for rank in range(job.world)):
+            for job in jobs:
+                assert len(job.running()) == job.world, job.failed
+            time.sleep(0.01)
+        go.touch()
         assert all(job.wait(60).ok for job in jobs)
-        used = [sum(float(job.output(rank)) for rank in range(job.world)) for job in jobs]
+        used = [sum(float(job.output(rank).split()[1]) for rank in range(job.world)) for job in jobs]
     assert bed.leftovers() == []
     return used, bed.uneven
 
 
 @pytest.mark.alone("measures shares of a core")
-def test_a_host_gets_its_share_of_the_cores_whatever_others_run() -> None:
+def test_a_host_gets_its_share_of_the_cores_whatever_others_run(tmp_path: Path) -> None:
     """One program here and three there on one core: a half each, where the shares are even."""
-    even, why = used_by_host(even_cores=True)
+    even, why = used_by_host(tmp_path / "even", even_cores=True)
     if why:
         pytest.skip(f"no even shares on this machine: {why}")
-    uneven, _ = used_by_host(even_cores=False)
+    uneven, _ = used_by_host(tmp_path / "uneven", even_cores=False)
     assert 0.7 < even[1] / even[0] < 1.5 and uneven[1] / uneven[0] > 2
 
 

@@ -264,38 +264,53 @@ def test_every_element_arrives_where_it_belongs(words: list[str], waiting: str) 
 
 
 class _Slow(Elements):
-    """The rank that passes on is busy with its first micro-batch for long; another stands ready."""
+    """The rank that passes on is busy with its first micro-batch for a second, or until the file `until` is there; another stands ready."""
 
-    def __init__(self, plan: PipelinePlan, layouts: Sequence[TensorLayout], rank: int, *, busy: int) -> None:
+    def __init__(
+        self, plan: PipelinePlan, layouts: Sequence[TensorLayout], rank: int, *, busy: int, until: Path | None = None
+    ) -> None:
         super().__init__(plan, layouts, rank)
-        self.busy, self.began, self.ended = busy, dict[int, float](), dict[int, float]()
+        self.busy, self.until, self.began, self.ended = busy, until, dict[int, float](), dict[int, float]()
 
     def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
         self.began[microbatch] = time.monotonic()
         if self.rank == self.busy and microbatch == 0:
-            time.sleep(1.0)
+            end_s = time.monotonic() + (1.0 if self.until is None else 60.0)
+            while time.monotonic() < end_s and not (self.until is not None and self.until.exists()):
+                time.sleep(0.01)
         out = super().forward(stage, microbatch, inputs)
         self.ended[microbatch] = time.monotonic()
         return out
 
 
-def _sender(rank: int, cache: GroupCache, wait_for_sends: bool) -> float:
-    """How long the first rank's passes take beside a receiver that is late."""
+def _sender(rank: int, cache: GroupCache, wait_for_sends: bool, done: Path) -> dict[int, float]:
+    """When each pass ended, of a sender and a receiver that is late: by a second, or until the sender is done, where it need not wait."""
     layouts = stage_layouts(SHAPE, ["rows1", "rows1"])
     boundary = dataclasses.replace(boundary_of(rank, cache, layouts, [(0, 1)]), wait_for_sends=wait_for_sends)
     plan = plan_pipeline(make_schedule("gpipe", pp=2, virtual=1, num_microbatches=6))
     boundary.comms.barrier(boundary.axis)
-    passes, begin = _Slow(plan, layouts, rank, busy=1), time.monotonic()
+    passes = _Slow(plan, layouts, rank, busy=1, until=None if wait_for_sends else done)
+    ended, forward = passes.ended, passes.forward
+
+    def told(stage: int, microbatch: int, inputs: Tensors) -> Tensors:
+        out = forward(stage, microbatch, inputs)
+        if rank == 0 and microbatch == 5:
+            done.touch()
+        return out
+
+    passes.forward = told  # type: ignore[method-assign]
     run_pipeline(plan, passes, boundary)
-    return passes.ended[5] - begin
+    return ended
 
 
-@pytest.mark.alone("measures a wait below half a second")
+@pytest.mark.core
 @pytest.mark.ranks
-def test_a_sender_that_waits_waits_until_its_message_is_there() -> None:
-    """The receiver posts two passes ahead and is busy for a second with its first micro-batch."""
-    assert run_ranks(2, _sender, False)[0] < 0.5
-    assert run_ranks(2, _sender, True)[0] > 0.7
+def test_a_sender_that_waits_waits_until_its_message_is_there(tmp_path: Path) -> None:
+    """The receiver posts two passes ahead and is busy with its first micro-batch."""
+    sender, receiver = run_ranks(2, _sender, False, tmp_path / "done")
+    assert sender[5] < receiver[0]
+    sender, receiver = run_ranks(2, _sender, True, tmp_path / "none")
+    assert sender[5] > receiver[0]
 
 
 def _busy(rank: int, cache: GroupCache) -> tuple[dict[int, float], dict[int, float]]:

@@ -50,16 +50,16 @@ class _Layer:
         time.sleep(0.01)
 
 
-@pytest.mark.alone("measures passes of 10 ms")
 @pytest.mark.unit
 def test_times_and_bytes_of_passes() -> None:
     layer, times = _Layer(), PassTimes()
     timed = TimedPasses(layer, times, CPU, [layer.weight])
-    x = torch.ones(10, 32, requires_grad=True)
+    x, begin_s = torch.ones(10, 32, requires_grad=True), time.perf_counter()
     kept = [timed.forward(0, mb, (x,)) for mb in range(3)]
     timed.input_gradient(0, 0, ())
     timed.weight_gradient(0, 0)
-    assert 0.02 <= times.median_s("F") < 0.2 and 0.03 <= times.median_s("I") < 0.3 and times.median_s("W") >= 0.01
+    assert times.median_s("F") >= 0.02 and times.median_s("I") >= 0.03 and times.median_s("W") >= 0.01
+    assert sum(map(times.median_s, "FIW")) <= time.perf_counter() - begin_s
     assert times.median_s("B") == 0.0
     assert times.live_bytes == (10 * 32 + 10 * 64) * 4  # the weight is there anyway
     kept[0][0].sum().backward()
