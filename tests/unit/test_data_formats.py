@@ -265,14 +265,27 @@ def test_bombs_of_parquet(tmp_path):
         assert str(path) in problem and words in problem
 
 
+@pytest.mark.parametrize(("bytes_each", "rows"), [(10, 1024), (1 << 20, 511), (30 << 20, 17), (40 << 20, 16)])
+def test_as_many_rows_at_once_as_would_fit_were_each_as_large_as_the_largest_page(
+    tmp_path, monkeypatch, bytes_each, rows
+):
+    asked, inner = [], pq.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pq.ParquetFile, "iter_batches", lambda self, **words: asked.append(words["batch_size"]) or inner(self, **words)
+    )
+    path = write_parquet(tmp_path / "a.parquet", {"text": ["a", "0" * bytes_each]})
+    documents_and_problems(path)
+    assert asked == [rows]
+
+
 def test_long_documents_are_no_bombs(tmp_path):
     """A writer looks at a page's size once in 1,024 rows: 460 documents of 150 kB are one page of 69 MB."""
     path, words = (
         tmp_path / "books.parquet",
         np.random.default_rng(0).integers(0, 256, 75_000, dtype=np.uint8).tobytes().hex(),
     )
-    pq.write_table(pa.table({"text": [f"{i} {words[i:]}" for i in range(460)]}), path)
-    assert documents_and_problems(path) == (460, [])
+    pq.write_table(pa.table({"text": [f"{i} {words[i:]}" for i in range(461)]}), path, row_group_size=460)
+    assert documents_and_problems(path) == (461, [])
 
 
 def test_pages_are_found_in_every_file_of_the_library(tmp_path):

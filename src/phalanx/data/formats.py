@@ -36,8 +36,9 @@ MOST_PAGE = 1 << 30
 MOST_EXPANSION, SPARE_BYTES = 500, 64 << 20
 """Text is at most so many times as large as its file, and `SPARE_BYTES` more. Compressed text is 3 to 20 times as large."""
 _LEAST_SPENT = 256
-_ROWS = 16
-"""Rows that are decoded at once: each may be as large as a page."""
+_ROWS, _MOST_ROWS = 16, 1024
+"""Rows of Parquet that are decoded at once, at least and at most. Each may be as large as the largest page (a dictionary of one long text), so more than
+the least are as many as take no more than the least of the longest documents."""
 
 
 @dataclass(frozen=True)
@@ -241,23 +242,28 @@ def _checked(text: object, where: str, field: str, names: list[str], log: Proble
 
 
 def _read_parquet(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
-    if not _has_sound_pages(path, field, log):
+    largest = _largest_page(path, field, log)
+    if largest is None:
         return
+    rows = min(_MOST_ROWS, max(_ROWS, _ROWS * MOST_DOCUMENT // max(largest, 1)))
     try:
         with pq.ParquetFile(path) as file:
             if _has_text_column(file, path, field, log):
-                yield from _rows(file, path, field, log)
+                yield from _rows(file, path, field, log, batch=rows)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         log.add(_no_parquet(path, error))
 
 
-def _has_sound_pages(path: Path, field: str, log: ProblemLog) -> bool:
-    """Whether no page of the column becomes larger than a document may: the library would take as much memory as a page says."""
+def _largest_page(path: Path, field: str, log: ProblemLog) -> int | None:
+    """Bytes of the column's largest page once it is decompressed; None, and a problem, where one is larger than it may be: the library would take as much memory as a page says."""
+    largest = 0
     try:
         with open_regular(path) as file:
             for group, chunk in enumerate(column_chunks(file, path.stat().st_size, field)):
                 most = min(MOST_PAGE, SPARE_BYTES + MOST_EXPANSION * chunk.length)
-                if any(size > most for size in page_sizes(file, chunk)):
+                found = max(page_sizes(file, chunk), default=0)
+                largest = max(largest, found)
+                if found > most:
                     rule = f"has a page that becomes more than {most} bytes"
                     where = f"{path}:row group {group}"
                     log.add(
@@ -268,11 +274,11 @@ def _has_sound_pages(path: Path, field: str, log: ProblemLog) -> bool:
                             hint="write it with smaller row groups or batches (row_group_size = 256, write_batch_size = 64)",
                         )
                     )
-                    return False
+                    return None
     except PageError as error:
         log.add(_no_parquet(path, error))
-        return False
-    return True
+        return None
+    return largest
 
 
 def _no_parquet(path: Path, error: Exception) -> Problem:
@@ -297,10 +303,11 @@ def _has_text_column(file: pq.ParquetFile, path: Path, field: str, log: ProblemL
     return True
 
 
-def _rows(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
+def _rows(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog, *, batch: int) -> Iterator[Document]:
+    """`batch`: rows that are decoded at once."""
     size, total, number, budget = path.stat().st_size, max(file.metadata.num_rows, 1), 0, _Budget(path)
-    for batch in file.iter_batches(batch_size=_ROWS, columns=[field]):
-        for cell in batch.column(0):
+    for rows in file.iter_batches(batch_size=batch, columns=[field]):
+        for cell in rows.column(0):
             number += 1
             where = f"{path}:row {number}"
             data = cell.as_buffer()
