@@ -449,6 +449,19 @@ def test_what_is_as_written_at_the_second_read_is_kept(tmp_path, corpus_file, na
     assert prepare(asked).reused
 
 
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("bare", [None, np.array([False, True, False, False, True])])
+def test_documents_outside_of_the_tokens_are_found_in_every_part_of_a_table(at, bare, monkeypatch):
+    monkeypatch.setattr(store, "_CHUNK_DOCUMENTS", 2)
+    offset = np.arange(6) * 10
+    begin = offset[:-1].copy()
+    assert store._are_inside(begin, offset, bare, 50)
+    for value in (-1, 50, 2**63 - 6):
+        assert not store._are_inside(np.where(np.arange(5) == at, value, begin), offset, bare, 50)
+    for value in (-1, 2**63 - 6, -(2**63)):
+        assert not store._are_inside(begin, np.where(np.arange(6) == at, value, offset), bare, 50)
+
+
 def test_a_cache_of_an_earlier_version_is_read(tmp_path, corpus_file):
     """It has no checksums; tokens outside of the vocabulary are an error all the same."""
     asked = config(tmp_path, corpus_file, tokenizer="byte")

@@ -49,6 +49,7 @@ _META = "meta.json"
 TOKENS = "tokens.bin"
 _BATCH_CHARS = 2_000_000
 _CHUNK_TOKENS = 4_000_000
+_CHUNK_DOCUMENTS = 1 << 15
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -203,17 +204,22 @@ def _open_stream(folder: Path, name: str, tokens: TokenFile, eos_id: int) -> Tok
     offset = _array(folder / f"{name}.offset.npy", np.int64, (len(begin) + 1,))
     bare_file = folder / f"{name}.bare.npy"
     bare = _array(bare_file, np.bool_, begin.shape) if bare_file.exists() else None
-    length = np.diff(offset) - (0 if bare is None else bare)
-    if (
-        offset[0] != 0
-        or (offset[1:] < offset[:-1]).any()
-        or (length < 0).any()
-        or (begin < 0).any()
-        or (begin > len(tokens) - length).any()
-    ):
+    if not _are_inside(begin, offset, bare, len(tokens)):
         rule = f"names documents outside of the {len(tokens)} tokens"
         raise malformed(str(folder / f"{name}.begin.npy"), None, rule, "delete the folder: it is prepared anew")
     return TokenStream(tokens=tokens, begin=begin, offset=offset, bare=bare, eos_id=eos_id)
+
+
+def _are_inside(begin: Ints, offset: Ints, bare: NDArray[np.bool_] | None, num_tokens: int) -> bool:
+    """Whether all documents lie within the tokens. In parts that a cache holds: a table may have gigabytes."""
+    for at in range(0, len(begin), _CHUNK_DOCUMENTS):
+        mine = slice(at, at + _CHUNK_DOCUMENTS)
+        first, stops = begin[mine], offset[at : at + _CHUNK_DOCUMENTS + 1]
+        length = np.diff(stops) if bare is None else np.diff(stops) - bare[mine]
+        falls = (stops[1:] < stops[:-1]).any() or (length < 0).any()
+        if falls or (first < 0).any() or (first > num_tokens - length).any():
+            return False
+    return bool(offset[0] == 0)
 
 
 def _array(path: Path, dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
