@@ -149,10 +149,11 @@ def test_a_rank_that_computes_wrong_again_is_named_and_nothing_is_committed() ->
         assert "rank 1" in findings[0] and "rank 0" not in findings[0]
 
 
-def _at_rest(rank: int, cache: GroupCache, what: str) -> tuple[str, bool]:
+def _at_rest(rank: int, cache: GroupCache, what: str, restored: bool) -> tuple[str, bool]:
     parts = make(rank, cache, {"ep": 2})
     batch = [microbatch(SETUP, rank)]
-    train_step(parts, batch, step=0, lr=0.01)
+    if not restored:
+        train_step(parts, batch, step=0, lr=0.01)
     family = (
         parts.state.families["expert"]
         if "expert" in parts.state.families
@@ -170,9 +171,11 @@ def _at_rest(rank: int, cache: GroupCache, what: str) -> tuple[str, bool]:
     return "", False
 
 
+@pytest.mark.parametrize("restored", (False, True))
 @pytest.mark.parametrize("what", ("flat", "master", "exp_avg", "exp_avg_sq"))
-def test_a_bit_that_flips_at_rest_ends_the_rank_by_name(what: str) -> None:
-    (text0, unchanged0), (text1, _) = run_ranks(2, _at_rest, what)
+def test_a_bit_that_flips_at_rest_ends_the_rank_by_name(what: str, restored: bool) -> None:
+    """After a step, or before the first one."""
+    (text0, unchanged0), (text1, _) = run_ranks(2, _at_rest, what, restored)
     assert "rank 1" in text1 and ("parameters" if what == "flat" else what) in text1
     assert "bit 0 of a 32-bit word has flipped" in text1
     if what == "flat":

@@ -225,7 +225,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
         return found
 
     def entering(self: Any, team: Any, resolution: Any) -> None:
-        here.update(size=team.size, step=self.step, entered=self.step)
+        here.update(size=team.size, step=self.step)
         enter(self, team, resolution)
 
     def computing(self: Any) -> None:
@@ -240,7 +240,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
             Path(folder, "corrupted").touch()
             flip_a_bit(self.trainer.parts.state)
         for phase, kind in AT_REST.items():
-            if is_due(phase) and self.step > here["entered"]:  # sums are those of what was written since
+            if is_due(phase):
                 note(phase, here["slot"])
                 flip_a_bit(self.trainer.parts.state, kind=kind)
         compute(self)

@@ -89,6 +89,11 @@ class FamilyState:
     def _kept_parts(self) -> list[torch.Tensor]:
         return [self.flat[first:stop] for first, stop in self.layout.kept_runs]
 
+    def parts(self, kind: str) -> list[torch.Tensor]:
+        """What an update reads of the masters or moments: all but padding."""
+        whole: torch.Tensor = getattr(self, kind)
+        return [whole[run.start : run.stop] for run in self.runs]
+
     def runs_in(self, start: int, stop: int) -> Iterator[DecayRun]:
         """The parts of the decay runs that lie in `[start, stop)` of what is kept."""
         for run in self.runs:
@@ -147,14 +152,14 @@ class ShardedState:
             self.sums.forget()
         for state in self.families.values():
             state.round_masters()
-        self.publish(comms)
         self.look_at_rest()
+        self.publish(comms)
 
     def look_at_rest(self) -> None:
         """Compare masters and moments with what was written last, where state is checked: `sums` has what it finds. Reads all of them."""
         for name, state in self.families.items() if self.sums is not None else ():
             assert self.sums is not None  # or there is nothing to go through
-            self.sums.at_rest(name, {kind: getattr(state, kind) for kind in self.KINDS})
+            self.sums.at_rest(name, {kind: state.parts(kind) for kind in self.KINDS})
 
     def boxes(self) -> list[BoxTensor]:
         """Everything a checkpoint holds, as views: `master/`, `exp_avg/`, `exp_avg_sq/` + parameter, `buffer/` + name."""

@@ -62,15 +62,15 @@ class StateSums:
         found = [int(n) % WORDS for n in sums.tolist()]  # SYNC: on a device, once a family and step
         self._rounded[family] = found[6]
         for kind, before, after in zip(kinds, found[:3], found[3:6], strict=True):
-            place = f"{kind} of {family}"
+            place = _kept(kind, family)
             self._compare(place, before)
             self._known[place] = after
 
-    def at_rest(self, family: str, kept: Mapping[str, torch.Tensor]) -> None:
-        """The same of what an update keeps of a family, by kind."""
-        totals = on_host([word_sum(x, rows=self.rows) for x in kept.values()])
-        for kind, total in zip(kept, totals, strict=True):
-            self._compare(f"{kind} of {family}", total)
+    def at_rest(self, family: str, kinds: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """The same of what an update reads of the masters and moments of a family, by kind."""
+        totals = iter(on_host([word_sum(x, rows=self.rows) for each in kinds.values() for x in each]))
+        for kind, each in kinds.items():
+            self._compare(_kept(kind, family), sum(next(totals) for _ in each) % WORDS)
 
     def take(self) -> list[str]:
         """Places whose bits changed although nobody wrote there, since the last call."""
@@ -89,6 +89,10 @@ class StateSums:
 
 def _place(name: str) -> str:
     return f"parameters of {name}"
+
+
+def _kept(kind: str, family: str) -> str:
+    return f"{kind} of {family}"
 
 
 def _without(flat: torch.Tensor, ranges: Ranges) -> list[torch.Tensor]:
