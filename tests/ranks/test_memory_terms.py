@@ -155,6 +155,7 @@ KEPT = {
     "head norms": (small_spec(qk_norm="head"), {}),
     "wide norms": (small_spec(qk_norm="hidden"), {}),
     "late softmax": (changed(small_spec(), softmax_order="after_topk"), {}),
+    "sigmoid, late softmax": (changed(small_spec(), score="sigmoid", softmax_order="after_topk"), {}),
     "sigmoid, z-loss": (changed(small_spec(), score="sigmoid", z_loss=0.01), {}),
     "no balance loss, top-1": (changed(small_spec(top_k=1), aux_loss=0.0), {}),
     "dense first, shared": (small_spec(dense_layers=1, dense_ffn=160, shared_ffn=80), {}),
