@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import resource
 import signal
 import socket
+import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +28,7 @@ from phalanx.core.events import Event
 from phalanx.observe.sinks import Sinks
 from phalanx.plan.recovery import StateReport
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
+from phalanx.runtime.membership.credentials import client_context, make_credentials
 from phalanx.runtime.membership.votes import MemberReport, resolve
 from phalanx.train.recovery.fallback import Fallback, tell_went_back
 
@@ -371,8 +375,32 @@ def test_silence_of_all_ranks_at_once_is_waited_for(base: Path) -> None:
     check_equal(base, "all-stop")
 
 
+def attack(port: int, folder: Path) -> bool:
+    """Another user of this machine, with credentials of his own, asks the membership service of a run to stop it, without TLS and with. Whether he got an answer."""
+    make_credentials(folder / "his.pem")
+    context, words = client_context(folder / "his.pem"), b'["put", "stop", "by him"]'
+    context.verify_mode = ssl.CERT_NONE  # he does not care whom he speaks with
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+    try:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        for wraps in (False, True):
+            with contextlib.suppress(OSError), socket.socket() as plain:
+                plain.settimeout(20.0)
+                plain.connect(("127.0.0.1", port))
+                sock = context.wrap_socket(plain) if wraps else plain
+                sock.sendall(struct.pack(">I", len(words)) + words)
+                if b'"ok"' in sock.recv(100):
+                    os._exit(1)
+        os._exit(0)
+    finally:
+        os._exit(2)
+
+
 @pytest.mark.ranks
-def test_a_host_with_another_recipe_is_refused_by_name_and_the_run_goes_on(base: Path) -> None:
+def test_a_host_with_another_recipe_and_a_stranger_are_refused_by_name_and_the_run_goes_on(base: Path) -> None:
     """Another seed of the data would be another run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -388,12 +416,14 @@ def test_a_host_with_another_recipe_is_refused_by_name_and_the_run_goes_on(base:
     folder = base / "printed-a"
     first = Running(_hooked, "waits", ["train", *train_args(base, **both, **own)], str(folder), {}, folder=folder)
     wait_until(lambda: max(losses(base, "hosts"), default=0) >= 3)
+    assert not attack(int(service.rpartition(":")[2]), base)
     other = train_args(base, **{**both, "launch__host": "b", "launch__ranks": "1", "train__seed": "7"})
     done = phalanx("train", *other, timeout_s=60)
     (folder / "go").touch()
     _, err = first.communicate(60)
     said = done.stderr
     assert (first.returncode, done.returncode) == (0, 2), err + said
+    assert err.count("the membership service refused 127.0.0.1") == 1, err
     assert "problem with member b.0." in said and "plan hash = " in said and "the run has " in said
     check_equal(base, "hosts")
 
