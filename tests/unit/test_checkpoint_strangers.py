@@ -14,14 +14,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 from phalanx.core.errors import CheckpointError
-from phalanx.runtime.checkpoint.planner import (
-    TABLE_FILE,
-    SavedBox,
-    SavedShare,
-    TrustlessReader,
-    read_table,
-    write_table,
-)
+from phalanx.runtime.checkpoint.folder import file_entry
+from phalanx.runtime.checkpoint.planner import SavedBox, SavedShare, TrustlessReader, write_table
+from phalanx.runtime.checkpoint.table_reader import TABLE_FILE, read_table
 
 pytestmark = pytest.mark.unit
 BOX = SavedBox(name="a", offsets=(0,), sizes=(4,), shape=(4,), dtype="float32", file="__0_0.distcp", at=0, length=10)
@@ -91,3 +86,49 @@ def test_what_is_no_table_is_a_sentence(data: bytes, tmp_path: Path) -> None:
     (tmp_path / TABLE_FILE).unlink()
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         read_table(tmp_path)
+
+
+def bomb(name: str, first: bytes, double: bytes) -> bytes:
+    """A pickle whose value doubles at each of 60 steps."""
+    module, word = name.rsplit(".", 1)
+    start = b"\x80\x02c" + f"{module}\n{word}\n".encode() + b"q\x00" + first + b"q\x01"
+    return start + double * 60 + b"."
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        bomb("pathlib.PurePosixPath", b"h\x00X\x01\x00\x00\x00a\x85R", b"h\x00h\x01h\x01\x86Rq\x01"),
+        bomb("torch.Size", b"K\x01\x85", b"h\x01h\x01\x86q\x01") [:-1] + b"}h\x01Ns.",  # a key that takes 2^60 steps to hash
+        bomb("torch.Size", b"(" + b"K\x01" * 65 + b"t", b"")[:-1] + b"h\x00h\x01\x85R.",  # the same numbers again and again
+        bomb("torch.Size", b"}", b"")[:-1] + b"h\x00h\x01b.",  # a class of torch is changed
+        bomb("torch.distributed.checkpoint.metadata.Metadata", b"}X\x04\x00\x00\x00evilNs", b"")[:-1] + b"h\x00h\x01b.",
+        b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",  # a bytearray of 1 TB
+        b"\x80\x02Nr\xff\xff\xff\x7f.",  # a place in memory far away
+        b"\x80\x02]q\x00h\x00a.",  # a list of itself
+    ],
+    ids=["path", "key", "size", "function", "class", "bytearray", "far", "itself"],
+)  # fmt: skip
+def test_a_short_table_takes_little_time_and_memory(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / TABLE_FILE).write_bytes(data)
+    with pytest.raises(CheckpointError, match="is no table of contents of a checkpoint"):
+        read_table(tmp_path)
+    assert not hasattr(Metadata, "evil")
+
+
+def test_names_and_sizes_of_another_type_are_refused(tmp_path: Path) -> None:
+    """A nested tuple in the place of a size would make a message of any length."""
+    for change in ({"size": ((4,), (4,))}, {"chunks": None}, {"properties": 3}):
+        entry = table(tmp_path).state_dict_metadata["a"]
+        vars(entry).update(change)
+        table(tmp_path, state_dict_metadata={"a": entry})
+        with pytest.raises(CheckpointError, match="is no table of contents of a checkpoint"):
+            read_table(tmp_path)
+
+
+def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / TABLE_FILE)
+    with pytest.raises(CheckpointError, match="cannot be read: not a regular file"):
+        read_table(tmp_path)
+    with pytest.raises(OSError, match="not a regular file"):
+        file_entry(tmp_path / TABLE_FILE)

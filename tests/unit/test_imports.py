@@ -112,7 +112,7 @@ def _reads_environment(node: ast.AST) -> bool:
 
 
 WAYS_IN = {
-    "runtime/checkpoint/planner.py": "tables of contents of torch's checkpoints, by a reader that knows a few types and calls nothing else",
+    "runtime/checkpoint/table_reader.py": "tables of contents of torch's checkpoints, by a reader that knows a few types and calls nothing else",
     "runtime/checkpoint/helper_process.py": "a pipe to a process that this one started",
     "verify/store.py": "a folder of mode 0700 that this program made",
     "core/faces.py": "modules of this package, by the names in its own faces",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import errno
+import io
 import json
 import math
 import os
@@ -51,7 +52,7 @@ def malformed(where: str, value: object, rule: str, hint: str = "") -> Malformed
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def open_regular(path: Path | str) -> BinaryIO:
+def open_regular(path: Path | str) -> io.BufferedReader:
     """A file open for reading. Raises `OSError` where there is none, or a folder, pipe or device in its place, for which nothing waits."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -58,7 +58,8 @@ from phalanx.plan.placement.search.hosts import from_copies
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.recovery.state_descriptor import StateDescriptor, StateReport, read_state_descriptor
 from phalanx.runtime.checkpoint.folder import CheckpointFolder, RunState
-from phalanx.runtime.checkpoint.planner import SavedBox, SavedShare, read_table, write_table
+from phalanx.runtime.checkpoint.planner import SavedBox, SavedShare, write_table
+from phalanx.runtime.checkpoint.table_reader import read_table
 from phalanx.runtime.membership.membership import Announcement, Generation, Member
 from phalanx.runtime.membership.store import Refused, read_request
 from phalanx.runtime.membership.votes import Decision, MemberReport

@@ -27,7 +27,7 @@ from typing import Any
 
 from phalanx.core.errors import CheckpointError, Problem
 from phalanx.core.messages import message
-from phalanx.core.reading import MalformedError, parse_json, parse_table, read_text, typed
+from phalanx.core.reading import MalformedError, open_regular, parse_json, parse_table, read_text, typed
 
 STATE_FILE = "run_state.json"
 LATEST_FILE = "latest"
@@ -100,9 +100,9 @@ def parse_state(text: str, *, where: str) -> RunState:
 
 def file_entry(path: Path) -> FileEntry:
     """Size and SHA-256 of a file (`sha256sum` prints the same)."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileEntry(bytes=path.stat().st_size, sha256=digest)
+        return FileEntry(bytes=os.fstat(file.fileno()).st_size, sha256=digest)
 
 
 def flush_folder(path: Path) -> None:

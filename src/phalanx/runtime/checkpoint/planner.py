@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
-import pickle
 import threading
 import time
 import warnings
@@ -37,14 +35,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from phalanx.core.errors import CheckpointError, Problem, first_line, raise_if
+from phalanx.core.errors import CheckpointError, Problem, raise_if
 from phalanx.core.messages import message
 from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure, write_failure
 from phalanx.runtime.checkpoint.folder import FileEntry, file_entry
+from phalanx.runtime.checkpoint.table_reader import TABLE_FILE, read_table
 from phalanx.runtime.state import BoxTensor
-
-TABLE_FILE = ".metadata"
-"""`torch.distributed.checkpoint` calls it so."""
 
 
 @message
@@ -298,61 +294,6 @@ def _fit(box: BoxTensor, entry: Any) -> Problem | None:
             where=box.name, value=str(box.tensor.dtype), rule=rule, hint="use the train.dtype it was saved with"
         )
     return None
-
-
-TABLE_TYPES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
-}  # fmt: skip
-"""All that a table of contents names. torch writes it as a pickle, which may name, and call, anything."""
-TABLE_BYTES = 1 << 30
-
-
-class _TableReader(pickle.Unpickler):
-    """Builds what a table consists of, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in TABLE_TYPES.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no table of contents consists of")
-        return super().find_class(module, name)
-
-
-def read_table(path: Path) -> Metadata:
-    """The table of contents in the folder `path`, from wherever it came. Raises `CheckpointError` where it is none, or names a file outside of the folder."""
-    file, rule, found = path / TABLE_FILE, "", None
-    try:
-        with file.open("rb") as data:
-            size = os.fstat(data.fileno()).st_size
-            found = _TableReader(data).load() if size <= TABLE_BYTES else None
-        if (
-            not isinstance(found, Metadata)
-            or not isinstance(found.state_dict_metadata, dict)
-            or not isinstance(found.storage_data, dict)
-        ):
-            rule = "is no table of contents of a checkpoint"
-        else:
-            names = {_file_of(info) for info in found.storage_data.values()}
-            strange = [n for n in sorted(names) if n in ("", ".", "..") or Path(n).name != n or (path / n).is_symlink()]
-            rule = f"names the file {strange[0]!r}, which is not one of its folder" if strange else ""
-    except OSError as err:
-        rule = f"cannot be read: {err.strerror}"
-    except Exception as err:  # whatever a strange pickle leads to
-        rule = f"is no table of contents of a checkpoint: {first_line(err)}"
-    if rule or not isinstance(found, Metadata):
-        problem = Problem(where=str(file), value=None, rule=rule, hint="use another checkpoint")
-        raise CheckpointError([problem], subject="the checkpoint")
-    return found
-
-
-def _file_of(info: Any) -> str:
-    """The file of one entry; "/" for one that asks for more than to be read."""
-    plain = isinstance(info, _StorageInfo) and not info.transform_descriptors
-    return str(info.relative_path) if plain else "/"
 
 
 class TrustlessReader(dcp.FileSystemReader):
