@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +59,9 @@ def test_json_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("text", "rule"),
-    [("a = ", "is not TOML"), ("a = " + "[" * 5000, "lists and tables"), ("a = " + "9" * 4000, "64 digits"), ("a = " + "9" * 5000, "is not TOML"), ("a." * 50 + "b = 1", "dots outside of quotes"), ("[" + "a." * 50 + "b]", "dots")],
+    [("a = ", "is not TOML"), ("a = " + "[" * 5000, "lists and tables"), ("a = " + "9" * 4000, "64 digits"), ("a = " + "9" * 5000, "is not TOML"), ("a." * 50 + "b = 1", "more than 40 dots in a key"), ("[" + "a." * 50 + "b]", "dots"),
+     ("1.1" * 50 + " = 1", "a.toml:1 .* dots"), ("'.'." * 50 + "b = 1", "dots"), ("a . " * 50 + "b = 1", "dots"), ('k = ["""\nx""", {' + "a." * 50 + 'b = 1}, ""]', "a.toml:2 .* dots"),
+     ("k = ['''\n'x''''', {" + "a." * 50 + "b = 1}]", "dots"), ('k = ["\\"", {' + "a." * 50 + "b = 1}]", "dots")],
 )  # fmt: skip
 def test_toml_that_is_none(text: str, rule: str) -> None:
     with pytest.raises(MalformedError, match=rule):
@@ -65,7 +69,28 @@ def test_toml_that_is_none(text: str, rule: str) -> None:
 
 
 def test_toml_is_read() -> None:
+    long = "a." * 50
+    for text in (
+        f'"{long}"',
+        f"'{long}'",
+        f'"""\n{long}\n"x"\n\\"""{long}"""""',
+        f"'''\n{long}'\n{long}'''''",
+        f'"\\"{long}" # {long}',
+    ):
+        assert long in parse_toml(f"k = {text}\nl = 1", where="x")["k"]
     assert parse_toml("a = [" + "1.5, " * 100 + ']\nb = "' + "a." * 100 + '"', where="x")["a"][0] == 1.5
+
+
+def test_time_grows_with_length_alone() -> None:
+    """Each of these took minutes: the square of its length."""
+    began = time.process_time()
+    with pytest.raises(MalformedError, match="'z' is there twice"):
+        parse_json("{" + ",".join(f'"k{i}":0' for i in range(200_000)) + ',"z":1,"z":2}', where="x")
+    dots = "." * 50
+    for text in ("a = 1 #" + dots + '"' + '\\"' * 500_000, "a = " + dots + '\\"' * 500_000, "a = " + "'''x" * 100_000):
+        with contextlib.suppress(MalformedError):
+            parse_toml(text, where="x")
+    assert time.process_time() - began < 20
 
 
 def test_rows_of_other_lengths_are_named() -> None:

@@ -15,9 +15,11 @@ import math
 import os
 import re
 import stat
+import string
 import tomllib
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,7 +39,7 @@ DEEPEST = 100
 MOST_DIGITS = 64
 """Of a whole number. Python refuses 4,300, and nothing that we read has 40."""
 MOST_DOTS = 40
-"""Of one line of TOML outside of its strings: time to read a dotted key grows with the square of its parts."""
+"""Of one key of TOML: time to read it grows with the square of its parts. No setting of ours has five."""
 
 
 class MalformedError(DataError, ValueError):
@@ -146,9 +148,7 @@ def parse_toml(text: str, *, where: str) -> dict[str, Any]:
     """What a TOML text says. Raises `MalformedError`."""
     if len(text) > MOST_TOML:
         raise malformed(where, f"{len(text)} characters", f"must be at most {MOST_TOML} long")
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.count(".") > MOST_DOTS and _IN_STRING.sub("", line).count(".") > MOST_DOTS:
-            raise malformed(f"{where}:{number}", line[:40], f"has more than {MOST_DOTS} dots outside of quotes")
+    _check_keys(text, where)
     try:
         found = tomllib.loads(text)
     except RecursionError:
@@ -177,7 +177,13 @@ def parse_csv_table(text: str, *, where: str) -> list[dict[str, str]]:
 
 
 _TOO_DEEP = f"has more than {DEEPEST} lists and tables in each other"
-_IN_STRING = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'|\d+\.\d')
+_IN_STRING = re.compile(
+    r'''"""(?:[^"\\]++|\\.|"(?!""))*+(?:"{3,5})?|"(?:[^"\\\n]++|\\[^\n])*+"?|#[^\n]*+|'''
+    r"""'''(?:[^']++|'(?!''))*+(?:'{3,5})?|'[^'\n]*+'?""",
+    re.DOTALL,
+)
+"""Strings and comments of TOML. Nothing is tried twice (`*+`), and one that does not end is taken too: each character is seen once."""
+_IN_KEY = str.maketrans("", "", string.ascii_letters + string.digits + "_- \t")
 
 
 def _whole(text: str) -> int:
@@ -199,8 +205,8 @@ def _no_number(text: str) -> float:
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)[:60]!r} is there twice")
+        twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        raise ValueError(f"the key {twice[:60]!r} is there twice")
     return found
 
 
@@ -208,6 +214,15 @@ _PLAIN = json.JSONDecoder(
     object_pairs_hook=_table, parse_int=_whole, parse_float=_finite, parse_constant=_no_number, strict=True
 )
 _PYTHONS = json.JSONDecoder(object_pairs_hook=_table, parse_int=_whole)
+
+
+def _check_keys(text: str, where: str) -> None:
+    """Without strings and all that names consist of, the dots of one key stand side by side, and those of numbers do not."""
+    bare = _IN_STRING.sub(lambda found: "\n" * found[0].count("\n"), text).translate(_IN_KEY)
+    if (at := bare.find("." * (MOST_DOTS + 1))) >= 0:
+        number = bare.count("\n", 0, at)
+        line = text.split("\n")[number][:40]
+        raise malformed(f"{where}:{number + 1}", line, f"has more than {MOST_DOTS} dots in a key")
 
 
 def _check_depth(found: Any, where: str) -> None:
