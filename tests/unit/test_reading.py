@@ -27,6 +27,7 @@ from phalanx.core.reading import (
     read_file,
     typed,
 )
+from phalanx.core.service_address import is_loopback
 from phalanx.data import token_file
 from phalanx.data.token_file import BLOCK_BYTES, AlteredDataError, TokenFile, block_sums, forget
 
@@ -105,6 +106,14 @@ def test_rows_of_other_lengths_are_named() -> None:
 )
 def test_counts(text: str, is_one: bool) -> None:
     assert is_count(text) == is_one
+
+
+@pytest.mark.parametrize(
+    ("host", "is_one"),
+    [("localhost", True), ("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("127.evil.example.com", False), ("127.0.0.1.example.com", False), ("localhost.example.com", False), ("", False), ("10.0.0.1", False), ("0.0.0.0", False)],
+)  # fmt: skip
+def test_only_addresses_of_this_machine_are_loopback(host: str, is_one: bool) -> None:
+    assert is_loopback(host) == is_one
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 
@@ -32,8 +33,11 @@ class ServiceAddress:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
-    return host == "localhost" or host.startswith("127.")
+    """Whether only this machine reaches it. A name that begins like an address (127.0.0.1.example.com) is anybody's."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def parse_service(text: str) -> ServiceAddress | None:
