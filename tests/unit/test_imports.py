@@ -113,42 +113,61 @@ def _reads_environment(node: ast.AST) -> bool:
 
 WAYS_IN = {
     "runtime/checkpoint/table_reader.py": "tables of contents of torch's checkpoints, by a reader that knows a few types and calls nothing else",
-    "runtime/checkpoint/helper_process.py": "a pipe to a process that this one started",
+    "runtime/checkpoint/planner.py": "files of torch's checkpoints, whose table that reader reads, and whose tensors torch reads as weights only",
+    "runtime/checkpoint/helper_process.py": "a pipe to a process that this one started, by modules of this package",
     "verify/store.py": "a folder of mode 0700 that this program made",
     "core/faces.py": "modules of this package, by the names in its own faces",
     "cli/main.py": "commands of this package",
+    "cli/allocator.py": "this program once more, with another allocator of memory",
     "cli/lab.py": "the laboratory, where it is installed",
     "verify/session.py": "modules that hold planted faults, by name of the lab",
-    "kernels/native/build.py": "kernels that this program compiled",
+    "kernels/native/build.py": "kernels that this program compiled, and the compiler",
     "kernels/native/rows.py": "the same, as a type",
     "runtime/processes/launch.py": "the C library",
     "runtime/processes/allocator.py": "the C library",
 }
 """Files in which data may become code, and whose data it is."""
 DANGEROUS = {
-    "pickle",
-    "marshal",
-    "shelve",
-    "dill",
-    "yaml",
-    "import_module",
-    "CDLL",
-    "cpp_extension",
-    "all_gather_object",
-    "broadcast_object_list",
-}
+    "pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "runpy", "subprocess", "import_module", "spec_from_file_location", "SourceFileLoader", "CDLL",
+    "FileSystemReader", "cpp_extension", "load_library", "load_inline", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list", "recv_object_list",
+}  # fmt: skip
+"""Modules, and what has such names in any module."""
 CALLS = {"eval", "exec", "compile", "__import__"}
+ARGUMENTS = {"allow_pickle", "trust_remote_code"}
+STARTS_PROGRAMS = ("system", "popen", "exec", "spawn", "posix_spawn", "startfile")
+"""Functions of `os`, and what their names begin with."""
+
+HIDDEN = {"torch", "os", "torch.jit", "torch.hub", "torch.export", "torch.ops"}
+"""Modules that keep their names, by which their functions are found."""
 
 
 def _executes(node: ast.AST) -> bool:
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        names = [alias.name.split(".")[0] for alias in node.names] + [getattr(node, "module", "") or ""]
-        return any(name in DANGEROUS for name in names)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        return node.func.id in CALLS
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
-        return isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-    return isinstance(node, ast.Attribute) and node.attr in DANGEROUS
+    """Whether this may run what is in a file, a message or a text."""
+    if isinstance(node, ast.Import):
+        names = {part for alias in node.names for part in alias.name.split(".")}
+        hides = any(alias.name in HIDDEN and alias.asname for alias in node.names)
+        return hides or not names.isdisjoint(DANGEROUS)
+    if isinstance(node, ast.ImportFrom):
+        return any(_is_way_in(f"{node.module}.{alias.name}") for alias in node.names)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
+        return True
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("np.load", "numpy.load") and len(node.args) > 2:
+        return True
+    if isinstance(node, ast.keyword) and node.arg in ARGUMENTS:
+        return not (isinstance(node.value, ast.Constant) and node.value.value is False)
+    if isinstance(node, ast.Constant) and node.value in ARGUMENTS:
+        return True
+    return isinstance(node, ast.Attribute) and _is_way_in(ast.unparse(node))
+
+
+def _is_way_in(name: str) -> bool:
+    """Of a dotted name."""
+    first, *_, last = parts = name.split(".")
+    if first in ("torch", "dcp") and last in ("load", "package"):
+        return True
+    if first == "os" and len(parts) == 2 and last.startswith(STARTS_PROGRAMS):
+        return True
+    return not DANGEROUS.isdisjoint(parts if first.isidentifier() else (last,))
 
 
 def test_data_become_code_in_known_places_only() -> None:
@@ -158,10 +177,22 @@ def test_data_become_code_in_known_places_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["import pickle", "from pickle import loads", "eval('1')", "torch.load('x')", "dist.all_gather_object(a, b)", "importlib.import_module('x')"]
+    "text",
+    ["import pickle", "from pickle import loads", "eval('1')", "torch.load('x')", "dist.all_gather_object(a, b)", "importlib.import_module('x')", "np.load(f, allow_pickle=True)", "np.load(f, None, True)",
+     "np.load(f, allow_pickle=x)", "np.load(f, **{'allow_pickle': True})", "torch.jit.load(f)", "torch.hub.load(f)", "torch.export.load(f)", "read = torch.load", "torch.ops.load_library(f)", "from torch import load",
+     "from torch.jit import load", "from torch import load as read", "import torch as t", "import torch.jit as j", "dcp.load(x)", "dcp.FileSystemReader(f)", "import runpy", "runpy.run_path(f)", "os.system(x)", "from os import system", "os.execv(x, y)", "os.posix_spawn(x)",
+     "import subprocess", "from subprocess import run", "subprocess.run(x)", "import cloudpickle", "import joblib", "from joblib import load", "f(trust_remote_code=True)", "f(**{'trust_remote_code': True})",
+     "importlib.util.spec_from_file_location('x', f)", "from importlib.util import spec_from_file_location", "from importlib.machinery import SourceFileLoader", "from ctypes import CDLL", "f(x).CDLL"],
 )  # fmt: skip
 def test_any_such_place_is_seen(text: str) -> None:
     assert any(_executes(node) for node in ast.walk(ast.parse(text)))
+
+
+@pytest.mark.parametrize(
+    "text", ["np.load(f)", "np.load(f, allow_pickle=False)", "torch.ops.aten.silu(x)", "json.load(f)", "re.match('a', b)", "torch.jit.script(f)", "system.run()"]
+)  # fmt: skip
+def test_what_executes_nothing_is_left_alone(text: str) -> None:
+    assert not any(_executes(node) for node in ast.walk(ast.parse(text)))
 
 
 PARSERS = {
