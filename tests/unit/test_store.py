@@ -136,7 +136,10 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pyte
         private_folder()
     folder.rmdir()
     folder.symlink_to("/tmp")
-    with pytest.raises(RunError, match="nobody else can reach"):
+    with pytest.raises(RunError, match=r"nobody else can reach .*; remove it, or set XDG_RUNTIME_DIR to a folder"):
+        private_folder()
+    monkeypatch.setattr(os, "geteuid", lambda: folder.lstat().st_uid + 1)  # in a sticky /tmp nobody else can remove it
+    with pytest.raises(RunError, match=r"is another user's, who alone can remove it: set XDG_RUNTIME_DIR to a folder"):
         private_folder()
 
 

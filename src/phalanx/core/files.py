@@ -77,7 +77,9 @@ def private_folder() -> Path:
             os.close(handle)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        mine = found.st_uid == os.geteuid()
+        way_out = "remove it, or" if mine else "it is another user's, who alone can remove it:"
         raise RunError(
-            f"{folder}: must be a folder of your own that nobody else can reach (mode 0700); remove it, or set XDG_RUNTIME_DIR to such a folder"
+            f"{folder}: must be a folder of your own that nobody else can reach (mode 0700); {way_out} set XDG_RUNTIME_DIR to a folder of your own (mktemp -d makes one), the same for all commands"
         )
     return folder
