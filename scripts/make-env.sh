@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes .venv of what requirements/ locks, each file by its hash. Argument: which lock, dev (the default) or docs.
+# Makes .venv of what requirements/ locks, each file by its hash, and of torch by exact version. Argument: which lock, dev (the default) or docs.
 # Needs Python 3.11 or later with the venv module; on Debian as root, a missing venv package is installed.
 set -eu
 cd "$(dirname "$0")/.."

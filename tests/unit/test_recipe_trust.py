@@ -1,4 +1,4 @@
-"""A recipe file of a stranger: it writes below the present folder only, and joins nobody's run, unless the command line says yes."""
+"""A recipe file of a stranger: it writes below the present folder only, joins nobody's run and tells nobody of it, unless the command line says yes."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ('[run]\nfolder = "."\nname = "link"', "run.name"),
         ('[data]\ncache = "/somewhere"', "data.cache"),
         ('[resilience]\nmode = "fast"\nheal = true\nwanted = 4\nservice = "his.host:29400"\n[folding]\nep = 1', "resilience.service"),
+        ('[observe]\nprometheus_port = 9100\nprometheus_address = "0.0.0.0"', "observe.prometheus_address"),
+        ('[observe]\nprometheus_port = 9100\nprometheus_address = "127.his.host"', "observe.prometheus_address"),
+        ('[observe]\nwandb_project = "his"', "observe.wandb_project"),
+        ('[observe]\nwandb_project = "his"\nwandb_mode = "online"', "observe.wandb_project"),
     ],
 )  # fmt: skip
 def test_it_is_refused_with_what_to_type(text: str, where: str) -> None:
@@ -61,6 +65,8 @@ def test_all_of_it_is_named_at_once() -> None:
 def test_what_is_harmless_needs_no_word(here: Path) -> None:
     read('[run]\nfolder = "runs/deep"\n[data]\ncache = "cache"')
     read(f'[run]\nfolder = "{here}/runs"')
+    read('[observe]\nprometheus_port = 9100\nwandb_project = "mine"\nwandb_mode = "offline"')
+    read('[observe]\nprometheus_port = 9100\nprometheus_address = "127.0.0.1"')
 
 
 def test_a_run_goes_on_by_the_recipe_in_its_own_folder(tmp_path: Path) -> None:

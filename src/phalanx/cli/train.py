@@ -5,8 +5,8 @@ same command goes on with a run that was stopped. Without a recipe every setting
 
   --section.key VALUE   changes a setting, as in --train.steps 1000 --launch.ranks 2
   --dry-run             print ranks, groups, parameters, memory per rank and steps; start nothing
-  --trust               let the recipe file write anywhere and name a membership service; else it may only write below the present folder, and the
-                        command line says the rest
+  --trust               let the recipe file write anywhere, name a membership service, listen to other machines and send to Weights & Biases;
+                        else it may only write below the present folder, and the command line says the rest
   --help                this text
 
 Ctrl-C finishes the step, saves and ends; a second one, or one before training has begun, ends at once.
@@ -31,6 +31,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.process import most_open_files
 from phalanx.core.recipe import Dtype, load_recipe, native_dtype
+from phalanx.core.service_address import is_loopback
 from phalanx.core.settings import describe_settings
 from phalanx.plan import choose_recovery, run_problems
 from phalanx.plan.recovery import wanted_ranks
@@ -137,35 +138,30 @@ def read_recipe(request: Request, *, world: int | None, several_machines: bool =
 
 
 def _trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
-    """A recipe file comes from anywhere: where it writes, and whose run it joins, is for the command line to say."""
+    """A recipe file comes from anywhere: where it writes, whose run it joins, and who is told of it, is for the command line to say."""
     if request.recipe_path is None or request.trust:
         return []
     given = {word.split("=")[0].removeprefix("--") for word in request.overrides if word.startswith("--")}
-    home = Path(recipe.run.folder) / recipe.run.name
-    its_own = Path(request.recipe_path).resolve().parent == home.resolve()  # the file that a run keeps in its folder
-    named = "run.folder" if not _is_below(recipe.run.folder) else "run.name"  # that may be a link there
+    run, observe = recipe.run, recipe.observe
+    home = Path(run.folder) / run.name
+    its_own = Path(request.recipe_path).resolve().parent == home.resolve()  # kept by its run
+    named, place = ("run.name", run.name) if _is_below(run.folder) else ("run.folder", run.folder)  # a name may be a link
+    listens = observe.prometheus_port is not None and not is_loopback(observe.prometheus_address or "localhost")
+    sends = observe.wandb_project is not None and observe.wandb_mode != "offline"
+    writes, joins = "writes outside of the present folder", "joins or keeps a run of several hosts"
     found = []
-    for name, value, fine in (
-        (named, getattr(recipe.run, named.removeprefix("run.")), its_own or _is_below(str(home))),
-        ("data.cache", recipe.data.cache, _is_below(recipe.data.cache)),
-        ("resilience.service", recipe.resilience.service, recipe.resilience.service is None),
-        ("launch.keep_service", recipe.launch.keep_service, not recipe.launch.keep_service),
+    for name, value, wrong, does in (
+        (named, place, not its_own and not _is_below(str(home)), writes),
+        ("data.cache", recipe.data.cache, not _is_below(recipe.data.cache), writes),
+        ("resilience.service", recipe.resilience.service, recipe.resilience.service is not None, joins),
+        ("launch.keep_service", recipe.launch.keep_service, recipe.launch.keep_service, joins),
+        ("observe.prometheus_address", observe.prometheus_address, listens, "listens to other machines"),
+        ("observe.wandb_project", observe.wandb_project, sends, "sends this run to Weights & Biases"),
     ):
-        if not fine and name not in given:
-            does = (
-                "writes outside of the present folder"
-                if isinstance(value, str) and "service" not in name
-                else "joins or keeps a run of several hosts"
-            )
+        if wrong and name not in given:
             rule = f"{does}, which a recipe file alone may not decide"
-            found.append(
-                Problem(
-                    where=name,
-                    value=value,
-                    rule=rule,
-                    hint=f"repeat it on the command line (--{name} {value}), or add --trust if the file is your own",
-                )
-            )
+            hint = f"repeat it on the command line (--{name} {value}), or add --trust if the file is your own"
+            found.append(Problem(where=name, value=value, rule=rule, hint=hint))
     return found
 
 
