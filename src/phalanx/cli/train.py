@@ -145,7 +145,9 @@ def _trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
     run, observe = recipe.run, recipe.observe
     home = Path(run.folder) / run.name
     its_own = Path(request.recipe_path).resolve().parent == home.resolve()  # kept by its run
-    named, place = ("run.name", run.name) if _is_below(run.folder) else ("run.folder", run.folder)  # a name may be a link
+    named, place = (
+        ("run.name", run.name) if _is_below(run.folder) else ("run.folder", run.folder)
+    )  # a name may be a link
     listens = observe.prometheus_port is not None and not is_loopback(observe.prometheus_address or "localhost")
     sends = observe.wandb_project is not None and observe.wandb_mode != "offline"
     writes, joins = "writes outside of the present folder", "joins or keeps a run of several hosts"
