@@ -25,8 +25,7 @@ from phalanx.plan.mapping import AnyFolding, to_json_dict
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager, RunState, Saved
 from phalanx.train.setup import versions
-from phalanx.train.step import StepParts
-from phalanx.train.step.check import check_saved
+from phalanx.train.step import StepParts, check_saved
 
 T = TypeVar("T")
 AGAIN_S = 10.0

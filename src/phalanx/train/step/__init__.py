@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
+    from phalanx.train.step.check import check_saved as check_saved
     from phalanx.train.step.exact import ExactSums as ExactSums, exact_sums as exact_sums
     from phalanx.train.step.optim import (
         AdamW as AdamW,
