@@ -293,7 +293,7 @@ def _signed(data: bytes, rng: random.Random) -> bytes:
 
 
 _SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": False}  # fmt: skip
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 16, "intermediate_size": 40, "shared_expert_intermediate_size": 24, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
+_EXPERTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 16, "intermediate_size": 40, "shared_expert_intermediate_size": 24, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
 _LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0}  # fmt: skip
 _YARN = {
     "rope_scaling": {
