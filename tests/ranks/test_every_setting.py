@@ -221,7 +221,7 @@ BY_REFUSING = {"checkpoint.resume", "pipeline.memory_gb"}
 """What they do is to end a run that would mix with another one, or that would hold more."""
 
 
-OF_HOSTS = "runs/test_elastic_bad_luck.py::test_a_host_with_another_recipe_is_refused_by_name_and_the_run_goes_on"
+OF_HOSTS = "runs/test_elastic_bad_luck.py::test_a_host_with_another_recipe_and_a_stranger_are_refused_by_name_and_the_run_goes_on"
 TOO_FEW = "runs/test_elastic_bad_luck.py::test_too_few_members_wait_say_for_whom_save_and_end"
 TOO_SLOW = "runs/test_straggler_run.py::test_a_slow_rank_hands_over_leaves_and_stays_away"
 PROVEN_BY = {
