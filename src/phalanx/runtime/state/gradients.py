@@ -372,8 +372,9 @@ class _Flat:
         scatters = comms.scatters(self.flat)
         if not (shards and scatters):
             self._keep_evidence()
-        first = self.known is not None and shards and name == self._groups(groups)[0]
-        known = self.known.of_shards(self.seen) if self.known is not None and first else None
+        known = None
+        if self.known is not None and shards and name == self._groups(groups)[0]:
+            known = self.known.of_shards(self.seen)
         if shards and not sums_whole(self.layout.keepers, scatters=scatters):
             self.shard, exchange = comms.start_reduce_scatter(self.flat, axis, op_id=op_id, totals=known)
             return exchange

@@ -157,8 +157,9 @@ class ShardedState:
 
     def look_at_rest(self) -> None:
         """Compare masters and moments with what was written last, where state is checked: `sums` has what it finds. Reads all of them."""
-        for name, state in self.families.items() if self.sums is not None else ():
-            assert self.sums is not None  # or there is nothing to go through
+        if self.sums is None:
+            return
+        for name, state in self.families.items():
             self.sums.at_rest(name, {kind: state.parts(kind) for kind in self.KINDS})
 
     def boxes(self) -> list[BoxTensor]:

@@ -126,23 +126,22 @@ def unsound(parts: CheckedParts, found: Findings, *, step: int) -> UnsoundError 
 
 def check_commit(parts: CheckedParts, *, step: int) -> None:
     """Raise `UnsoundError` on a rank whose masters or moments were not, when this step read them, what the last one had written. They are not to be used any more."""
-    wrong = parts.state.sums.take() if parts.state.sums is not None else []
-    if wrong:
-        found = Findings(state={parts.groups.rank: wrong})
-        text = f"step {step + 1}: {'; '.join(found.explain())}: memory that nobody wrote; what this rank holds is lost"
-        raise UnsoundError(f"{text}; an elastic run replaces it; else continue from the newest checkpoint")
+    _refuse_changed(parts, f"step {step + 1}", "what this rank holds is lost; an elastic run replaces it")
 
 
 def check_saved(parts: CheckedParts, *, step: int) -> None:
     """Raise `UnsoundError` on a rank whose masters or moments, which a checkpoint of `step` steps is to hold, are not what the last update wrote."""
     parts.state.look_at_rest()
+    _refuse_changed(parts, f"the checkpoint of step {step}", "nothing was saved; an elastic run replaces this rank")
+
+
+def _refuse_changed(parts: CheckedParts, what: str, end: str) -> None:
     wrong = parts.state.sums.take() if parts.state.sums is not None else []
     if wrong:
-        found = Findings(state={parts.groups.rank: wrong})
-        text = (
-            f"the checkpoint of step {step}: {'; '.join(found.explain())}: memory that nobody wrote; nothing was saved"
+        found = "; ".join(Findings(state={parts.groups.rank: wrong}).explain())
+        raise UnsoundError(
+            f"{what}: {found}: memory that nobody wrote; {end}; else continue from the newest checkpoint"
         )
-        raise UnsoundError(f"{text}; an elastic run replaces this rank; else continue from the newest checkpoint")
 
 
 def _device(parts: CheckedParts) -> torch.device:
