@@ -69,6 +69,12 @@ def test_a_sound_pause_of_this_run_gives_ten_times_as_long() -> None:
     assert put_out([worker(0, still_s=51.0), *slow]).keys() == {0}
 
 
+def test_no_pause_of_before_makes_a_step_longer_than_what_may_take_long() -> None:
+    slow = [worker(0, still_s=50.5), *waiting(1, 2, waits_s=50.5)]
+    slow[0].pause_s = 30.0
+    assert list(Hangs(RULE).put_out(slow, ALONE, NOW)) == [slow[0]], "half of timeout_s, not 300 s"
+
+
 def test_between_steps_the_bound_is_that_of_collectives() -> None:
     assert put_out([worker(0, still_s=49.0, quick=False), *waiting(1, 2, waits_s=48.0)]) == {}
     assert put_out([worker(0, still_s=51.0, quick=False), *waiting(1, 2, waits_s=48.0)]).keys() == {0}

@@ -3,7 +3,7 @@
     silent   no heartbeat for `limit_s`: the process is stopped, or holds Python's lock
     still    its heartbeats say that its own thread neither comes on nor waits (`runtime/comm/progress.py`), for `hang_s`, or for `PAUSES` times as long as the
              longest pause that a sound step of its host has had; and others wait for it meanwhile. At places that may take long (reading
-             a checkpoint, the first step of a generation) for half of `timeout_s`, before the others' collectives end as well
+             a checkpoint, the first step of a generation) for half of `timeout_s`, and nowhere longer: the others' collectives end then as well
 
 Decides nothing about workers that have ended: they are lost. Must never change: where so many hosts (on one machine: ranks) are silent or still at once that what they hold may be
 nobody else's, nobody is put out for `wait_s`. A laptop that was closed, or a file system that stands, stops all of them and kills none.
@@ -61,10 +61,11 @@ class Hangs:
         """Workers that were put out since the last step: what they held is not held as often again yet."""
 
     def bound_s(self, worker: Worker, workers: Sequence[Worker]) -> float:
-        """How long it may be still while others wait."""
+        """How long it may be still while others wait: inside a step never longer than elsewhere."""
+        longest_s = self.rule.timeout_s / 2
         if not worker.quick:
-            return self.rule.timeout_s / 2
-        return max(self.rule.hang_s, PAUSES * max(w.pause_s for w in workers))
+            return longest_s
+        return max(self.rule.hang_s, min(longest_s, PAUSES * max(w.pause_s for w in workers)))
 
     def quiet(self, workers: Sequence[Worker], now: float) -> list[Worker]:
         """Those that hold state and have been silent or still for half of what they may. All that stopped at one moment are in it when the first of them is found."""
