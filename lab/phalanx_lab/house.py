@@ -28,6 +28,7 @@ NO_FACE = {
     "phalanx.cli.predicting": "parts of a command, imported when they are asked for",
     "phalanx.kernels": "one word, the choice of a kernel's version",
     "phalanx.kernels.cpu": "a library of operations: one file each, with its plain reference",
+    "phalanx.kernels.device.programs": "imported by its wrappers alone, when they are called",
     "phalanx.kernels.triton.programs": "imported by its wrappers alone, when they are called",
 }
 """Rooms that are entered by their modules, each with the reason."""

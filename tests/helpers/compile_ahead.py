@@ -95,7 +95,7 @@ def compile_ahead(
         wgmma=ptx.count("wgmma.mma_async"),
         acquires_sys=len(re.findall(r"sys\.acquire|acquire\.sys", ptx)),
         releases_sys=len(re.findall(r"sys\.release|release\.sys", ptx)),
-        **_resources(built.asm["cubin"]),
+        **resources(built.asm["cubin"]),
     )
 
 
@@ -107,7 +107,8 @@ def _type(arg: str, dtype: torch.dtype) -> str:
     return "*i32" if arg in INTS else "i32"
 
 
-def _resources(cubin: bytes) -> dict[str, int]:
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of each thread, and bytes of its stack in device memory (what spilled)."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

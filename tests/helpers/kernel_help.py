@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -59,7 +59,12 @@ def outcome(kernel: Kernel, inputs: Sequence[torch.Tensor], dtype: torch.dtype, 
 
 
 def agree(
-    fast: Kernel, plain: Kernel, inputs: Sequence[torch.Tensor], *, dtypes: Sequence[torch.dtype] = DTYPES
+    fast: Kernel,
+    plain: Kernel,
+    inputs: Sequence[torch.Tensor],
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    tolerance: Mapping[torch.dtype, float] = TOLERANCE,
 ) -> None:
     """Assert that `fast` in every type equals `plain` in fp64, forward and backward."""
     for kind in UPSTREAM:
@@ -69,7 +74,7 @@ def agree(
             assert len(got) == len(want)
             for i, (a, b) in enumerate(zip(got, want, strict=True)):
                 assert a.shape == b.shape, f"{kind}, {dtype}, tensor {i}: shape {tuple(a.shape)}, not {tuple(b.shape)}"
-                assert close(a, b, TOLERANCE[dtype]), f"{kind}, {dtype}, tensor {i}: off by {error(a, b):.2e}"
+                assert close(a, b, tolerance[dtype]), f"{kind}, {dtype}, tensor {i}: off by {error(a, b):.2e}"
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:

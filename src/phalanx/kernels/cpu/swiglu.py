@@ -12,6 +12,7 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.shapes import cache_blocks
+from phalanx.kernels.device import fused_swiglu, runs_programs
 
 
 def swiglu(
@@ -24,11 +25,15 @@ def swiglu(
     """`silu(gate) * up [* row weight]`, (M, F) in the type of `gate_up_M2F`.
 
     The reference computes in fp32 (fp64 in fp64); the fast path on a CPU rounds silu(gate) and the product to the storage type, as
-    the storage of each would.
+    the storage of each would. On devices the backward pass starts from `gate_up_M2F` and the row weights.
     """
-    if impl == "reference" or gate_up_M2F.device.type != "cpu" or row_weights_M is not None:
+    on_cpu = gate_up_M2F.device.type == "cpu"
+    if impl == "reference" or (on_cpu and row_weights_M is not None):
         return reference_swiglu(gate_up_M2F, row_weights_M)
-    out: torch.Tensor = _CpuSwiglu.apply(gate_up_M2F, lanes)
+    if runs_programs(gate_up_M2F):
+        return fused_swiglu(gate_up_M2F, row_weights_M)
+    out: torch.Tensor
+    out = _CpuSwiglu.apply(gate_up_M2F, lanes) if on_cpu else PlainSwiglu.apply(gate_up_M2F, row_weights_M)
     return out
 
 
@@ -40,6 +45,29 @@ def reference_swiglu(gate_up_M2F: torch.Tensor, row_weights_M: torch.Tensor | No
     if row_weights_M is not None:
         out = out * row_weights_M.to(wide).unsqueeze(-1)
     return out.to(gate_up_M2F.dtype)
+
+
+class PlainSwiglu(torch.autograd.Function):
+    """The reference on devices without Triton: keeps its inputs, and nothing that is wider than they are."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_M2F: torch.Tensor, row_weights_M: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(gate_up_M2F, row_weights_M)
+        return reference_swiglu(gate_up_M2F, row_weights_M)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate_up_M2F, row_weights_M = ctx.saved_tensors
+        wide = torch.promote_types(gate_up_M2F.dtype, torch.float32)
+        gate_MF, up_MF = gate_up_M2F.to(wide).unbind(1)
+        dy_MF, d_weights_M = dy_MF.to(wide), None
+        sigmoid_MF = gate_MF.sigmoid()
+        silu_MF = gate_MF * sigmoid_MF
+        if row_weights_M is not None:
+            d_weights_M = (dy_MF * silu_MF * up_MF).sum(-1).to(row_weights_M.dtype)
+            dy_MF = dy_MF * row_weights_M.to(wide).unsqueeze(-1)
+        d_gate_MF = dy_MF * up_MF * (sigmoid_MF + silu_MF * (1 - sigmoid_MF))
+        return torch.stack((d_gate_MF, dy_MF * silu_MF), 1).to(gate_up_M2F.dtype), d_weights_M
 
 
 class _CpuSwiglu(torch.autograd.Function):

@@ -1,0 +1,17 @@
+"""Operations of a model that are one launch each on a GPU, around the Triton programs in `programs/`.
+
+The room decides how work is cut into programs (by shapes alone, so that results depend on nothing else) and what a backward pass keeps. Nothing here reads a value of the device.
+The plain references, and who asks for which, are in `kernels/cpu`; `runs_programs` says whether the programs can run. Under Triton's interpreter they run on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.core.faces import lazy
+
+if TYPE_CHECKING:
+    from phalanx.kernels.device.launch import runs_programs as runs_programs
+    from phalanx.kernels.device.swiglu import fused_swiglu as fused_swiglu
+else:
+    __getattr__ = lazy(__name__)

@@ -1,0 +1,1 @@
+"""Triton programs of operations that are one launch each, imported by their wrappers when they are called."""

@@ -1,0 +1,73 @@
+"""The gated activation times a row weight in one launch forward and one backward, from `gate_up` and the row weights alone.
+
+Legend: M rows, F width. `gate_up_M2F[:, 0]` is the gate, `[:, 1]` the up projection.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from phalanx.kernels.device.launch import block_of, warps_of, wide_of
+
+BLOCK = 1024
+"""Columns that a program takes at once."""
+
+
+def fused_swiglu(gate_up_M2F: torch.Tensor, row_weights_M: torch.Tensor | None) -> torch.Tensor:
+    """`silu(gate) * up [* row weight]`, (M, F) in the type of `gate_up_M2F`, computed in fp32 (fp64 in fp64)."""
+    out: torch.Tensor = _FusedSwiglu.apply(gate_up_M2F, row_weights_M)
+    return out
+
+
+def swiglu_forward(gate_up_M2F: torch.Tensor, row_weights_M: torch.Tensor | None) -> torch.Tensor:
+    """(M, F) from dense `gate_up_M2F` and `row_weights_M`."""
+    rows, _, width = gate_up_M2F.shape
+    out_MF = gate_up_M2F.new_empty(rows, width)
+    if out_MF.numel():
+        from phalanx.kernels.device.programs import swiglu as programs
+
+        block = block_of(width, BLOCK)
+        weights_M = gate_up_M2F if row_weights_M is None else row_weights_M
+        programs.swiglu_forward[(rows, -(-width // block))](
+            gate_up_M2F, weights_M, out_MF, width,
+            WEIGHTED=row_weights_M is not None, WIDE=wide_of(gate_up_M2F), BLOCK=block, num_warps=warps_of(block),
+        )  # fmt: skip
+    return out_MF
+
+
+def swiglu_backward(
+    gate_up_M2F: torch.Tensor, row_weights_M: torch.Tensor | None, dy_MF: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients (M, 2, F) and (M,), each in the type of its operand, from dense operands."""
+    rows, _, width = gate_up_M2F.shape
+    d_gate_up_M2F = torch.empty_like(gate_up_M2F)
+    d_weights_M = None if row_weights_M is None else torch.empty_like(row_weights_M)
+    if rows:
+        from phalanx.kernels.device.programs import swiglu as programs
+
+        block = block_of(width, BLOCK)
+        some = gate_up_M2F  # stands where no weights are
+        programs.swiglu_backward[(rows,)](
+            gate_up_M2F, some if row_weights_M is None else row_weights_M, dy_MF, d_gate_up_M2F,
+            some if d_weights_M is None else d_weights_M, width,
+            WEIGHTED=row_weights_M is not None, WIDE=wide_of(gate_up_M2F), BLOCK=block, num_warps=warps_of(block),
+        )  # fmt: skip
+    return d_gate_up_M2F, d_weights_M
+
+
+class _FusedSwiglu(torch.autograd.Function):
+    """Keeps its inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_M2F: torch.Tensor, row_weights_M: torch.Tensor | None) -> torch.Tensor:
+        gate_up_M2F = gate_up_M2F.contiguous()
+        row_weights_M = None if row_weights_M is None else row_weights_M.contiguous()
+        ctx.save_for_backward(gate_up_M2F, row_weights_M)
+        return swiglu_forward(gate_up_M2F, row_weights_M)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate_up_M2F, row_weights_M = ctx.saved_tensors
+        return swiglu_backward(gate_up_M2F, row_weights_M, dy_MF.contiguous())

@@ -1,0 +1,41 @@
+"""Programs of `kernels/device` with the shapes of real models: how often they are launched, and that they compile for Hopper and Blackwell without spilling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
+
+from device_launches import in_a_process
+
+SHARED_LIMIT = 227 * 1024
+"""Bytes of shared memory that one block can have on compute capability 9.0 and 10.0 (CUDA C++ Programming Guide, technical specifications)."""
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, Any]:
+    return in_a_process("device_calls")
+
+
+def test_everything_compiles_without_spilling(said: dict[str, Any]) -> None:
+    built = [kernel for call in said.values() for kernel in call["built"]]
+    assert {kernel["capability"] for kernel in built} == {90, 100}
+    for kernel in built:
+        assert kernel["local_bytes"] == 0 and kernel["registers"] <= 255, kernel
+        assert kernel["shared"] <= SHARED_LIMIT, kernel
+
+
+def test_an_axis_of_a_grid_is_no_longer_than_a_gpu_allows(said: dict[str, Any]) -> None:
+    for name, call in said.items():
+        for first, *further in call["grids"]:
+            assert first < 2**31 and all(n < 2**16 for n in further), name
+
+
+def test_launches(said: dict[str, Any]) -> None:
+    got = {name.removesuffix(" bfloat16"): call["launches"] for name, call in said.items() if name.endswith("bfloat16")}
+    assert got == {
+        "swiglu 768": ["swiglu_forward", "swiglu_backward"],
+        "swiglu 14336": ["swiglu_forward", "swiglu_backward"],
+    }
