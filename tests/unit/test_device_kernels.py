@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_help import agree, normal
+from kernel_help import agree, close, normal, seeded
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
 
+from phalanx.kernels.cpu.permute import combine_rows, gather_rows
 from phalanx.kernels.cpu.swiglu import PlainSwiglu, reference_swiglu
+from phalanx.kernels.device.rows import sum_rows, take_rows
 from phalanx.kernels.device.swiglu import fused_swiglu
 from phalanx.kernels.triton.tiles import is_interpreted
 
@@ -55,3 +57,50 @@ def test_swiglu_of_large_numbers_is_finite() -> None:
     y.sum().backward()
     assert y.tolist() == [[0.0, 200.0, 0.0]]
     assert gate_up.grad.isfinite().all()
+
+
+# ---- rows to experts and back --------------------------------------------------------------------------------------------
+
+
+def _routed(tokens: int, copies: int, *, index: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+    """A map of rows with two fill rows, and one of tokens with every fifth copy dropped."""
+    rows_of_token = torch.full((tokens * copies,), -1, dtype=index)
+    kept = torch.arange(tokens * copies)[torch.arange(tokens * copies) % 5 != 3]
+    rows_of_token[kept] = torch.randperm(len(kept), generator=seeded(3)).to(index)
+    token_of_row = torch.full((len(kept) + 2,), -1, dtype=index)
+    token_of_row[rows_of_token[kept].long()] = (kept // copies).to(index)
+    return token_of_row, rows_of_token.view(tokens, copies)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+@pytest.mark.parametrize(("tokens", "copies", "width"), [(7, 3, 24), (3, 1, 5), (2, 8, 2100)])
+def test_rows_are_taken_and_summed(
+    tokens: int, copies: int, width: int, dtype: torch.dtype, index: torch.dtype
+) -> None:
+    token_of_row, rows_of_token = _routed(tokens, copies, index=index)
+    x, y = normal(tokens, width, seed=4), normal(len(token_of_row), width, seed=5)
+    taken = take_rows(x.to(dtype), token_of_row)
+    assert torch.equal(taken, gather_rows(x, token_of_row, rows_of_token_TK=rows_of_token, impl="reference").to(dtype))
+    want = combine_rows(y, rows_of_token, token_of_row_M=token_of_row, impl="reference")
+    out = torch.full((tokens, width), torch.nan, dtype=dtype)
+    assert sum_rows(y.to(dtype), rows_of_token, out) is out
+    assert close(out, want, TOLERANCE[dtype])
+    assert torch.equal(out, sum_rows(y.to(dtype).T.contiguous().T, rows_of_token)), "rows that are not dense"
+
+
+def test_rows_of_nothing() -> None:
+    none, two = torch.empty(0, 4), torch.full((2,), -1)
+    assert torch.equal(take_rows(none, two), torch.zeros(2, 4))
+    assert take_rows(torch.ones(3, 4), two[:0]).shape == (0, 4)
+    assert torch.equal(sum_rows(none, two.view(1, 2)), torch.zeros(1, 4))
+    assert sum_rows(torch.ones(3, 4), torch.empty(0, 2, dtype=torch.int64)).shape == (0, 4)
+
+
+def test_copies_are_added_in_order_and_rounded_once() -> None:
+    """1 is lost beside 2^24 in fp32 unless it comes before; in bf16 sums 256 + 1 + 1 would stay 256."""
+    y = torch.tensor([[2.0**24], [1.0], [-(2.0**24)], [1.0]])
+    assert sum_rows(y, torch.tensor([[0, 1, 2, 3]])).item() == 1.0
+    assert sum_rows(y, torch.tensor([[0, 2, 1, 3]])).item() == 2.0
+    narrow = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    assert sum_rows(narrow, torch.tensor([[0, 1, 2]])).item() == 258.0

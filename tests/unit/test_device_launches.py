@@ -36,6 +36,7 @@ def test_an_axis_of_a_grid_is_no_longer_than_a_gpu_allows(said: dict[str, Any]) 
 def test_launches(said: dict[str, Any]) -> None:
     got = {name.removesuffix(" bfloat16"): call["launches"] for name, call in said.items() if name.endswith("bfloat16")}
     assert got == {
+        "permute": ["take_rows", "sum_rows"],
         "swiglu 768": ["swiglu_forward", "swiglu_backward"],
         "swiglu 14336": ["swiglu_forward", "swiglu_backward"],
     }

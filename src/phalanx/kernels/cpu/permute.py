@@ -16,6 +16,7 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.shapes import cache_blocks
+from phalanx.kernels.device import runs_programs, sum_rows, take_rows
 
 COPY_BLOCK = 1 << 19
 """Elements of a piece of a plain copy, which reads and writes everything once."""
@@ -107,6 +108,8 @@ class _Combine(torch.autograd.Function):
 
 def _take(x_TH: torch.Tensor, index_M: torch.Tensor, lanes: Lanes) -> torch.Tensor:
     """`x[index]`, zero where the index is -1."""
+    if runs_programs(x_TH):
+        return take_rows(x_TH, index_M)
     if x_TH.device.type != "cpu" or x_TH.shape[0] == 0:
         return _reference_take(x_TH, index_M)
     out_MH = x_TH.new_empty(index_M.shape[0], x_TH.shape[1])
@@ -124,6 +127,8 @@ def _sum(
     y_MH: torch.Tensor, rows_of_token_TK: torch.Tensor, lanes: Lanes, out_TH: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sum over k of `y[rows_of_token[:, k]]`, in fp32 at least."""
+    if runs_programs(y_MH):
+        return sum_rows(y_MH, rows_of_token_TK, out_TH)
     if y_MH.device.type != "cpu" or y_MH.shape[0] == 0:
         found_TH = _reference_sum(y_MH, rows_of_token_TK)
         return found_TH if out_TH is None else out_TH.copy_(found_TH)

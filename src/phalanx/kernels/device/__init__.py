@@ -12,6 +12,7 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.kernels.device.launch import runs_programs as runs_programs
+    from phalanx.kernels.device.rows import sum_rows as sum_rows, take_rows as take_rows
     from phalanx.kernels.device.swiglu import fused_swiglu as fused_swiglu
 else:
     __getattr__ = lazy(__name__)
