@@ -7,7 +7,7 @@ the head (whose gradient is made with the loss) come with the input gradient: no
 
 Must never change: a job reaches the parameter through the weight's own graph, so views of a parameter and the hooks on it work as ever.
 
-Legend: T rows, H inputs, O outputs, e slots of grouped products.
+Legend: T rows, H inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def run(jobs: list[DeferredProduct], *, between: Callable[[], None] = lambda: No
     for key in list(groups):
         together = groups.pop(key)
         weights = [w for job in together for w in job.weights]
-        grads = [grad for job in together for grad in job.compute()]
+        with torch.no_grad():  # what a layer kept may have a gradient of its own
+            grads = [grad for job in together for grad in job.compute()]
         torch.autograd.backward(weights, grads)
         del together, weights, grads
         between()
@@ -114,28 +115,3 @@ class _Linear(torch.autograd.Function):
         ctx.target.put(lambda: (dy_TO.T @ x_TH,))
         dx = dy @ weight_OH if ctx.needs_input_grad[0] else None
         return dx, dy_TO.sum(0) if ctx.needs_input_grad[1] else None, None, None
-
-
-def later_grouped_mm(
-    x_TH: torch.Tensor, weight_eOH: torch.Tensor, offsets_e: torch.Tensor, later: DeferredGradients
-) -> torch.Tensor:
-    """`F.grouped_mm(x, weight^T)` over runs of rows that end at `offsets_e`, its weight gradient put off."""
-    out: torch.Tensor = _GroupedMm.apply(x_TH, weight_eOH.detach(), offsets_e, target_of([weight_eOH], x_TH, later))
-    return out
-
-
-class _GroupedMm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_TH: torch.Tensor, weight_eOH: torch.Tensor, offsets_e: torch.Tensor, target: Target | None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x_TH, weight_eOH, offsets_e)
-        ctx.target = target
-        return F.grouped_mm(x_TH, weight_eOH.transpose(1, 2), offs=offsets_e)
-
-    @staticmethod
-    def backward(ctx: Any, dy_TO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_TH, weight_eOH, offsets_e = ctx.saved_tensors
-        dy_TO = dy_TO.contiguous()
-        ctx.target.put(lambda: (F.grouped_mm(dy_TO.T, x_TH, offs=offsets_e),))
-        return F.grouped_mm(dy_TO, weight_eOH, offs=offsets_e), None, None, None

@@ -5,7 +5,7 @@ projection's rows, which is the same), so that expert outputs need not be kept f
 no bias (arXiv 2504.14960).
 
 Four implementations: `reference` (autograd over plain operations); on a CPU, slots as pieces of work for the lanes; elsewhere
-`F.grouped_mm` where it can (bf16, rows of a multiple of 16 bytes), the reference where it cannot.
+grouped products (`grouped_mm.py`) where they can be (bf16, rows of a multiple of 16 bytes), the reference where they cannot.
 
 What makes the CPU path fast (figures in docs/explanation/cpu-performance.md): row counts are rounded up to one of eight sizes an octave, because oneDNN
 generates code for every new shape of a bf16 product (4 to 10 ms, ten times the product itself) and routing makes new counts at every
@@ -17,21 +17,20 @@ Legend: M rows, H hidden, e local slots, f local expert width, P rows of the pad
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.deferred import DeferredGradients, Target, later_grouped_mm, later_linear, target_of
+from phalanx.kernels.cpu.deferred import DeferredGradients, Target, later_linear, target_of
+from phalanx.kernels.cpu.grouped_mm import can_group, grouped_ffn
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.products import Factors, ProductSums, checked_linear
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import padded_rows, spaced
-from phalanx.kernels.cpu.swiglu import reference_swiglu, swiglu
+from phalanx.kernels.cpu.swiglu import reference_swiglu
 from phalanx.kernels.native import CompiledRows
 
 MAX_PIECE = 2048
@@ -60,19 +59,18 @@ def expert_ffn(
 
     `counts` (host integers, one per slot, sum M) says how many consecutive rows belong to each slot; zeros are fine.
     `row_weights_M` may be of a wider type than `x_MH`; its gradient comes back in that type. With `recompute` the backward pass
-    computes the first projection again instead of keeping it (CPU path and reference path alike). With `later` the gradients of the
+    computes the first projection again instead of keeping it (the reference lets autograd keep what it likes). With `later` the gradients of the
     weights are put off; until then `h` and the gradient of the first projection are kept, so that nothing is computed twice.
     """
     target = target_of([w13_e2fH, w2_eHf], x_MH, later)
     if target is None:
         later = None
-    can_group = x_MH.dtype == torch.bfloat16 and w13_e2fH.shape[-1] % 8 == 0 and w2_eHf.shape[-1] % 8 == 0
+    w13, w2 = (w13_e2fH, w2_eHf) if target is None else (w13_e2fH.detach(), w2_eHf.detach())
     if impl == "fast" and x_MH.device.type == "cpu":
-        w13, w2 = (w13_e2fH, w2_eHf) if target is None else (w13_e2fH.detach(), w2_eHf.detach())
         out: torch.Tensor = _CpuExpertFfn.apply(x_MH, w13, w2, row_weights_M, tuple(counts), recompute, lanes, target)
         return out
-    if impl == "fast" and can_group and lanes.sums is None:
-        return _grouped_mm(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M, later)
+    if impl == "fast" and can_group(x_MH, w13, w2) and lanes.sums is None:
+        return grouped_ffn(x_MH, w13, w2, counts, row_weights_M=row_weights_M, recompute=recompute, target=target)
     return _reference(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M, later, lanes.sums)
 
 
@@ -123,38 +121,6 @@ def _reference_slot_later(
     """The same plain operations, each product with its weight gradient put off."""
     gate_up_m2f = later_linear(x_mH, w13_2fH.flatten(0, 1), None, later).view(len(x_mH), *w13_2fH.shape[:2])
     return later_linear(reference_swiglu(gate_up_m2f, weight_m), w2_Hf, None, later)
-
-
-def _grouped_mm(
-    x_MH: torch.Tensor,
-    w13_e2fH: torch.Tensor,
-    w2_eHf: torch.Tensor,
-    counts: Sequence[int],
-    row_weights_M: torch.Tensor | None,
-    later: DeferredGradients | None,
-) -> torch.Tensor:
-    offsets = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32).to(x_MH.device, non_blocking=True)
-    if later is not None:
-        gate_up_M2f = later_grouped_mm(x_MH.contiguous(), w13_e2fH.flatten(1, 2), offsets, later)
-        h_Mf = swiglu(gate_up_M2f.view(len(x_MH), 2, -1), row_weights_M=row_weights_M)
-        return later_grouped_mm(h_Mf, w2_eHf, offsets, later)
-    gate_up_M2f = F.grouped_mm(x_MH.contiguous(), w13_e2fH.flatten(1, 2).transpose(1, 2), offs=offsets)
-    h_Mf = swiglu(gate_up_M2f.view(len(x_MH), 2, -1), row_weights_M=row_weights_M)
-    y_MH = F.grouped_mm(h_Mf, w2_eHf.transpose(1, 2), offs=offsets)
-    out: torch.Tensor = _Contiguous.apply(y_MH)
-    return out
-
-
-class _Contiguous(torch.autograd.Function):
-    """Hands a contiguous gradient on: grouped_mm's backward refuses an expanded one (that of `sum`)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.contiguous()
 
 
 # ---- CPU ---------------------------------------------------------------------------------------------------------------------

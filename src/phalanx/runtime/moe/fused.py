@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.kernels.cpu.deferred import Target, target_of
-from phalanx.kernels.cpu.swiglu import reference_swiglu
+from phalanx.kernels.cpu.grouped_mm import can_group, products_of_groups, through_swiglu
+from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.triton import (
     ArenaSpec,
     Arranged,
@@ -221,7 +221,7 @@ class _Fused(torch.autograd.Function):
         with call.comms.doing(call.prefix + "experts"):
             gate_up = _travel_and_multiply(x_TH.detach(), w13_e2fH.flatten(1, 2), call)
             x_MH = _received(call) if any(ctx.needs_input_grad) else x_TH.new_empty(0)
-            h_Mf = reference_swiglu(gate_up.view(len(gate_up), 2, -1), row_weights(call.told, call.order))
+            h_Mf = swiglu(gate_up.unflatten(1, (2, -1)), row_weights_M=row_weights(call.told, call.order))
             _send_back(h_Mf, w2_eHf, call)
             y_TH = _finish(call)
         ctx.call, ctx.weights_like, ctx.weights_dtype = call, weights_TK.shape, weights_TK.dtype
@@ -236,7 +236,9 @@ class _Fused(torch.autograd.Function):
             d_h_Mf = _travel_and_multiply(dy_TH.contiguous(), w2_eHf.transpose(1, 2), call)[: call.rows]
             dy_MH = _received(call)
             gate_up = kept[0] if kept else _again(x_MH, w13_e2fH.flatten(1, 2), call)
-            h_Mf, d_gate_up_Mf, dots_M = _through_swiglu(gate_up[: call.rows], d_h_Mf, call)
+            weights_M = row_weights(call.told, call.order)[: call.rows]
+            h_Mf, d_gate_up_Mf, dots_M = through_swiglu(gate_up[: call.rows], weights_M, d_h_Mf)
+            assert dots_M is not None  # weights were given
             _send_back(d_gate_up_Mf, w13_e2fH.flatten(1, 2).transpose(1, 2), call)
 
             def of_weights() -> tuple[torch.Tensor, torch.Tensor]:
@@ -288,18 +290,6 @@ def _again(x_MH: torch.Tensor, w_eNH: torch.Tensor, call: _Call) -> torch.Tensor
     )  # fmt: skip
 
 
-def _through_swiglu(
-    gate_up: torch.Tensor, d_h_Mf: torch.Tensor, call: _Call
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the second product took, the gradient of the first product's result, and that of the row weights."""
-    with torch.enable_grad():
-        gate_up_M2f = gate_up.detach().view(len(gate_up), 2, gate_up.shape[1] // 2).requires_grad_()
-        weights_M = row_weights(call.told, call.order)[: call.rows].requires_grad_()
-        h_Mf = reference_swiglu(gate_up_M2f, weights_M)
-        d_gate_up, dots_M = torch.autograd.grad(h_Mf, (gate_up_M2f, weights_M), d_h_Mf)
-    return h_Mf.detach(), d_gate_up.flatten(1).contiguous(), dots_M
-
-
 def _send_back(h_Mf: torch.Tensor, w_eHf: torch.Tensor, call: _Call) -> None:
     shape = call.shape
     if not len(h_Mf):  # nothing came, and flags must rise all the same
@@ -340,8 +330,7 @@ def _weights_back(dots_M: torch.Tensor, like: torch.Size, call: _Call) -> torch.
 
 def _by_slot(a_MN: torch.Tensor, b_MK: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """(e, N, K) `a.T @ b` over each slot's rows."""
-    if a_MN.is_cuda and a_MN.dtype == torch.bfloat16 and a_MN.shape[1] % 8 == 0 and b_MK.shape[1] % 8 == 0:
-        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0).to(torch.int32)
-        return F.grouped_mm(a_MN.T, b_MK, offs=ends.to(a_MN.device, non_blocking=True))
+    if a_MN.is_cuda and can_group(a_MN, b_MK):
+        return products_of_groups(a_MN, b_MK, counts)
     rows = zip(a_MN.split(list(counts)), b_MK.split(list(counts)), strict=True)
     return torch.stack([a.T @ b for a, b in rows])
