@@ -145,7 +145,7 @@ class Router(nn.Module):
             layer=self.layer,
             skew=self.spec.force_skew,
         )
-        chosen_NK = torch.from_numpy(experts).to(logits_TE.device)
+        chosen_NK = torch.from_numpy(experts).to(logits_TE.device, non_blocking=True)
         return chosen_NK if index_T is None else chosen_NK[index_T]
 
     # ---- losses --------------------------------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ def _scatter(dkv: torch.Tensor, work: _Work, op_id: str) -> torch.Tensor:
 
 
 def _index(places: Any, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(places).to(like.device)
+    return torch.from_numpy(places).to(like.device, non_blocking=True)
 
 
 # ---- Ulysses -----------------------------------------------------------------------------------------------------------------------

@@ -40,8 +40,10 @@ from phalanx.runtime.moe.dispatch import (
     SendList,
     count_keys,
     inverse_exact,
+    on_device,
     pick_weights,
     reordered,
+    repeated,
     stable_order,
 )
 from phalanx.runtime.moe.experts import MoeCall, rows_of_experts
@@ -126,14 +128,13 @@ def _cut_tokens(call: MoeCall, dispatcher: Dispatcher, kept_TK: torch.Tensor | N
     keys_N = experts_TK.reshape(-1)
     if kept_TK is not None:  # dropped pairs sort to the end of their chunk, behind the last expert
         keys_N = torch.where(kept_TK.reshape(-1), keys_N, num_keys - 1)
-    pairs_C = torch.tensor(sizes) * dispatcher.top_k
-    chunk_N = torch.repeat_interleave(torch.arange(chunks), pairs_C).to(device)
-    keys_N = keys_N + chunk_N * num_keys
+    first_key_N = repeated(num_keys * np.arange(chunks), dispatcher.top_k * np.array(sizes), device)
+    keys_N = keys_N + first_key_N
     counts_CE = count_keys(keys_N, chunks * num_keys).view(chunks, num_keys)[:, :-1].to(torch.int32)
     counts_PCE = _gather(dispatcher, counts_CE, call.op_prefix)
     order_N = stable_order(keys_N, chunks * num_keys)
     rows_C = counts_PCE[dispatcher.ep_etp.index].sum(1)
-    dropped = torch.tensor(keys_N.numel() - int(rows_C.sum()), device=device)
+    dropped = on_device(keys_N.numel() - int(rows_C.sum()), device)
     parts = []
     first = 0
     tokens = zip(x_TH.split(sizes), weights_TK.split(sizes), strict=True)

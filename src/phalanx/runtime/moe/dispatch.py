@@ -166,7 +166,7 @@ class Dispatcher:
             plan, send = self._static_list(experts_TK, kept_TK)
         else:
             gathers = self.spec.transport == "all_gather" and self.ep_etp.size > 1
-            tokens = torch.tensor([x_TH.shape[0]], device=x_TH.device) if gathers else None
+            tokens = on_device(x_TH.shape[0], x_TH.device).view(1) if gathers else None
             plan, send, told = self.exact_list(experts_TK, kept_TK, op_prefix, told=tokens)
             token_sizes = tuple(int(n) for n in told.reshape(-1))
         if self.spec.transport == "all_gather" and self.ep_etp.size > 1:
@@ -216,7 +216,7 @@ class Dispatcher:
         chunks, sources = plan.gathered_order(ep=self.ep.index)
         index_M = chunk_index(chunks, x_TH.device)
         first_token = np.cumsum(token_sizes) - np.asarray(token_sizes)
-        offset_M = _repeat(first_token[sources] * self.top_k, chunks, x_TH.device)
+        offset_M = repeated(first_token[sources] * self.top_k, chunks.sizes, x_TH.device)
         local_M = pairs.index_select(0, index_M)
         pair_M = torch.where(local_M < 0, FILL, local_M + offset_M)
         rows_of_token_NK = inverse_of(pair_M, all_NH.shape[0] * self.top_k).view(-1, self.top_k)
@@ -288,7 +288,7 @@ class Dispatcher:
         num_rows = int(counts_PE[self.ep_etp.index].sum())
         order_N = stable_order(keys_N, self.num_experts)
         pair_of_row_R = self.by_slot(order_N[:num_rows], plan)
-        dropped = torch.tensor(num_pairs - num_rows, device=device)
+        dropped = on_device(num_pairs - num_rows, device)
         rows_of_token_TK = inverse_exact(pair_of_row_R, num_pairs).view(experts_TK.shape)
         return plan, SendList(pair_of_row_R, rows_of_token_TK, dropped), all_told
 
@@ -383,7 +383,7 @@ class Dispatcher:
     def _kept_by_part(self, weights_TK: torch.Tensor, experts_TK: torch.Tensor, part_T: torch.Tensor) -> torch.Tensor:
         kept_TK = torch.zeros_like(experts_TK, dtype=torch.bool)
         for part in part_T.unique():  # SYNC: for verification only
-            at = (part_T == part).nonzero().squeeze(1)
+            at = (part_T == part).nonzero().squeeze(1)  # SYNC: for verification only
             rows = self._capacity(len(at))
             kept_TK[at] = kept_pairs(weights_TK[at], experts_TK[at], rows=rows, by=self.spec.drop_by)
         return kept_TK
@@ -414,13 +414,18 @@ def chunk_index(chunks: Chunks, device: torch.device) -> torch.Tensor:
     """int64 source row of each row of the reordering, built on the device."""
     if device.type == "cpu":
         return torch.from_numpy(chunks.index())
-    return torch.arange(chunks.num_rows, device=device) + _repeat(chunks.shifts, chunks, device)
+    return torch.arange(chunks.num_rows, device=device) + repeated(chunks.shifts, chunks.sizes, device)
 
 
-def _repeat(values: np.ndarray, chunks: Chunks, device: torch.device) -> torch.Tensor:
-    """`values[i]` for every row of run i."""
-    both = torch.from_numpy(np.stack([values, chunks.sizes])).to(device, non_blocking=True)
-    return torch.repeat_interleave(both[0], both[1], output_size=chunks.num_rows)
+def repeated(values: np.ndarray, times: np.ndarray, device: torch.device) -> torch.Tensor:
+    """int64 `values[i]`, `times[i]` times each, on the device. The host does not wait."""
+    both = torch.from_numpy(np.stack([values, times])).to(device, non_blocking=True)
+    return torch.repeat_interleave(both[0], both[1], output_size=int(times.sum()))
+
+
+def on_device(number: int, device: torch.device) -> torch.Tensor:
+    """int64 0-d, written by the device: `torch.tensor` would copy it there, and the host would wait."""
+    return torch.full((), number, dtype=torch.int64, device=device)
 
 
 def count_keys(keys_N: torch.Tensor, size: int) -> torch.Tensor:

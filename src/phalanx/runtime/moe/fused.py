@@ -52,7 +52,7 @@ from phalanx.kernels.triton import (
 )
 from phalanx.plan.moe.overlap.fused import FusedLaunch, fused_launch
 from phalanx.runtime.comm import Axis, Collectives, backward_id
-from phalanx.runtime.moe.dispatch import Dispatcher
+from phalanx.runtime.moe.dispatch import Dispatcher, on_device
 from phalanx.runtime.moe.experts import MoeCall
 
 MakeArena = Callable[[ArenaSpec, Axis, torch.device], SymmetricMemory]
@@ -159,7 +159,7 @@ def run_fused(call: MoeCall, *, dispatcher: Dispatcher, memory: FusedMemory) -> 
     kept_TK = dispatcher.kept(
         weights_TK, experts_TK, token_index_T=call.token_index_T, part_T=call.part_T, op_prefix=op_prefix
     )
-    tokens = torch.tensor([x_TH.shape[0]], device=x_TH.device)
+    tokens = on_device(x_TH.shape[0], x_TH.device).view(1)
     plan, sent, of_all = dispatcher.exact_list(experts_TK, kept_TK, op_prefix, told=tokens)
     counts = plan.slot_counts(ep=axis.index)
     arena, shape = memory.of(axis, x_TH, capacity=max(1, int(of_all.max())), slots=len(counts))

@@ -59,13 +59,12 @@ def count_copies(
 ) -> torch.Tensor:
     """(ep + hosts,) tokens of this rank that have an expert on each ep coordinate, and on each host where these count."""
     per_rank = len(dispatcher.slots_G) // dispatcher.ep.size
-    needs = torch.zeros(experts_TK.shape[0], dispatcher.ep.size, dtype=torch.bool, device=experts_TK.device)
+    ep = dispatcher.ep.size
     coordinate_TK = torch.div(experts_TK, per_rank, rounding_mode="floor")
-    if kept_TK is None:
-        needs.scatter_(1, coordinate_TK, True)
-    else:
-        token_N, k_N = kept_TK.nonzero(as_tuple=True)
-        needs[token_N, coordinate_TK[token_N, k_N]] = True
+    if kept_TK is not None:  # dropped pairs go to a column of their own
+        coordinate_TK = torch.where(kept_TK, coordinate_TK, ep)
+    needs = torch.zeros(experts_TK.shape[0], ep + 1, dtype=torch.bool, device=experts_TK.device)
+    needs = needs.scatter_(1, coordinate_TK, True)[:, :ep]
     if not hosts:
         return needs.sum(0)
     by_host = [

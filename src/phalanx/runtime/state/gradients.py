@@ -387,7 +387,8 @@ class _Flat:
 
     def non_finite(self) -> list[str]:
         sums = [view.sum() for view in self.views] if self.sums is None else self.sums
-        return [p.param.name for p, s in zip(self.layout.params, sums, strict=True) if not torch.isfinite(s)]
+        pairs = zip(self.layout.params, sums, strict=True)
+        return [p.param.name for p, s in pairs if not torch.isfinite(s)]  # SYNC: of a step that is given up
 
     def release(self) -> None:
         pass
@@ -502,7 +503,7 @@ class _Borrowed:
         return [
             p.param.name
             for p, grad in zip(self.layout.params, self.grads, strict=True)
-            if grad is not None and not torch.isfinite(grad.sum())
+            if grad is not None and not torch.isfinite(grad.sum())  # SYNC: of a step that is given up
         ]
 
     def release(self) -> None:

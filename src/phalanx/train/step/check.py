@@ -81,7 +81,7 @@ def look(parts: CheckedParts) -> Findings:
     products = [str(wrong) for wrong in (parts.lanes.sums.take() if parts.lanes.sums is not None else ())]
     left, sent, received = messages.take()
     world = parts.groups.axis("world")
-    mine = torch.tensor([left, len(products), len(at_rest)], dtype=torch.int64, device=_device(parts))
+    mine = torch.tensor([left, len(products), len(at_rest)]).to(_device(parts), non_blocking=True)
     told = (
         parts.comms.all_gather(mine, world, op_id="check").view(-1, 3).cpu()
     )  # SYNC: all ranks must know it before anything is committed

@@ -207,7 +207,7 @@ def commit_step(parts: StepParts, reduced: ReducedStep) -> StepResult:
     parts.state.is_published = False
     with torch.no_grad(), parts.comms.doing("commit"):
         parts.optimizer.commit(parts.state, reduced.gradients, step=reduced.step, lr=reduced.lr, scale=scale)
-        _update_expert_biases(parts, torch.from_numpy(tally.counts_LE))
+        _update_expert_biases(parts, tally.counts_LE)
     check_commit(parts, step=reduced.step)
     parts.buffers.release()
     return _result(tally, step=reduced.step, lr=reduced.lr, tokens=reduced.tokens)
@@ -340,15 +340,16 @@ def _why_not_finite(parts: StepParts, *, step: int, tally: Tally) -> str:
     return f"{head}: {where}; {hint}"
 
 
-def _update_expert_biases(parts: StepParts, counts_LE: torch.Tensor) -> None:
+def _update_expert_biases(parts: StepParts, counts: NDArray[np.int64]) -> None:
     rate = parts.spec.router.bias_rate
     if not rate:
         return
+    counts_LE = torch.from_numpy(counts).to(parts.runner.device, non_blocking=True)
     for layer, counts_E in zip(parts.spec.moe_layers, counts_LE, strict=True):
         bias_E = parts.state.buffers.get(f"layers.{layer}.moe.router.expert_bias")
         if bias_E is None:  # of another stage
             continue
-        update_expert_bias(bias_E, counts_E.to(bias_E.device), rate)
+        update_expert_bias(bias_E, counts_E, rate)
 
 
 def _tokens_of_step(parts: StepParts, batches: Sequence[TokenBatch]) -> int:

@@ -49,7 +49,8 @@ def own_times(
     for layer in moe_layers:
         there, back = found.get((layer, "forward"), NOTHING), found.get((layer, "backward"), NOTHING)
         rows.append([there.exposed_s, back.exposed_s, there.hidden_s, back.hidden_s, float(layer in here)])
-    return torch.tensor(rows, dtype=torch.float64, device=device).view(len(rows), len(COLUMNS) + 1)
+    times_L5 = torch.tensor(rows, dtype=torch.float64).view(len(rows), len(COLUMNS) + 1)
+    return times_L5.to(device, non_blocking=True)
 
 
 def mean_times(summed_L5: torch.Tensor) -> ExchangeTimes:
@@ -116,9 +117,9 @@ def plain_vote(
     numbers = [square_sum]
     for name in (*LOSSES, "dropped", "entropy_sum"):
         numbers.append(torch.stack([getattr(share, name).to(torch.float64) for share in shares]).sum())
-    numbers.append(square_sum.new_tensor(float(stop)))
+    numbers.append(torch.full_like(square_sum, float(stop)))
     counts_LE, times_L5 = _counts(shares), _times(parts, shares)
-    seconds = _seconds(parts, own_s).to(square_sum.device)
+    seconds = _seconds(parts, own_s, square_sum.device)
     ballot = torch.cat([torch.stack(numbers), times_L5.flatten(), counts_LE.flatten().to(torch.float64), seconds])
     parts.comms.all_reduce(ballot, parts.groups.axis("world"), op_id="vote")
     ballot = ballot.cpu()  # SYNC: all ranks must know the outcome before anything is committed
@@ -159,7 +160,7 @@ def exact_vote(
     numbers.append(int(math.isfinite(top) and top >= room))
     counts_LE, times_L5 = _counts(shares), _times(parts, shares)
     times = (times_L5 * NANOSECOND).round().to(torch.int64).flatten()
-    seconds = (_seconds(parts, own_s) * NANOSECOND).round().to(torch.int64).to(counts_LE.device)
+    seconds = (_seconds(parts, own_s, counts_LE.device) * NANOSECOND).round().to(torch.int64)
     ballot = torch.cat([torch.tensor(numbers, device=counts_LE.device), times, counts_LE.flatten(), seconds])
     parts.comms.all_reduce(ballot, parts.groups.axis("world"), op_id="vote")
     ballot = ballot.cpu()  # SYNC: all ranks must know the outcome before anything is committed
@@ -204,9 +205,10 @@ def _times(parts: Voter, shares: Sequence[LossShare]) -> torch.Tensor:
     )
 
 
-def _seconds(parts: Voter, own_s: float | None) -> torch.Tensor:
+def _seconds(parts: Voter, own_s: float | None, device: torch.device) -> torch.Tensor:
     """(world,) fp64, to be summed: each rank writes its own; (0,) where it is not measured."""
-    out = torch.zeros(0 if own_s is None else parts.groups.axis("world").size, dtype=torch.float64)
+    size = 0 if own_s is None else parts.groups.axis("world").size
+    out = torch.zeros(size, dtype=torch.float64, device=device)
     if own_s is not None:
         out[parts.groups.rank] = own_s
     return out
