@@ -173,6 +173,7 @@ TRIES: dict[str, Try] = {
     "optim.decay_steps": Try(value="2", beside={"optim.schedule": "wsd", "optim.decay_steps": "1"}),
     "optim.eps": Try(value="0.01"),
     "optim.zero": Try(value="0"),
+    "optim.state_dtype": Try(value="bfloat16"),
     "optim.clip_norm": Try(value="0.01"),
     "optim.bucket_mb": Try(value="0.001"),
     "resilience.mode": Try(value="exact"),

@@ -374,6 +374,18 @@ def test_ranks_killed_in_every_phase_change_no_bit(base: Path) -> None:
     check_samples(base, "hurt")
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_moments_in_bf16_are_carried_over_as_they_are(base: Path) -> None:
+    how = {"optim__state_dtype": "bfloat16", "optim__zero": "1"}
+    faults: Faults = {"reduction": ((2,), 2), "commit": ((1,), 5), "migration": ((2,), 6)}
+    assert train(base, "narrow", {}, **how) == set()
+    assert train(base, "narrow-hurt", faults, **how) == set(faults)
+    check_equal(base, "narrow-hurt", to="narrow")
+    kinds = {name.split("/")[0]: x.dtype for name, x in state_at_the_end(base, "narrow").items()}
+    assert kinds["exp_avg"] == kinds["exp_avg_sq"] == torch.bfloat16 and kinds["master"] == torch.float32
+
+
 def check_samples(base: Path, name: str) -> None:
     """No window twice in a step; none missing but those whose rank died before it could tell. (That all were computed is what equal bits say.)"""
     told: dict[int, Counter[int]] = {}

@@ -62,6 +62,7 @@ class Way:
     interval: int = INTERVAL
     pp: int = 1
     zero: int = 1
+    moments: str = "float32"
     row_s: float = ROW_S
     beside: bool = True
     threads: int = 1
@@ -76,7 +77,7 @@ class Way:
         return replace(
             Recipe(),
             folding=FoldingConfig(pp=self.pp),
-            optim=OptimConfig(zero=self.zero),
+            optim=OptimConfig(zero=self.zero, state_dtype=self.moments),
             train=TrainConfig(
                 micro_batch=SEQUENCES, global_batch=SEQUENCES * run.samples, seq_len=SEQ, dtype="float32"
             ),
@@ -169,7 +170,12 @@ def compared(way: Way) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 @pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "way", [*some((Way(), Way(beside=False)), 1), pytest.param(Way(pp=2, zero=0), marks=pytest.mark.slow)], ids=str
+    "way",
+    [
+        *some((Way(), Way(beside=False), Way(moments="bfloat16"), Way(moments="bfloat16", beside=False)), 1),
+        pytest.param(Way(pp=2, zero=0), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_experts_follow_the_load_and_no_bit_changes(way: Way) -> None:
     moved, calm = compared(way)
@@ -182,12 +188,16 @@ def test_experts_follow_the_load_and_no_bit_changes(way: Way) -> None:
 
 def check_moves(way: Way, moved: list[dict[str, Any]], calm: list[dict[str, Any]]) -> None:
     """Decisions to move after steps 3 and 9 (the first after each draw that has seen it), none at 6; what was predicted came. Beside a step experts are where they are to be one step
-    later, and what they hold has come beside it but for the gradients, a third as much."""
+    later, and what they hold has come beside it but for the gradients."""
     (first, second), late = moved[0]["moves"], int(way.beside)
     assert (first.step, second.step) == (INTERVAL + late, SHIFT + INTERVAL + late)
     assert not any(r["moves"] for r in calm)
     for event in (e for r in moved for e in r["moves"]):
-        assert event.beside_bytes * 4 == event.moved_bytes * 3 * late and (event.beside_s > 0) == way.beside
+        state, gradient = (8 if way.moments == "bfloat16" else 12), 4
+        assert (
+            event.beside_bytes * (state + gradient) == event.moved_bytes * state * late
+            and (event.beside_s > 0) == way.beside
+        )
     for event, steps in ((first, slice(first.step, SHIFT)), (second, slice(second.step, STEPS))):
         assert event.why == "balance" and event.experts > 0 and event.checked > 0
         assert event.after < event.before

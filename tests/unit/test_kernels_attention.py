@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from kernel_help import LANES, agree, normal, pool_of
 
-from phalanx.kernels.cpu.attention import KEY_BLOCK, _blocks, _by_segment, _causal_bias, causal_attention
+from phalanx.kernels.cpu.attention import KEY_BLOCK, _blocks, _causal_bias, causal_attention
+from phalanx.kernels.device import device_attention
 
 CASES = {
     "one document": (2, 4, 4, 16, ((40,), (40,))),
@@ -57,7 +58,7 @@ def test_the_path_of_other_devices() -> None:
     """Torch's attention by document is what a GPU runs; here it can at least be compared."""
     for batch, heads, kv_heads, dim, segments in CASES.values():
         agree(
-            lambda q, k, v, s=segments: _by_segment(q, k, v, s),
+            lambda q, k, v, s=segments: device_attention(q, k, v, s),
             lambda q, k, v, s=segments: causal_attention(q, k, v, s, impl="reference"),
             _inputs(batch, sum(segments[0]), heads, kv_heads, dim),
             dtypes=(torch.float64, torch.float32),

@@ -5,6 +5,7 @@
     phalanx simulate validate [--data CSV]          predictions beside published measurements
     phalanx simulate goodput --ranks 16384          progress under failures
     phalanx simulate flops --model mixtral-8x22b    FLOPs by convention, one published rate in the other units
+    phalanx simulate traced FILE...                 what a counted step would take on a GPU
     phalanx simulate clusters                       known hardware, each constant with its source
 
 No process, no torch.
@@ -45,6 +46,10 @@ def _part(name: str) -> Callable[[Sequence[str]], int] | None:
         from phalanx.cli.predicting.flops import flops
 
         return flops
+    if name == "traced":
+        from phalanx.cli.predicting.traced import traced
+
+        return traced
     return clusters if name == "clusters" else None
 
 
@@ -52,7 +57,7 @@ def step(argv: Sequence[str]) -> int:
     """One step of a recipe on a cluster."""
     parser = argparse.ArgumentParser(
         prog="phalanx simulate",
-        description="Predict a step of a recipe on a cluster; also: validate, goodput, flops, clusters (each with --help).",
+        description="Predict a step of a recipe on a cluster; also: validate, goodput, flops, traced, clusters (each with --help).",
         epilog="Settings of the recipe may follow: --folding.ep 8 --train.micro_batch 2 ...",
     )
     parser.add_argument("recipe", type=Path, help="recipe file, such as recipes/laptop.toml")

@@ -258,8 +258,10 @@ class OptimConfig:
     """Decoupled decay of matrices, as a multiple of the learning rate; norms and biases have none."""
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down, 0 for none."""
-    zero: Literal[0, 1] = 1
-    """1 shards master weights and moments over dp x cp (dense) and edp (experts; of experts with replicas `resilience.expert_state` decides)."""
+    zero: Literal[0, 1, 2] = 1
+    """1 shards master weights and moments over dp x cp (dense) and edp (experts; of experts with replicas `resilience.expert_state` decides). 2 also adds up gradients in shards (not of experts with replicas): 4 bytes a parameter less, and a reduction for each micro-batch."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of both moments (float64 where train.dtype is). bfloat16 rounds them stochastically: 4 bytes a parameter less; a run keeps the type that it began with."""
     bucket_mb: float = 64.0
     """Megabytes (10^6 bytes) of gradient that are reduced together, as soon as the backward pass has made them; 0: all at its end."""
 
@@ -313,7 +315,7 @@ class ResilienceConfig:
     limit_s: float = 3.0
     """A rank, or a host, that says nothing for so long is removed from the run and replaced."""
     hang_s: float = 30.0
-    """A rank that makes no progress within a step is replaced after so long, or after 10 times the longest pause seen in a committed step where that is more, if other ranks wait for it; between steps after half of launch.timeout_s."""
+    """A rank that makes no progress within a step is replaced after so long, or after 10 times the longest pause seen in a committed step where that is more (half of launch.timeout_s at most), if other ranks wait for it; between steps after half of launch.timeout_s."""
     straggler: float = 0.0
     """A host (on one machine: a rank) that takes so many times as long for its work as the others do is removed after a hand-over. 0: only reported, from a factor of 2 on."""
     straggler_steps: int = 20
@@ -351,7 +353,7 @@ class ResilienceConfig:
 
     @property
     def shard_holders(self) -> int:
-        """Hosts that keep each shard of the optimizer state (`optim.zero = 1`), as far as there are as many."""
+        """Hosts that keep each shard of the optimizer state (`optim.zero` 1 or 2), as far as there are as many."""
         return self.f if self.heal else 1
 
 

@@ -513,6 +513,9 @@ def _schedule_clashes(recipe: Recipe) -> list[_Clash]:
     if recipe.train.dtype == "auto":
         rule = "is decided where a recipe is read; one that was made otherwise must name the type"
         found.append(_clash("train.dtype", "auto", rule, "use bfloat16, or core.recipe.native_dtype(recipe)"))
+    if recipe.train.dtype == "float64" and o.state_dtype != "float32":
+        rule = "would round moments far below the float64 of everything else"
+        found.append(_clash("optim.state_dtype", o.state_dtype, rule, "leave it out", "train.dtype"))
     warmup = o.warmup(steps)
     if o.warmup_steps is not None and warmup >= steps:
         rule = f"must be less than train.steps = {steps}, or warm-up never completes"

@@ -102,7 +102,8 @@ class LatentAttention(nn.Module):
         """Rotation and attention, (N, A*V): no parameters, cheap to do again in the backward pass."""
         q, k, v = self._heads(q_NO, kv_NO, key_NR, table)
         name = partial(self.sequence.id, info=info)
-        out_BSAV = padded(q, k, v, partial(self.context.attention, segments=batch.segments, name=name))
+        attention = partial(self.context.attention, segments=batch.segments, name=name)
+        out_BSAV = attention(q, k, v) if self.context.takes_widths(q) else padded(q, k, v, attention)
         return out_BSAV.reshape(q_NO.shape[0], -1)
 
     def _heads(

@@ -33,6 +33,7 @@ from phalanx.models.layers import new_parameter
 from phalanx.plan.model import RouterSpec
 from phalanx.plan.moe import forced_experts
 from phalanx.plan.program import op_id
+from phalanx.runtime.moe import count_keys
 
 TINY = 1e-20
 """Added to a sum that divides, as the published models do."""
@@ -234,6 +235,8 @@ def largest(scores_TE: torch.Tensor, k: int) -> torch.Tensor:
 
     `torch.topk` leaves the order of equals open; the index that `torch.max` returns is documented to be the first.
     """
+    if scores_TE.device.type != "cpu":  # one launch for 2k
+        return torch.sort(scores_TE, dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
     found = [scores_TE.max(-1).indices]
     left_TE = scores_TE
     for _ in range(k - 1):
@@ -260,8 +263,7 @@ def routing_weights(
 
 def count_experts(experts_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
     """(E,) int64 pairs per expert, without a host synchronisation."""
-    flat = experts_TK.reshape(-1)
-    return torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    return count_keys(experts_TK.reshape(-1), num_experts)
 
 
 def update_expert_bias(bias_E: torch.Tensor, counts_E: torch.Tensor, rate: float) -> None:

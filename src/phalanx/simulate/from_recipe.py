@@ -29,12 +29,15 @@ from phalanx.simulate.mapping import (
     Precision,
     RoutedRows,
     RouterModel,
+    Sharding,
     StagedMapping,
     expert_slots,
     forced_loads,
 )
 from phalanx.simulate.step import TILE_WAYS, fused_run_problems, run_layers, with_warmup
 
+SHARDING: dict[int, Sharding] = {0: "none", 1: "optimizer", 2: "gradients"}
+"""`optim.zero` -> what of a mapping is sharded."""
 PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
 """Type of a run -> its name among clusters."""
 
@@ -105,7 +108,8 @@ def _of_folding(
         overlap=_overlap(recipe),
         precision=PRECISIONS[t.dtype],
         cp_method=recipe.folding.cp_method,
-        sharding="optimizer" if recipe.optim.zero else "none",
+        sharding=SHARDING[recipe.optim.zero],
+        moment_bytes=2 if recipe.optim.state_dtype == "bfloat16" else 4,
         dispatch="all_gather" if recipe.dispatch.transport == "all_gather" else "all_to_all",
         routing=_plain_routing(recipe) if replicated else _routing(recipe, spec, folding.ep, micro_batch),
         drop=_drop(recipe) if spec.moe_layers else None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.train.assembly import assemble as assemble, state_dtype as state_dtype
+    from phalanx.train.assembly import assemble as assemble, moment_dtype as moment_dtype, state_dtype as state_dtype
     from phalanx.train.build import make_loader as make_loader, make_parts as make_parts, token_batch as token_batch
     from phalanx.train.generation import Sampling as Sampling, generate as generate, load_model as load_model
     from phalanx.train.loop import Elastic as Elastic, Trainer as Trainer

@@ -28,6 +28,11 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def moment_dtype(optim: OptimConfig, dtype: torch.dtype) -> torch.dtype:
+    """Type of both moments for a compute type."""
+    return torch.bfloat16 if optim.state_dtype == "bfloat16" else state_dtype(dtype)
+
+
 def bucket_elements(optim: OptimConfig, dtype: torch.dtype) -> int:
     """Elements of a gradient bucket (0: a family is not divided)."""
     return math.ceil(optim.bucket_mb * 1e6 / dtype.itemsize)
@@ -63,10 +68,10 @@ def assemble(
     )  # fmt: skip
     gradients = GradientBuffers(
         params, layouts, dtype=dtype, borrowed=_borrowed(layouts, ctx, num_microbatches=num_microbatches), fixed=ctx.sums,
-        summands=1 if exact is None else exact.summands, lanes=ctx.lanes, summed=ctx.comms.sums is not None,
+        summands=1 if exact is None else exact.summands, lanes=ctx.lanes, summed=ctx.comms.sums is not None, zero=optim.zero,
     )  # fmt: skip
     return StepParts(
-        model=model, spec=ctx.spec, groups=ctx.groups, comms=ctx.comms, buffers=gradients, state=_state(model, layouts, ctx),
+        model=model, spec=ctx.spec, groups=ctx.groups, comms=ctx.comms, buffers=gradients, state=_state(model, layouts, ctx, moment_dtype(optim, ctx.dtype)),
         optimizer=AdamW(optim, _update_kernels(ctx), ctx.lanes), clip_norm=optim.clip_norm, pipeline=pipeline,
         placement=None if ctx.placement.is_plain else ctx.placement, later=ctx.later, kernels=ctx.kernels, lanes=ctx.lanes,
         samples=samples, exact=exact, hosts=equal_hosts(ctx.host_of_rank) if ctx.host_of_rank else None,
@@ -82,7 +87,7 @@ def _with_sums(ctx: ModelContext, pipeline: Pipeline, exact: ExactSums | None) -
     return ctx
 
 
-def _state(model: Decoder, layouts: Mapping[str, FlatLayout], ctx: ModelContext) -> ShardedState:
+def _state(model: Decoder, layouts: Mapping[str, FlatLayout], ctx: ModelContext, moments: torch.dtype) -> ShardedState:
     """Sharded state of the model, with those of its buffers that a checkpoint holds."""
     wanted = {name for name, _ in buffers(ctx.spec)}
     state = ShardedState(
@@ -91,6 +96,7 @@ def _state(model: Decoder, layouts: Mapping[str, FlatLayout], ctx: ModelContext)
         groups=ctx.groups,
         buffers={name: tensor for name, tensor in model.named_buffers() if name in wanted},
         dtype=state_dtype(ctx.dtype),
+        moments=moments,
     )
     if ctx.comms.sums is not None:
         state.sums = StateSums(rows=ctx.lanes.rows)

@@ -63,7 +63,7 @@ class Setup:
     """Micro-batches of a step on each data-parallel rank."""
     packed: bool = False
     """Several documents per sequence."""
-    zero: Literal[0, 1] = 1
+    zero: Literal[0, 1, 2] = 1
     holders: int = 1
     """Ranks that keep each shard of the optimizer state."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -153,7 +153,7 @@ FACTORS: Mapping[str, Sequence[Any]] = {
     "attention_bias": (LATENT, False, True),
     "tied": (False, True),
     "packed": (False, True),
-    "zero": (0, 1),
+    "zero": (0, 1, 2),
     "buckets": (False, True),
     "cp_method": ("none", "ring", "all_gather", "ulysses"),
     "mtp": (0, 1),
@@ -292,7 +292,7 @@ PIPELINE_FACTORS: Mapping[str, Sequence[Any]] = {
     "attention_bias": (True,),
     "tied": (False, True),
     "packed": (True,),
-    "zero": (0, 1),
+    "zero": (0, 1, 2),
     "buckets": (False, True),
     "cp_method": ("ring",),
     "mtp": (0, 1),
@@ -352,7 +352,7 @@ REPLICA_FACTORS: Mapping[str, Sequence[Any]] = {
     "dispatch": ("dropless", "drop-prob-full", "drop-prob-pad"),
     "travel": ("all_to_all", "all_gather", "coarse:2"),
     "state": ("whole", "sharded"),
-    "zero": (0, 1),
+    "zero": (0, 1, 2),
     "accumulation": (1, 2),
 }
 """Options that have to do with who holds an expert."""

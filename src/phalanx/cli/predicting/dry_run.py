@@ -23,6 +23,7 @@ from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, group_names, p
 from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import ReplicaSettings, StageReplicas, replicas_of, stage_replicas
+from phalanx.plan.recovery import optimizer_bytes
 from phalanx.simulate.memory import PREPARE_BYTES, TERMS, MemoryEstimate, estimate_memory, worst_balance
 from phalanx.train.setup import resolve_shape
 
@@ -189,11 +190,11 @@ def _replicas(
     for rank in _of_each_stage(folding):
         text = _replicas_of_stage(spec, folding, pipeline, rank, asked).explain().splitlines()
         lines += [f"replicas     {text[0]}", *(f"           {line}" for line in text[1:])]
-    item = 8 if recipe.train.dtype == "float64" else 4
+    each = optimizer_bytes(recipe)
     most = {
         state: max(_state_elements(recipe, spec, folding, pipeline, asked, state)) for state in ("whole", "sharded")
     }
-    shown = ", ".join(f"{state} {format_bytes(3 * item * n)}" for state, n in most.items())
+    shown = ", ".join(f"{state} {format_bytes(each * n)}" for state, n in most.items())
     return [*lines, f"  state      of experts, at most a rank: {shown}; it is {recipe.resilience.expert_state}"]
 
 
@@ -233,7 +234,7 @@ def _holders(
                 min(map(len, layout.keepers or [()])),
             )
             fewest[name] = min(fewest.get(name, wanted), max(1, hosts))
-    item = 3 * (8 if recipe.train.dtype == "float64" else 4)
+    item = optimizer_bytes(recipe)
     words = f"{format_bytes(item * kept)} at most a rank in place of {format_bytes(item * own)}"
     lowered = [f"{name}: {n}, for their groups have no more" for name, n in fewest.items() if n < wanted]
     return [
@@ -263,7 +264,7 @@ def _steps(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> list[str]:
         f"  per rank   {per_rank} micro-batch{'es' if per_rank > 1 else ''} of {t.micro_batch} sequences a step",
         f"  work       {format_rate(flops * tokens, 'FLOP').removesuffix('/s')} a step",
         f"checkpoints  every {recipe.checkpoint.interval or t.steps} steps, "
-        f"{format_bytes(spec.num_params * (24 if t.dtype == 'float64' else 12))} each, the last {recipe.checkpoint.keep_last} kept",
+        f"{format_bytes(spec.num_params * optimizer_bytes(recipe))} each, the last {recipe.checkpoint.keep_last} kept",
     ]
 
 

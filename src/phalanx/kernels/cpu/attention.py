@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.products import ProductSums
 from phalanx.kernels.cpu.scripted import scripted
+from phalanx.kernels.device import device_attention
 
 Segments = Sequence[Sequence[int]]
 """Lengths of the documents packed in each sequence, host integers that sum to S."""
@@ -47,13 +47,13 @@ def causal_attention(
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
 ) -> torch.Tensor:
-    """Softmax(q k^T / sqrt(D)) v over the keys that each query may see; (B, S, A, D)."""
+    """Softmax(q k^T / sqrt(D)) v over the keys that each query may see; (B, S, A, D). On a device values may have another width than keys."""
     if impl == "reference":
         return _reference(q_BSAD, k_BSGD, v_BSGD, segments)
     if q_BSAD.device.type == "cpu":
         out: torch.Tensor = _CpuAttention.apply(q_BSAD, k_BSGD, v_BSGD, segments, lanes)
         return out
-    return _by_segment(q_BSAD, k_BSGD, v_BSGD, segments)
+    return device_attention(q_BSAD, k_BSGD, v_BSGD, segments)
 
 
 def segment_ids(segments: Segments, *, device: torch.device) -> torch.Tensor:
@@ -75,22 +75,6 @@ def _reference(q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor,
     scores_BASS = torch.einsum("bsad,btad->bast", q, k) / math.sqrt(q.shape[-1])
     scores_BASS = scores_BASS.masked_fill(~visible_BSS.unsqueeze(1), float("-inf"))
     return torch.einsum("bast,btad->bsad", scores_BASS.softmax(-1), v).to(q_BSAD.dtype)
-
-
-def _by_segment(q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Torch's own attention, whole sequences at once where they hold one document each, else document by document."""
-    gqa = q_BSAD.shape[2] != k_BSGD.shape[2]
-    if all(len(row) == 1 for row in segments):
-        q, k, v = (x.transpose(1, 2) for x in (q_BSAD, k_BSGD, v_BSGD))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa).transpose(1, 2)
-    lengths = [length for row in segments for length in row]
-    parts = zip(*(torch.split(x.flatten(0, 1), lengths) for x in (q_BSAD, k_BSGD, v_BSGD)), strict=True)
-    out = []
-    for part in parts:
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in part)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
-        out.append(y.squeeze(0).transpose(0, 1))
-    return torch.cat(out).view(q_BSAD.shape)
 
 
 # ---- CPU ---------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
+    from phalanx.kernels.device.attention import device_attention as device_attention
     from phalanx.kernels.device.launch import runs_programs as runs_programs
     from phalanx.kernels.device.rows import sum_rows as sum_rows, take_rows as take_rows
     from phalanx.kernels.device.swiglu import fused_swiglu as fused_swiglu

@@ -205,6 +205,11 @@ class FlatLayout:
     """Members of the group that shards the buffer, by shard: who keeps it, its owner first. Empty: its owner alone."""
 
     @property
+    def adds_in_shards(self) -> bool:
+        """Whether a rank can add up less than the whole buffer: experts with replicas are summed over their holders instead."""
+        return self.num_shards > 1 and self.holders is None
+
+    @property
     def scattered(self) -> HolderPlan | None:
         """The plan, where this rank's shard is not a range of the buffer but the parts of experts that it completes."""
         return self.holders if self.holders is not None and self.holders.state == "sharded" else None

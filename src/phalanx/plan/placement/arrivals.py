@@ -32,9 +32,14 @@ def coming_moves(moves: Sequence[Move]) -> list[Move]:
     return [move for move in staged if move.dst.ranks]
 
 
-def of_all_kinds(moves: Sequence[Move]) -> list[Move]:
-    """The same for master weights and both moments, called `KIND/NAME`."""
-    return [replace(move, name=f"{kind}/{move.name}") for kind in STATE_KINDS for move in moves]
+def of_all_kinds(moves: Sequence[Move], *, moment_bytes: int | None = None) -> list[Move]:
+    """The same for master weights and both moments, called `KIND/NAME`. `moment_bytes` of an element of a moment; None: as many as of a master."""
+    items = {kind: None if kind == "master" else moment_bytes for kind in STATE_KINDS}
+    return [
+        replace(move, name=f"{kind}/{move.name}", itemsize=item or move.itemsize)
+        for kind, item in items.items()
+        for move in moves
+    ]
 
 
 def takings(move: Move, coming: Move | None, rank: int) -> list[Taking]:

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
         RecoveryPlanner as RecoveryPlanner,
         recovery_problems as recovery_problems,
     )
-    from phalanx.plan.recovery.memory import FIXED_POINT_ITEM as FIXED_POINT_ITEM, ITEM as ITEM
+    from phalanx.plan.recovery.memory import (
+        FIXED_POINT_ITEM as FIXED_POINT_ITEM,
+        ITEM as ITEM,
+        moment_bytes as moment_bytes,
+        optimizer_bytes as optimizer_bytes,
+    )
     from phalanx.plan.recovery.move_order import (
         GRADIENT_ID as GRADIENT_ID,
         REPLACE_ID as REPLACE_ID,

@@ -26,7 +26,6 @@ import numpy as np
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.layout import (
-    STATE_KINDS,
     Box,
     Held,
     StateLayouts,
@@ -38,6 +37,7 @@ from phalanx.plan.layout import (
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, LayerPlacements, StagePlan
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import make_pipeline, pipeline_problems
+from phalanx.plan.placement import of_all_kinds
 from phalanx.plan.placement.search import Floats
 from phalanx.plan.recovery.devices import Device, FoldingChoice, Limits, choose_folding, is_exact, usable_devices
 from phalanx.plan.recovery.experts import ReplicaTerms, held_by_host, place_experts
@@ -76,6 +76,8 @@ class GenerationPlan:
     """Rack of each rank; empty: nothing is known of racks."""
     params: tuple[Move, ...]
     """One for each parameter, the same for master weights and both moments."""
+    moment_bytes: int = 4
+    """Bytes of an element of a moment."""
     buffers: tuple[Move, ...]
     missing: tuple[str, ...]
     """Parameters and buffers of which some part has no holder. Empty: training can continue."""
@@ -108,7 +110,7 @@ class GenerationPlan:
     @property
     def moves(self) -> list[Move]:
         """Moves of all state: master weights and both moments under `KIND/NAME`, then buffers."""
-        return [*(replace(m, name=f"{kind}/{m.name}") for kind in STATE_KINDS for m in self.params), *self.buffers]
+        return [*of_all_kinds(self.params, moment_bytes=self.moment_bytes), *self.buffers]
 
     @cached_property
     def hash(self) -> str:
@@ -199,7 +201,9 @@ class RecoveryPlanner:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     cp_method: str = "ring"
     state_bytes: int = 4
-    """Bytes of an element of optimizer state."""
+    """Bytes of a master weight."""
+    moment_bytes: int = 4
+    """Bytes of an element of a moment."""
     zero: int = 0
     """1: optimizer state is cut over dp x cp and edp, and each shard has `floor` holders."""
     shard_holders: int = 0
@@ -346,7 +350,7 @@ class RecoveryPlanner:
         rack_of = racks_of(facts)
         placement, notes = self._placement(new, hosts, facts, host_of, rack_of)
         made = GenerationPlan(
-            folding=new, members=members, placement=placement, hosts=hosts,
+            folding=new, members=members, placement=placement, hosts=hosts, moment_bytes=self.moment_bytes,
             racks=tuple(rack_of[host] for host in hosts) if rack_of else (), params=(), buffers=(), missing=(),
             exact=is_exact(new, self.base) and new.pp == self.base.pp, reason=choice.reason, notes=notes,
         )  # fmt: skip

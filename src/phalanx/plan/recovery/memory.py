@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from phalanx.core.config import Recipe
 from phalanx.plan.layout import stage_params
 from phalanx.plan.mapping import Folding, StagePlan
 from phalanx.plan.model import ModelSpec
@@ -16,6 +17,16 @@ ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of a parameter, by `train.dtype`; of optimizer state 4 at least."""
 FIXED_POINT_ITEM = 8
 """Bytes of an element of `kernels/cpu/fixed_point.py`'s sums."""
+
+
+def moment_bytes(recipe: Recipe) -> int:
+    """Bytes of an element of either moment of the optimizer."""
+    return 2 if recipe.optim.state_dtype == "bfloat16" else max(4, ITEM.get(recipe.train.dtype, 2))
+
+
+def optimizer_bytes(recipe: Recipe) -> int:
+    """Bytes of a master weight and both of its moments."""
+    return max(4, ITEM.get(recipe.train.dtype, 2)) + 2 * moment_bytes(recipe)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ Decides nothing. Must never change: from the order of a move and the recipe of i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from phalanx.core.errors import DataError, Problem
@@ -81,9 +81,11 @@ def moves_again(op_id: str, order: Mapping[str, Any], planner: RecoveryPlanner) 
     moves = expert_moves(
         planner.spec, folding, planner.stages(folding), before=before, after=after, itemsize=planner.state_bytes
     )
-    if op_id not in (STATE_ID, GRADIENT_ID):
-        return moves
-    return of_all_kinds(coming_moves(moves)) if op_id == STATE_ID else coming_moves(moves)
+    if op_id == STATE_ID:
+        return of_all_kinds(coming_moves(moves), moment_bytes=planner.moment_bytes)
+    if op_id == GRADIENT_ID:
+        return coming_moves(moves)
+    return moves if op_id.endswith("/master") else [replace(m, itemsize=planner.moment_bytes) for m in moves]
 
 
 def _of_rank(placements: ByStage, folding: Folding) -> Callable[[int], AnyPlacement]:

@@ -13,7 +13,7 @@ from phalanx.plan.pipeline import pipeline_problems
 from phalanx.plan.placement import ReplicaSettings, asked_of, replicas_of
 from phalanx.plan.recovery.devices import is_exact
 from phalanx.plan.recovery.generation import RecoveryPlanner
-from phalanx.plan.recovery.memory import FIXED_POINT_ITEM, ITEM, StateRoom
+from phalanx.plan.recovery.memory import FIXED_POINT_ITEM, ITEM, StateRoom, moment_bytes, optimizer_bytes
 from phalanx.plan.recovery.stragglers import StragglerRule
 
 
@@ -49,6 +49,7 @@ def _recovery_planner(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: 
         pipeline=recipe.pipeline,
         cp_method=recipe.folding.cp_method,
         state_bytes=wide,
+        moment_bytes=moment_bytes(recipe),
         zero=recipe.optim.zero,
         shard_holders=recipe.resilience.shard_holders,
         bucket_elements=math.ceil(recipe.optim.bucket_mb * 1e6 / wide),
@@ -58,7 +59,7 @@ def _recovery_planner(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: 
             limit=math.inf if limit_gb is None else limit_gb * 1e9,
             parameter=item,
             gradient=FIXED_POINT_ITEM if recipe.resilience.mode == "exact" else wide,
-            optimizer=3 * wide,
+            optimizer=optimizer_bytes(recipe),
         ),
     )
 

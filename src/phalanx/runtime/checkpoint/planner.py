@@ -291,7 +291,10 @@ def _fit(box: BoxTensor, entry: Any) -> Problem | None:
     if entry.properties.dtype != box.tensor.dtype:
         rule = f"the checkpoint has {entry.properties.dtype}; state is never converted"
         return Problem(
-            where=box.name, value=str(box.tensor.dtype), rule=rule, hint="use the train.dtype it was saved with"
+            where=box.name,
+            value=str(box.tensor.dtype),
+            rule=rule,
+            hint="use the train.dtype and optim.state_dtype it was saved with",
         )
     return None
 

@@ -73,6 +73,10 @@ class ContextParallel:
         """Whether a recorded step has an event for each of its steps."""
         return self.method == "ring" and self.axis.size > 1
 
+    def takes_widths(self, q_BLAD: torch.Tensor) -> bool:
+        """Whether values may have another width than queries and keys: on a device that holds whole sequences."""
+        return self.axis.size == 1 and self.impl == "fast" and q_BLAD.device.type != "cpu"
+
     def attention(
         self, q_BLAD: torch.Tensor, k_BLGD: torch.Tensor, v_BLGD: torch.Tensor, segments: Segments, *, name: Name
     ) -> torch.Tensor:

@@ -128,7 +128,7 @@ def _cut_tokens(call: MoeCall, dispatcher: Dispatcher, kept_TK: torch.Tensor | N
     keys_N = experts_TK.reshape(-1)
     if kept_TK is not None:  # dropped pairs sort to the end of their chunk, behind the last expert
         keys_N = torch.where(kept_TK.reshape(-1), keys_N, num_keys - 1)
-    first_key_N = repeated(num_keys * np.arange(chunks), dispatcher.top_k * np.array(sizes), device)
+    (first_key_N,) = repeated([(num_keys * np.arange(chunks), dispatcher.top_k * np.array(sizes))], device)
     keys_N = keys_N + first_key_N
     counts_CE = count_keys(keys_N, chunks * num_keys).view(chunks, num_keys)[:, :-1].to(torch.int32)
     counts_PCE = _gather(dispatcher, counts_CE, call.op_prefix)
@@ -199,19 +199,18 @@ class _ChunkExchange:
         sizes = part.plan.etp_sizes(ep=of.ep.index)
         weights = of.comms.all_gather_rows(pending.weights.wait(), sizes=sizes, axis=of.etp, op_id=at + "weights_etp")
         rows = of.comms.all_gather_rows(pending.rows.wait(), sizes=sizes, axis=of.etp, op_id=at + "rows_etp")
-        order = of.slot_order(part.plan)
-        if order is None:
+        maps = of.slot_maps(part.plan, rows.device)
+        if maps is None:
             return rows, weights
-        sort = partial(reordered, order, order.inverse())
-        rows, weights = traced(self.comms, at + "sort", sort, rows, weights)
+        rows, weights = traced(self.comms, at + "sort", partial(reordered, maps), rows, weights)
         return rows, weights
 
     def start_back(self, part: _Part, y_MH: torch.Tensor) -> RowsUnderWay:
         """Undo the order of slots, sum over etp, and post what belongs to others."""
         of, plan, at = self.of, part.plan, self._id("combine", part)
-        order = of.slot_order(plan)
-        if order is not None:
-            (y_MH,) = traced(self.comms, at + "sort", partial(reordered, order.inverse(), order), y_MH)
+        maps = of.slot_maps(plan, y_MH.device)
+        if maps is not None:
+            (y_MH,) = traced(self.comms, at + "sort", partial(reordered, maps.inverse), y_MH)
         sizes = plan.etp_sizes(ep=of.ep.index)
         rows = of.comms.reduce_scatter_rows(y_MH, sizes=sizes, axis=of.etp, op_id=at + "rows_etp")
         splits = {"in_splits": plan.receives(**self.here), "out_splits": plan.sends(**self.here)}

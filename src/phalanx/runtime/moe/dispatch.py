@@ -25,7 +25,7 @@ P sources (ranks of ep_etp), G slots of the group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,6 +68,18 @@ class SendList:
 
 
 @dataclass(frozen=True, eq=False)
+class SlotMaps:
+    """A reordering of rows, on the device: source row of each row of the result, and back."""
+
+    there_M: torch.Tensor
+    back_M: torch.Tensor
+
+    @property
+    def inverse(self) -> SlotMaps:
+        return SlotMaps(self.back_M, self.there_M)
+
+
+@dataclass(frozen=True, eq=False)
 class DispatchState:
     """What `combine` needs of `dispatch`."""
 
@@ -79,6 +91,8 @@ class DispatchState:
     op_prefix: str
     token_sizes: tuple[int, ...] = ()
     """Tokens of each source (all-gather only)."""
+    maps: SlotMaps | None = None
+    """From the order of arrival to that of slots, where they differ (all-to-all only)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,10 +203,10 @@ class Dispatcher:
         rows = self.comms.all_gather_rows(rows, sizes=sizes, axis=self.etp, op_id=at + "rows_etp")
         weights = self.comms.all_to_all_rows(weights, **splits, axis=self.ep, op_id=at + "weights")
         weights = self.comms.all_gather_rows(weights, sizes=sizes, axis=self.etp, op_id=at + "weights_etp")
-        order = self.slot_order(plan)
-        if order is not None:
-            rows, weights = traced(self.comms, at + "sort", partial(reordered, order, order.inverse()), rows, weights)
-        state = DispatchState(plan, send, token_of_row_R, send.rows_of_token_TK, op_prefix)
+        maps = self.slot_maps(plan, rows.device)
+        if maps is not None:
+            rows, weights = traced(self.comms, at + "sort", partial(reordered, maps), rows, weights)
+        state = DispatchState(plan, send, token_of_row_R, send.rows_of_token_TK, op_prefix, maps=maps)
         return Dispatched(rows, weights, self.expert_counts(plan), send.dropped, state)
 
     def _gather(
@@ -216,7 +230,7 @@ class Dispatcher:
         chunks, sources = plan.gathered_order(ep=self.ep.index)
         index_M = chunk_index(chunks, x_TH.device)
         first_token = np.cumsum(token_sizes) - np.asarray(token_sizes)
-        offset_M = repeated(first_token[sources] * self.top_k, chunks.sizes, x_TH.device)
+        (offset_M,) = repeated([(first_token[sources] * self.top_k, chunks.sizes)], x_TH.device)
         local_M = pairs.index_select(0, index_M)
         pair_M = torch.where(local_M < 0, FILL, local_M + offset_M)
         rows_of_token_NK = inverse_of(pair_M, all_NH.shape[0] * self.top_k).view(-1, self.top_k)
@@ -235,9 +249,8 @@ class Dispatcher:
         if state.token_sizes:
             all_NH = traced(self.comms, at + "sum", partial(self._sum, state), rows_MH)
             return self.comms.reduce_scatter_rows(all_NH, sizes=state.token_sizes, axis=self.ep_etp, op_id=at + "rows")
-        order = self.slot_order(plan)
-        if order is not None:
-            (rows_MH,) = traced(self.comms, at + "sort", partial(reordered, order.inverse(), order), rows_MH)
+        if state.maps is not None:
+            (rows_MH,) = traced(self.comms, at + "sort", partial(reordered, state.maps.inverse), rows_MH)
         here = {"ep": self.ep.index, "etp": self.etp.index}
         sizes = plan.etp_sizes(ep=self.ep.index)
         rows = self.comms.reduce_scatter_rows(rows_MH, sizes=sizes, axis=self.etp, op_id=at + "rows_etp")
@@ -261,6 +274,14 @@ class Dispatcher:
         if self.ep_etp.size == 1 or plan.slots_per_rank == 1:
             return None
         return plan.slot_order(ep=self.ep.index)
+
+    def slot_maps(self, plan: DispatchPlan, device: torch.device) -> SlotMaps | None:
+        """That order on the device."""
+        order = self.slot_order(plan)
+        if order is None:
+            return None
+        there_M, back_M = chunk_indices((order, order.inverse()), device)
+        return SlotMaps(there_M, back_M)
 
     # ---- what to send ----------------------------------------------------------------------------------------------------
 
@@ -407,20 +428,30 @@ def stable_order(keys_N: torch.Tensor, largest: int) -> torch.Tensor:
     """int64 positions that sort small non-negative integers stably. NumPy's radix sort of 16-bit keys is 4 times torch's on a CPU."""
     if keys_N.device.type == "cpu" and largest < 2**15:
         return torch.from_numpy(np.argsort(keys_N.to(torch.int16).numpy(), kind="stable"))
-    return torch.sort(keys_N.to(torch.int32), stable=True).indices
+    return torch.sort(keys_N, stable=True).indices
 
 
 def chunk_index(chunks: Chunks, device: torch.device) -> torch.Tensor:
     """int64 source row of each row of the reordering, built on the device."""
+    return chunk_indices((chunks,), device)[0]
+
+
+def chunk_indices(orders: Sequence[Chunks], device: torch.device) -> list[torch.Tensor]:
+    """Those of several reorderings of as many rows."""
     if device.type == "cpu":
-        return torch.from_numpy(chunks.index())
-    return torch.arange(chunks.num_rows, device=device) + repeated(chunks.shifts, chunks.sizes, device)
+        return [torch.from_numpy(chunks.index()) for chunks in orders]
+    place_M = torch.arange(orders[0].num_rows, device=device)
+    shifts = repeated([(chunks.shifts, chunks.sizes) for chunks in orders], device)
+    return [place_M + shift_M for shift_M in shifts]
 
 
-def repeated(values: np.ndarray, times: np.ndarray, device: torch.device) -> torch.Tensor:
-    """int64 `values[i]`, `times[i]` times each, on the device. The host does not wait."""
-    both = torch.from_numpy(np.stack([values, times])).to(device, non_blocking=True)
-    return torch.repeat_interleave(both[0], both[1], output_size=int(times.sum()))
+def repeated(runs: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> list[torch.Tensor]:
+    """int64 `values[i]`, `times[i]` times each, on the device, of each `(values, times)`, all of one length. The host does not wait."""
+    there = torch.from_numpy(np.stack([row for run in runs for row in run])).to(device, non_blocking=True)
+    return [
+        torch.repeat_interleave(there[2 * i], there[2 * i + 1], output_size=int(times.sum()))
+        for i, (_, times) in enumerate(runs)
+    ]
 
 
 def on_device(number: int, device: torch.device) -> torch.Tensor:
@@ -429,6 +460,9 @@ def on_device(number: int, device: torch.device) -> torch.Tensor:
 
 
 def count_keys(keys_N: torch.Tensor, size: int) -> torch.Tensor:
+    """(size,) int64: how often each of the numbers below `size` occurs. The host does not wait."""
+    if keys_N.device.type != "cpu":  # a launch less, on a CPU twice the time
+        return torch.zeros(size, dtype=torch.int64, device=keys_N.device).scatter_(0, keys_N, 1, reduce="add")
     return torch.zeros(size, dtype=torch.int64, device=keys_N.device).scatter_add_(0, keys_N, torch.ones_like(keys_N))
 
 
@@ -468,10 +502,9 @@ def pick_weights(weights_TK: torch.Tensor, pair_of_row_R: torch.Tensor, *, has_f
     return padded.index_select(0, torch.where(pair_of_row_R < 0, len(flat_N), pair_of_row_R))
 
 
-def reordered(order: Chunks, back: Chunks, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows of each tensor in another order; `back` undoes it."""
-    index, inverse = chunk_index(order, xs[0].device), chunk_index(back, xs[0].device)
-    return tuple(Reorder.apply(x, index, inverse) for x in xs)
+def reordered(maps: SlotMaps, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows of each tensor in another order."""
+    return tuple(Reorder.apply(x, maps.there_M, maps.back_M) for x in xs)
 
 
 class Reorder(torch.autograd.Function):

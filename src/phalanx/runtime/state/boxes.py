@@ -1,4 +1,4 @@
-"""A local tensor together with the box of the logical tensor that it is: what checkpoints and verification exchange."""
+"""Local tensors that are parts of something larger: boxes of logical tensors, which checkpoints and verification exchange, and segments of a reduced gradient."""
 
 from __future__ import annotations
 
@@ -21,3 +21,11 @@ class BoxTensor:
     box: Box
     tensor: torch.Tensor
     primary: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Reduced gradient of the elements `[start, start + len)` of what this rank keeps: its own shard, then copies."""
+
+    start: int
+    tensor: torch.Tensor

@@ -5,7 +5,8 @@ Carries out `plan.layout.flat_layouts` (which parameter lies where in a family's
 
     backward of micro-batch 0     hook copies each gradient into the family's flat buffer, param.grad is freed at once
     backward of micro-batch 1..   hook adds it
-    final(names)                  the next gradient of these parameters is their last: a buffer that is then complete starts its
+    pass_begins, pass_ends        with `zero = 2`: what is collected between them is reduced at once, into shards (`sharded_gradients.py`)
+    final(names)                  else: the next gradient of these parameters is their last: a buffer that is then complete starts its
                                   reduction at once, while the backward pass goes on
     reduce()                      parameters without a gradient read zero; sum over each group of the rule: the one that shards the
                                   optimizer state reduce-scatters, the others all-reduce; what was started is waited for.
@@ -38,25 +39,18 @@ import torch
 from phalanx.kernels.cpu.fixed_point import FixedSum, FixedSums, fixed_read, fixed_squares, limit
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.square_sum import square_sums
-from phalanx.kernels.cpu.words import WORDS
 from phalanx.kernels.native import CompiledRows
 from phalanx.plan.layout import FlatLayout, HolderPlan, sums_whole
 from phalanx.plan.program import gradient_id
 from phalanx.runtime.comm import Collectives, Exchange, Groups
-from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.runtime.state.boxes import BoxTensor, Segment
 from phalanx.runtime.state.holders import HolderSums
 from phalanx.runtime.state.shard_copies import ShardCopies
+from phalanx.runtime.state.shard_totals import ShardTotals
+from phalanx.runtime.state.sharded_gradients import Rooms, ShardedSums
 
 NORM_BITS = 52
 """Binary places with which fixed-point gradients stay below 2^10, as their squares want them."""
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """Reduced gradient of the elements `[start, start + len)` of what this rank keeps: its own shard, then copies."""
-
-    start: int
-    tensor: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,18 +155,28 @@ class GradientBuffers:
         summands: int = 1,
         lanes: Lanes = SERIAL,
         summed: bool = False,
+        zero: int = 1,
     ) -> None:
-        """`summed`: messages are checked, so that the word sums of what is collected are of use."""
+        """`summed`: messages are checked, so that the word sums of what is collected are of use. `zero`: 2 adds up in shards, where a layout has several."""
         rows = lanes.rows if summed else None
         self.layouts = dict(layouts)
         self.bits, self._summands = NORM_BITS, summands
         self._fixed = (
             [] if fixed is None else [_Fixed(key, layout, params, dtype, lanes) for key, layout in layouts.items()]
         )
-        self._parts: dict[str, _Flat | _Borrowed] = {part.key: part for part in self._fixed} or {
+        in_shards = {
+            key: layout for key, layout in layouts.items() if zero == 2 and fixed is None and layout.adds_in_shards
+        }
+        rooms = Rooms(max((layout.length for layout in in_shards.values()), default=0), dtype)
+        self._sharded = {key: ShardedSums(key, layout, params, rooms, rows) for key, layout in in_shards.items()}
+        self._parts: dict[str, _Flat | _Borrowed | ShardedSums] = {part.key: part for part in self._fixed} or {
             key: _Borrowed(layout, params) if key in borrowed else _Flat(key, layout, params, dtype, rows)
             for key, layout in layouts.items()
+            if key not in in_shards
         }
+        self._parts |= self._sharded
+        self._awaited: list[ShardedSums] = []
+        self._under_way: list[ShardedSums] = []
         if fixed is not None:
             fixed.take((params[name], total) for part in self._fixed for name, total in part.by_name())
         self._in_order = _backward_order(self._parts, list(params))
@@ -207,6 +211,7 @@ class GradientBuffers:
     def begin(self, bits: int | None = None) -> None:
         """Forget whatever an earlier step (finished or not) left behind. `bits`: binary places of fixed-point sums from now on."""
         self._final, self._reach = set(), None
+        self._awaited, self._under_way = [], []
         self.bits = self.bits if bits is None else bits
         for part in self._parts.values():
             part.begin()
@@ -215,15 +220,38 @@ class GradientBuffers:
 
     def final(self, names: Collection[str], groups: Groups, comms: Collectives) -> None:
         """Say that the next gradient of each of these parameters is its last of the step. All ranks of a stage say it at the same point."""
-        if self._fixed:
-            return  # whether a sum had room is known at the end
+        if self._fixed or self._sharded:
+            return  # of fixed point it is known at the end whether a sum had room; what is sharded is reduced pass by pass, and all else at the end
         self._final |= set(names)
         self._reach = groups, comms
+
+    def pass_begins(self, names: Collection[str], made: Collection[str], groups: Groups, comms: Collectives) -> None:
+        """A backward pass begins, which makes a gradient of each of `made`, and after which none of `names` is owed any of its micro-batch. All ranks of a stage say it at
+        the same point."""
+        self._reach = groups, comms
+        self._awaited = [part for part in self._in_order if isinstance(part, ShardedSums) and part.awaits(names, made)]
+        self._start_awaited()
+
+    def pass_ends(self) -> None:
+        """It has ended: what is not complete never will be, as of experts that saw no token."""
+        for part in self._awaited:
+            part.missing = 0
+        self._start_awaited()
+
+    def _start_awaited(self) -> None:
+        while self._awaited and self._awaited[0].missing <= 0:
+            assert self._reach is not None  # given with the names
+            part = self._awaited.pop(0)
+            part.start(*self._reach)
+            self._under_way.append(part)
+            if len(self._under_way) > 1:  # so that two buffers are alive, and not one for each layout
+                self._under_way.pop(0).settle()
 
     def reduce(self, groups: Groups, comms: Collectives) -> ReducedGradients:
         """Sum over the groups of each layout's rule. Collective; the collected gradients may be overwritten."""
         for part in self._in_order:
-            part.start(groups, comms)
+            if not (isinstance(part, ShardedSums) and part.is_reduced):
+                part.start(groups, comms)
         segments: dict[str, tuple[Segment, ...]] = {}
         coming: dict[str, ShardCopies] = {}
         for key, layout in self.layouts.items():
@@ -253,7 +281,7 @@ class GradientBuffers:
             hook.remove()
 
     def _collect_into(
-        self, param: torch.Tensor, part: _Flat | _Borrowed, index: int
+        self, param: torch.Tensor, part: _Flat | _Borrowed | ShardedSums, index: int
     ) -> torch.utils.hooks.RemovableHandle:
         name = part.layout.params[index].param.name
 
@@ -265,6 +293,9 @@ class GradientBuffers:
                 self._final.remove(name)
                 part.missing -= 1
                 self._start_complete_ones()
+            elif self._awaited and isinstance(part, ShardedSums):
+                part.missing -= 1
+                self._start_awaited()
 
         return param.register_post_accumulate_grad_hook(hook)
 
@@ -276,10 +307,12 @@ class GradientBuffers:
             part.start(*self._reach)
 
 
-def _backward_order(parts: Mapping[str, _Flat | _Borrowed], names: Sequence[str]) -> list[_Flat]:
+def _backward_order(
+    parts: Mapping[str, _Flat | _Borrowed | ShardedSums], names: Sequence[str]
+) -> list[_Flat | ShardedSums]:
     """Buffers that can reduce early, those that a backward pass completes first at the front: by the place of their first parameter."""
     place = {name: i for i, name in enumerate(names)}
-    flat = [part for part in parts.values() if isinstance(part, _Flat)]
+    flat = [part for part in parts.values() if not isinstance(part, _Borrowed)]
     return sorted(flat, key=lambda part: -place[part.layout.params[0].param.name])
 
 
@@ -304,7 +337,7 @@ class _Flat:
         ]
         self.sums_of_holders = HolderSums(layout.holders) if layout.holders is not None else None
         with_totals = rows is not None and layout.num_shards > 1 and layout.holders is None
-        self.known = _ShardTotals(layout, dtype, rows) if with_totals and rows is not None else None
+        self.known = ShardTotals(layout, dtype, rows) if with_totals and rows is not None else None
         self.begin()
 
     def begin(self) -> None:
@@ -392,48 +425,6 @@ class _Flat:
 
     def release(self) -> None:
         pass
-
-
-class _ShardTotals:
-    """Word sums (`kernels/cpu/words.py`) of the shards of a buffer, taken while its gradients are collected: by parameter and shard."""
-
-    def __init__(self, layout: FlatLayout, dtype: torch.dtype, rows: CompiledRows) -> None:
-        self._dtype, self._rows, self._num_shards, length = dtype, rows, layout.num_shards, layout.shard_length
-        self._cuts = [
-            [
-                (shard, max(start, shard * length), min(start + local.num_elements, (shard + 1) * length))
-                for shard in range(start // length, -(-(start + local.num_elements) // length))
-            ]
-            for local, start in zip(layout.params, layout.starts, strict=True)
-        ]
-        self._starts = layout.starts
-
-    def begin(self) -> None:
-        self._found: dict[int, list[tuple[int, int]]] = {}
-
-    def collect(self, index: int, grad: torch.Tensor, flat: torch.Tensor, *, add: bool) -> bool:
-        """Write a gradient into the buffer, or add it; False, and nothing is written, where there is no function for it."""
-        self._found.pop(index, None)
-        if not self._rows.can_take(grad) or torch.promote_types(grad.dtype, torch.float32) != self._dtype:
-            return False
-        if not grad.is_contiguous():
-            return False
-        each, at = grad.detach().view(-1), self._starts[index]
-        self._found[index] = [
-            (shard, self._rows.collect(each[first - at : stop - at], flat[first:stop], add=add))
-            for shard, first, stop in self._cuts[index]
-        ]
-        return True
-
-    def of_shards(self, seen: Sequence[bool]) -> list[int] | None:
-        """Those of the whole shards; None where a gradient went into the buffer by another way. What was not seen is zero."""
-        if any(has and index not in self._found for index, has in enumerate(seen)):
-            return None
-        totals = [0] * self._num_shards
-        for each in self._found.values():
-            for shard, total in each:
-                totals[shard] = (totals[shard] + total) % WORDS
-        return totals
 
 
 class _Fixed(_Flat):

@@ -1,7 +1,7 @@
 """Master weights and moments of what this rank keeps, and the parameters that are rounded from them.
 
 Carries out `plan.layout.flat_layouts`: per gradient family one flat buffer in the compute type, of which the modules' parameters become
-views, and one shard (the whole buffer with `zero = 0`) of master weight, first and second moment in fp32 (fp64 for fp64). Where shards have several
+views, and one shard (the whole buffer with `zero = 0`) of master weight, first and second moment in fp32 (fp64 for fp64; moments in bf16 where the recipe says so). Where shards have several
 keepers, copies of others' shards come after it.
 
     commit    the optimizer reads reduced gradient segments, updates master and moments, rounds into the flat buffer; alone
@@ -9,7 +9,7 @@ keepers, copies of others' shards come after it.
               keepers, messages to those that have not rounded them themselves (`plan/layout/shard_copies.py: publication`).
               Experts with replicas whose state is sharded over their holders: each part goes to the other holders
 
-Must never change: parameters equal the rounded master weights of all shards after `publish`; moments and masters are never rounded
+Must never change: parameters equal the rounded master weights of all shards after `publish`; masters are never rounded
 below fp32; each element of a logical tensor has exactly one `primary` holder; all keepers of a shard have the same bits of it.
 """
 
@@ -105,7 +105,7 @@ class FamilyState:
 class ShardedState:
     """Optimizer state of one rank. Taking it over makes `params` views of flat buffers (same values).
 
-    `buffers` are untrained tensors that belong to the run's state (the expert bias), replicated on all ranks, by logical name.
+    `dtype` of masters, `moments` of both moments (None: the same). `buffers` are untrained tensors that belong to the run's state (the expert bias), replicated on all ranks, by logical name.
     """
 
     KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -119,14 +119,22 @@ class ShardedState:
         groups: Groups,
         buffers: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
+        moments: torch.dtype | None = None,
     ) -> None:
         self.groups = groups
         self.buffers = dict(buffers)
-        self.families = {family: _take_over(params, layout, dtype) for family, layout in layouts.items()}
+        self.families = {
+            family: _take_over(params, layout, dtype, moments or dtype) for family, layout in layouts.items()
+        }
         self.sums: StateSums | None = None
         """Where the state is checked for bits that change at rest."""
         self.is_published = True
         """Whether every parameter is the rounded master; not between an update and `publish`."""
+
+    def item_bytes(self, kind: str) -> int:
+        """Bytes of an element of a kind of state."""
+        some: torch.Tensor = getattr(next(iter(self.families.values())), kind)
+        return some.element_size()
 
     def publish(self, comms: Collectives) -> None:
         """Gather every shard of the parameters. Collective; each rank has rounded its own shard into `published` before."""
@@ -198,7 +206,9 @@ def _publish_shards(state: FamilyState, axis: Axis, comms: Collectives, *, op_id
     comms.start_exchange(sends, receives, axis, op_id=op_id).wait()
 
 
-def _take_over(params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: torch.dtype) -> FamilyState:
+def _take_over(
+    params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: torch.dtype, moments: torch.dtype
+) -> FamilyState:
     some = params[layout.params[0].param.name]
     flat = in_huge_pages(torch.zeros(layout.length, dtype=some.dtype, device=some.device))
     for local, start in zip(layout.params, layout.starts, strict=True):
@@ -218,8 +228,8 @@ def _take_over(params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: to
         layout=layout,
         flat=flat,
         master=master,
-        exp_avg=in_huge_pages(torch.zeros_like(master)),
-        exp_avg_sq=in_huge_pages(torch.zeros_like(master)),
+        exp_avg=in_huge_pages(torch.zeros_like(master, dtype=moments)),
+        exp_avg_sq=in_huge_pages(torch.zeros_like(master, dtype=moments)),
         runs=_decay_runs(layout),
         rounded=rounded,
     )

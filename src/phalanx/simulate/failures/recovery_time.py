@@ -140,6 +140,7 @@ def recovery_work(planner: RecoveryPlanner, plan: GenerationPlan, *, lost: int, 
     moves = plan.moves
     reshard, everyone = plan_reshard(moves, _hosts_of(plan)), range(len(plan.members))
     cut = {m.name: cells(h.box for side in (m.src, m.dst) for of in side.held for h in of) for m in plan.params}
+    own, each = planner.state_bytes, planner.state_bytes + 2 * planner.moment_bytes
     ranks = []
     for rank in everyone:
         hops, copies = reshard.program(rank), reshard.copies(rank)
@@ -151,8 +152,8 @@ def recovery_work(planner: RecoveryPlanner, plan: GenerationPlan, *, lost: int, 
             RankRecoveryWork(
                 tensors=sum(rank in m.dst.ranks for m in plan.params),
                 parameter_bytes=_local_bytes(planner, plan, rank, itemsize=itemsize),
-                state_bytes=len(STATE_KINDS) * state,
-                held_bytes=len(STATE_KINDS) * held,
+                state_bytes=state * each // own,
+                held_bytes=held * each // own,
                 held_pieces=len(STATE_KINDS) * held_pieces,
                 pieces=len(STATE_KINDS) * pieces,
                 kept_bytes=kept,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         Overlap as Overlap,
         Precision as Precision,
         Recompute as Recompute,
+        Sharding as Sharding,
     )
     from phalanx.simulate.mapping.models import known_models as known_models, published_model as published_model
     from phalanx.simulate.mapping.routing import RouterModel as RouterModel, forced_loads as forced_loads

@@ -26,6 +26,7 @@ Recompute = Literal["none", "core", "half", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """What a recipe can say. `core` (scores of unfused attention alone) and `half` (every other product) are of published runs only."""
 Precision = Literal["bf16", "fp8", "fp32"]
+Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 """Precision of products. fp32 is that of everything: parameters, activations and messages are twice as wide as with the other
 two."""
 
@@ -72,14 +73,16 @@ class Mapping:
     recompute: Recompute = "none"
     overlap: Overlap = field(default_factory=Overlap)
     precision: Precision = "bf16"
-    sharding: Literal["none", "optimizer", "parameters"] = "optimizer"
-    """Nothing, ZeRO-1, or parameters, gradients and optimizer all sharded and gathered for each micro-batch."""
+    sharding: Sharding = "optimizer"
+    """Nothing, ZeRO-1, ZeRO-2, or parameters, gradients and optimizer all sharded and gathered for each micro-batch."""
     reshard_after_forward: bool = False
     """Gather sharded parameters for each pass of each micro-batch and reduce its gradients at once; else once a step."""
     shard_over_cp: bool = True
     """Sharded parameters are spread over the ranks of cp as well as over those of dp."""
     gradient_bytes: Literal[2, 4] = 4
     """Width of gradients as they are kept and reduced."""
+    moment_bytes: Literal[2, 4] = 4
+    """Width of both moments of the optimizer."""
     dispatch: Literal["all_to_all", "dedup", "all_gather"] = "all_to_all"
     """Rows to the ranks of their experts, one row of a token for each host, or every token to every rank."""
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"

@@ -35,6 +35,8 @@ LEAST_OPEN = 4
 """`boundary.LEAST_OPEN`: sends of a pipeline that may always be under way."""
 CORRECTION = 16
 """`attention.CORRECTION`: columns added to queries and keys."""
+GRADIENT_ROOMS = 2
+"""`GradientBuffers` with `optim.zero = 2`: buffers under way at once, where every pass makes all gradients in order."""
 ADAM_CHUNK = 1 << 18
 """`adamw.CHUNK`: elements that the optimizer widens at once, in each lane."""
 PREFETCH_STEPS = 2

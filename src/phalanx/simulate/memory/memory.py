@@ -26,7 +26,7 @@ from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, plain_placemen
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import dispatch_spec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
-from phalanx.plan.recovery import FIXED_POINT_ITEM, ITEM
+from phalanx.plan.recovery import FIXED_POINT_ITEM, ITEM, moment_bytes, optimizer_bytes
 from phalanx.simulate.memory.activations import Local, batch_bytes, experts_forward, head_forward, kept_layer
 from phalanx.simulate.memory.balance import SETTLED_STEPS, Balance, expected_balance
 from phalanx.simulate.memory.generated import Generated, generated_code
@@ -34,6 +34,7 @@ from phalanx.simulate.memory.kernel_facts import (
     ADAM_CHUNK,
     FAULT_BYTES,
     GENERATOR_BYTES,
+    GRADIENT_ROOMS,
     HOLES,
     INTERPRETER_BYTES,
     LARGEST_HEAP_BLOCK,
@@ -148,15 +149,25 @@ def with_idle_heap(moments: Iterable[Moment]) -> Iterator[Moment]:
 
 
 def state_terms(
-    layouts: Mapping[str, FlatLayout], *, item: int, borrowed: frozenset[str], exact: bool = False
+    layouts: Mapping[str, FlatLayout],
+    *,
+    item: int,
+    borrowed: frozenset[str],
+    exact: bool = False,
+    moment: int | None = None,
+    zero: int = 1,
 ) -> dict[str, int]:
-    """`ShardedState` and `GradientBuffers`: what a rank holds from the first step to the last. `exact`: gradients are added up in fixed point."""
+    """`ShardedState` and `GradientBuffers`: what a rank holds from the first step to the last. `exact`: gradients are added up in fixed point.
+    `moment`: bytes of an element of a moment; None: as many as of a master. `zero`: 2 adds up gradients in shards."""
     wide = max(4, item)
+    collected = {key: x for key, x in layouts.items() if key not in borrowed}
+    in_shards = [x for x in collected.values() if zero == 2 and x.adds_in_shards and not exact]
+    whole = sum(x.length for x in collected.values()) - sum(x.length for x in in_shards)
+    shards = sum(x.kept_length for x in in_shards) + GRADIENT_ROOMS * max((x.length for x in in_shards), default=0)
     return {
         "parameters": sum(x.length for x in layouts.values()) * item,
-        "optimizer state": 3 * sum(x.kept_length for x in layouts.values()) * wide,
-        "gradients": sum(x.length for family, x in layouts.items() if family not in borrowed)
-        * (FIXED_POINT_ITEM if exact else wide),
+        "optimizer state": (wide + 2 * (moment or wide)) * sum(x.kept_length for x in layouts.values()),
+        "gradients": (whole + shards) * (FIXED_POINT_ITEM if exact else wide),
     }
 
 
@@ -270,7 +281,7 @@ class _Run:
         if not (copies and 0 < c.interval < t.steps):
             return 0
         mine = [x.written_elements for x in self.layouts.values() if self._is_primary(x)]
-        return 3 * sum(mine) * max(4, self.item)
+        return sum(mine) * optimizer_bytes(self.recipe)
 
     def _is_primary(self, layout: FlatLayout) -> bool:
         """`ShardedState._is_primary`."""
@@ -333,7 +344,14 @@ class _Run:
 
     @cached_property
     def held(self) -> dict[str, int]:
-        return state_terms(self.layouts, item=self.item, borrowed=self.borrowed, exact=self.is_exact)
+        return state_terms(
+            self.layouts,
+            item=self.item,
+            borrowed=self.borrowed,
+            exact=self.is_exact,
+            moment=moment_bytes(self.recipe),
+            zero=self.recipe.optim.zero,
+        )
 
     def _moment(
         self,
@@ -455,7 +473,8 @@ class _Run:
                 "gradients": self._borrowed_bytes(moment.done),
             }
             yield self._moment(when + moment.name, terms, copy=copy)
-        sharded = [y for y in self.layouts.values() if y.num_shards > 1 and self.on_device]  # gloo's shard is a view
+        apart = self.on_device and self.recipe.optim.zero < 2  # gloo's shard is a view
+        sharded = [y for y in self.layouts.values() if y.num_shards > 1 and apart]
         own = [*sharded, *(y for y in self.layouts.values() if y.scattered)]
         shards, item = sum(y.kept_length for y in own) * x.wide, x.wide
         if self.is_exact:  # read from fixed point, whether a family is sharded or not; copies of shards come as numbers

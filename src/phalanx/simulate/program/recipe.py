@@ -81,6 +81,7 @@ def _no_program(recipe: Recipe) -> list[Problem]:
             "fused",
             "simulate it without --against: rows travel inside its kernels, which programs do not distinguish",
         ),
+        (recipe.optim.zero != 2, "optim.zero", 2, "use 1"),
         (recipe.pipeline.extra_warmup != "auto", "pipeline.extra_warmup", "auto", "give the numbers that were chosen"),
     ]
     rule = "is not put on a clock operation by operation yet"

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
         step_time as step_time,
     )
     from phalanx.simulate.step.trace import chrome_trace as chrome_trace
+    from phalanx.simulate.step.traced import (
+        TracedPhase as TracedPhase,
+        TracedTime as TracedTime,
+        traced_time as traced_time,
+    )
     from phalanx.simulate.step.warmup_choice import with_warmup as with_warmup
 else:
     __getattr__ = lazy(__name__)

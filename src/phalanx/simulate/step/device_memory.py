@@ -21,8 +21,6 @@ from phalanx.simulate.hardware import BF16, FP32, Hardware
 from phalanx.simulate.mapping import AnyMapping, Job, Mapping
 from phalanx.simulate.step.stage_layers import StageContent, contents
 
-STATE_BYTES = 3 * FP32
-"""Master weight and two moments of a parameter."""
 FIXED_BYTES = 2.4e9
 """Context of the device (about 0.5 GB), NCCL's buffers (0.36 to 0.41 GB a communicator in use) and workspaces of products."""
 WASTE = 0.04
@@ -305,15 +303,17 @@ def memory_at(job: Job, mapping: Mapping, place: PipelinePlace, layer: LayerByte
         if mapping.reshard_after_forward:
             kept = 2 * kept / max(1, content.layers)
         kept += own
-    state = (item + mapping.gradient_bytes) * kept + STATE_BYTES * own
+    of_optimizer = (FP32 + 2 * mapping.moment_bytes) * own
+    gradients = mapping.gradient_bytes * (own if mapping.sharding == "gradients" else kept)
+    state = item * kept + gradients + of_optimizer
     later = content.moe_layers * layer.moe_later + content.dense_layers * layer.dense_later
     activations = max(held * n + later * w for n, w in place.states) / max(1, len(content.chunk_layers))
     logits = layer.logits if content.heads else 0.0
     return StageMemory(
         pipeline_rank=place.pipeline_rank,
         weights=item * kept,
-        gradients=mapping.gradient_bytes * kept,
-        optimizer=STATE_BYTES * own,
+        gradients=gradients,
+        optimizer=of_optimizer,
         activations=activations,
         logits=logits,
         buffers=layer.working + UNNAMED * (state + activations + logits + layer.working),

@@ -94,15 +94,16 @@ class ReplicaTraffic:
     def left(
         self, gather: float, reduce: float, *, forward: float, backward: float, layers: int
     ) -> tuple[float, float]:
-        """What passes of one micro-batch leave of both."""
+        """What passes of one micro-batch leave of both; where gradients are sharded, every micro-batch reduces its own."""
+        times = self.mapping.num_microbatches(self.job) if self.mapping.sharding == "gradients" else 1
         if not self.mapping.overlap.dp:
-            return gather, reduce
+            return gather, times * reduce
         taken, last = self.network.hardware.share_of(NCCL_SMS), 1 / max(1, layers)
 
         def of(seconds: float, room: float) -> float:
             return seconds * last + beside(seconds * (1 - last), room * (1 - last), taken)
 
-        return of(gather, forward), of(reduce, backward)
+        return of(gather, forward), times * of(reduce, backward)
 
     def _beside(
         self, gather: float, reduce: float, *, forward: float, backward: float, layers: int, passes: int
@@ -121,4 +122,6 @@ class ReplicaTraffic:
     def optimizer(self, own: tuple[float, float], oracle: Oracle) -> float:
         """Update of this rank's share, and gradients set to zero."""
         mine = sum(kept_state(self.job, self.mapping, own))
-        return oracle.memory(mine * (OPTIMIZER_BYTES + self.mapping.item_bytes) + sum(own) * FP32, kernels=20)
+        narrower = 4 * (FP32 - self.mapping.moment_bytes)  # both moments, read and written
+        each = OPTIMIZER_BYTES - narrower + self.mapping.item_bytes
+        return oracle.memory(mine * each + sum(own) * FP32, kernels=20)

@@ -34,7 +34,7 @@ from phalanx.runtime.checkpoint import CheckpointManager, RunState
 from phalanx.runtime.comm import Peers, own_group
 from phalanx.runtime.processes import StopRequest, WorldInfo, close_world, init_world
 from phalanx.runtime.state import BoxTensor
-from phalanx.train import state_dtype
+from phalanx.train import moment_dtype, state_dtype
 from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint
 from phalanx.train.setup import DTYPES, PATIENCE_S, RunFolder, versions
 
@@ -173,7 +173,9 @@ def import_rank(job: Import, info: WorldInfo, stop: StopRequest) -> int:
         job.folder.write_recipe(job.recipe, job.tokenizer)
 
     peers.first(prepare)
-    boxes = share_of(job.spec, rank=info.rank, world=info.world, dtype=state_dtype(DTYPES[job.recipe.train.dtype]))
+    compute = DTYPES[job.recipe.train.dtype]
+    moments = moment_dtype(job.recipe.optim, compute)
+    boxes = share_of(job.spec, rank=info.rank, world=info.world, dtype=state_dtype(compute), moments=moments)
     with BoxReader(job.checkpoint) as reader:
         peers.agree(lambda: reader.fill(boxes))
     manager = CheckpointManager(
@@ -189,8 +191,11 @@ def import_rank(job: Import, info: WorldInfo, stop: StopRequest) -> int:
     return 0
 
 
-def share_of(spec: ModelSpec, *, rank: int, world: int, dtype: torch.dtype) -> list[BoxTensor]:
+def share_of(
+    spec: ModelSpec, *, rank: int, world: int, dtype: torch.dtype, moments: torch.dtype | None = None
+) -> list[BoxTensor]:
     """Boxes of elements [n*rank/world, n*(rank+1)/world) of every tensor of a run's state, with memory for them.
+    `dtype` of masters, `moments` of both moments (None: the same).
 
     A checkpoint remembers no mapping, so an import needs none: these shares are equal whatever the run's mapping is.
     """
@@ -200,7 +205,7 @@ def share_of(spec: ModelSpec, *, rank: int, world: int, dtype: torch.dtype) -> l
         num = torch.Size(shape).numel()
         parts = boxes_of_range(shape, num * rank // world, num * (rank + 1) // world)
         for kind in kinds.get(name, ("master", "exp_avg", "exp_avg_sq")):
-            of = torch.float32 if kind == "buffer" else dtype
+            of = {"buffer": torch.float32, "master": dtype}.get(kind, moments or dtype)
             out += [
                 BoxTensor(f"{kind}/{name}", shape, box, torch.empty(box.sizes, dtype=of), primary=True)
                 for box, _ in parts

@@ -51,12 +51,12 @@ class IncomingExperts:
         self._comms = parts.comms.apart()
         self._comms.sums = None  # under way across votes, and compared piece by piece
         self._resharder = Resharder(self._comms, axis)
-        self._state_moves = of_all_kinds(self.moves)
+        self._state_moves = of_all_kinds(self.moves, moment_bytes=parts.state.item_bytes("exp_avg"))
         self._resharder.prepare(
             self._state_moves
         )  # plans are Python, for which a thread would take turns with the step
         self._resharder.prepare(self.moves)
-        self._staged = {kind: self._room() for kind in STATE_KINDS}
+        self._staged = {kind: self._room(kind) for kind in STATE_KINDS}
         self._gradients: Staged = {}
         self._record: MoveRecorder | None = None
         self._told: list[Event] = []
@@ -144,9 +144,9 @@ class IncomingExperts:
             if self._comms.escape is not None:
                 self._comms.escape.leave()
 
-    def _room(self) -> Staged:
-        """Room for what comes to this rank, of one kind."""
-        rank, some = self._resharder.rank, next(iter(self.parts.state.families.values())).master
+    def _room(self, kind: str = "master") -> Staged:
+        """Room for what comes to this rank, of one kind (of gradients as of masters)."""
+        rank, some = self._resharder.rank, getattr(next(iter(self.parts.state.families.values())), kind)
         return {
             move.name: some.new_empty(shape)
             for move in self.moves

@@ -20,7 +20,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -387,8 +387,8 @@ def _expert_bytes(spec: ModelSpec, parts: StepParts) -> int:
     elements = sum(
         math.prod(p.shape[1:]) for p in parameters(spec) if p.name in names and p.layer == spec.moe_layers[0]
     )
-    each = max(family.master.itemsize for family in parts.state.families.values())
-    return elements // parts.groups.folding.of_rank(parts.groups.rank).etp * each * len(STATE_KINDS)
+    each = sum(map(parts.state.item_bytes, STATE_KINDS))
+    return elements // parts.groups.folding.of_rank(parts.groups.rank).etp * each
 
 
 def _stage(placed: LayerPlacements, loads: Floats, spec: ModelSpec) -> StageNow:
@@ -443,7 +443,8 @@ def _move_experts(new: StepParts, old: StepParts, moves: Sequence[Move], *, reco
     resharder, received = Resharder(new.comms, new.groups.axis("world")), 0
     for kind in ShardedState.KINDS:
         have, want = (shard_views(state, kind) for state in (old.state, new.state))
-        received += move_state(resharder, moves, have, want, op_id=f"{REPLACE_ID}/{kind}", record=record)
+        of_kind = [replace(move, itemsize=new.state.item_bytes(kind)) for move in moves]
+        received += move_state(resharder, of_kind, have, want, op_id=f"{REPLACE_ID}/{kind}", record=record)
     return received
 
 

@@ -190,6 +190,10 @@ def _tensors(state: ShardedState | None) -> dict[str, Any]:
     return {**views, **state.buffers}
 
 
+TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+"""Of state, by the bytes of an element."""
+
+
 def move_state(
     resharder: Resharder,
     moves: Sequence[Move],
@@ -202,7 +206,7 @@ def move_state(
     """Carry out moves between tensors, or views of shards, by name; the bytes that came to this rank. Collective."""
     have = [source.get(move.name) if resharder.rank in move.src.ranks else None for move in moves]
     want = [dest.get(move.name) for move in moves]
-    types = [torch.float64 if move.itemsize == 8 else torch.float32 for move in moves]
+    types = [TYPES[move.itemsize] for move in moves]
     with nullcontext() if record is None else record.recording(resharder, moves, op_id=op_id):
         resharder.move(moves, have, dtypes=types, out=want, op_id=op_id)
     return 0 if resharder.report is None else resharder.report.received_bytes

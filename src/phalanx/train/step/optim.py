@@ -16,6 +16,7 @@ from phalanx.core.config import OptimConfig
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.adamw import adamw_
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.cpu.narrow_moments import adamw_of_narrow_
 from phalanx.runtime.state import ReducedGradients, ShardedState
 
 
@@ -99,7 +100,8 @@ class AdamW:
         """One run of elements, in place, from `scale * gradient`; `rounded`: where the new master goes in the compute type, if anywhere. `sums`: as of `adamw_`."""
         c = self.config
         master, exp_avg, exp_avg_sq = state
-        adamw_(
+        kernel = adamw_ if exp_avg.dtype == master.dtype else adamw_of_narrow_
+        kernel(
             master,
             gradient,
             exp_avg,

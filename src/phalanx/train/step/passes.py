@@ -223,6 +223,9 @@ class _TrainingPasses:
         self.shares: list[LossShare] = []
         self._live: dict[tuple[int, int], _Live] = {}
         self._owed: dict[tuple[int, int], list[DeferredProduct]] = {}
+        self._names = {
+            i: [p.name for p in stage_params(runner.model.spec, [stage])] for i, stage in self.stages.items()
+        }
         self._last = self._last_gradients()
 
     def _last_gradients(self) -> dict[Action, list[str]]:
@@ -230,8 +233,7 @@ class _TrainingPasses:
         order = runner.pipeline.plan(len(self.batches)).schedule.actions[
             runner.groups.folding.coord(runner.groups.rank, "pp")
         ]
-        names = {i: [p.name for p in stage_params(runner.model.spec, [stage])] for i, stage in self.stages.items()}
-        return last_gradients(order, names, runner.model.deferred)
+        return last_gradients(order, self._names, runner.model.deferred)
 
     def forward(self, index: int, microbatch: int, inputs: Tensors) -> Tensors:
         stage, batch, info = self.stages[index], self.batches[microbatch], self.infos[microbatch]
@@ -248,9 +250,11 @@ class _TrainingPasses:
         return () if stage.has_head else (output.hidden_TH.detach().view(self.shape),)
 
     def backward(self, index: int, microbatch: int, d_outputs: Tensors) -> Tensors:
+        self._pass_begins(index, of=None)
         d_inputs = self._differentiate(Action("B", index, microbatch), d_outputs)
         if self.runner.later is not None:
             run(self.runner.later.take(), between=self.runner.comms.offer_turn)
+        self.buffers.pass_ends()
         return d_inputs
 
     def input_gradient(self, index: int, microbatch: int, d_outputs: Tensors) -> Tensors:
@@ -261,7 +265,9 @@ class _TrainingPasses:
 
     def weight_gradient(self, index: int, microbatch: int) -> None:
         self._announce(Action("W", index, microbatch))
+        self._pass_begins(index, of=self.runner.model.deferred)
         run(self._owed.pop((index, microbatch)), between=self.runner.comms.offer_turn)
+        self.buffers.pass_ends()
 
     def _differentiate(self, action: Action, d_outputs: Tensors) -> Tensors:
         self._announce(action)
@@ -280,6 +286,12 @@ class _TrainingPasses:
             return ()
         assert live.x_TH.grad is not None  # every output depends on the input
         return (live.x_TH.grad.view(self.shape),)
+
+    def _pass_begins(self, index: int, *, of: frozenset[str] | None) -> None:
+        """The last pass of a micro-batch on a stage begins; `of`: all that it may make gradients of, None: everything."""
+        names = self._names[index]
+        made = names if of is None else [name for name in names if name in of]
+        self.buffers.pass_begins(names, made, self.runner.groups, self.runner.comms)
 
     def _announce(self, action: Action) -> None:
         names = self._last.get(action)

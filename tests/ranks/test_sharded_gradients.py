@@ -1,0 +1,105 @@
+"""Gradients that add up in shards: the same sums as in whole buffers, whatever a rank lacks, with a buffer or two alive at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from test_optim import NUM_EXPERTS, TABLE, local, logical
+
+from phalanx.core.events import Collective
+from phalanx.plan.layout.parameters import flat_layouts
+from phalanx.plan.mapping.folding import make_folding
+from phalanx.plan.mapping.placement import plain_placement
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.groups import GroupCache, build_groups
+from phalanx.runtime.state.gradients import GradientBuffers
+from phalanx.runtime.state.sharded_gradients import ShardedSums
+from ranks import run_ranks
+
+NAMES = [s.name for s in TABLE]
+STEPS, ROUNDS = 2, 3
+Found = tuple[list[dict[str, torch.Tensor]], list[str], int, tuple[str, ...]]
+
+
+def _steps(
+    rank: int,
+    cache: GroupCache,
+    zero: int,
+    degrees: dict[str, int],
+    holders: int,
+    missing: bool,
+    forgetful: bool = False,
+) -> Found:
+    """Reduced gradients of each step; ids of collectives; buffers at most; parameters that are not finite in a last step, of which one rank has spoiled one."""
+    groups = build_groups(make_folding(world=4, **degrees), rank=rank, cache=cache)
+    params = {s.name: torch.nn.Parameter(local(s, groups, logical(s.name, s.shape, "value"))) for s in TABLE}
+    placed = plain_placement(NUM_EXPERTS, groups.folding)
+    layouts = flat_layouts(TABLE, groups.folding, placed, rank, zero=zero, bucket_elements=30, holders=holders)
+    buffers = GradientBuffers(params, layouts, dtype=torch.float64, zero=zero)
+    if forgetful:
+        for part in buffers._sharded.values():
+            part.settle = partial(_forgetful, part)  # type: ignore[method-assign]
+    seen: list[Collective] = []
+    comms = Collectives(emit=seen.append, trace=True, timeout_s=20)
+
+    def step(number: int, spoiled: bool = False) -> dict[str, torch.Tensor]:
+        buffers.begin()
+        for micro in range(ROUNDS):
+            if micro == ROUNDS - 1:
+                buffers.final(NAMES, groups, comms)
+            buffers.pass_begins(NAMES, NAMES, groups, comms)
+            terms = [
+                (params[s.name] * local(s, groups, logical(s.name, s.shape, f"{number}/{micro}/{rank}"))).sum()
+                for s in TABLE
+                if not (missing and rank == 1 and s.name == "w2" and micro != 1)  # an expert without tokens
+            ]
+            factor = float("nan") if spoiled and rank == 2 and micro == 0 else 1.0
+            (torch.stack(terms).sum() + (params["norm"] * factor).sum()).backward()
+            buffers.pass_ends()
+        return {b.name: b.tensor.clone() for b in buffers.reduce(groups, comms).boxes()}
+
+    made = [step(number) for number in range(STEPS)]
+    ids = [e.op_id for e in seen]
+    rooms = max((len(p.rooms._free) for p in buffers._sharded.values()), default=0)
+    step(STEPS, spoiled=True)
+    return made, ids, rooms, buffers.non_finite()
+
+
+@pytest.mark.core
+@pytest.mark.ranks
+@pytest.mark.parametrize("degrees", [{"ep": 2}, {"tp": 2}, {"cp": 2}, {"tp": 2, "ep": 2, "etp": 2}], ids=str)
+@pytest.mark.parametrize(("holders", "missing"), [(1, False), (1, True), (2, True)])
+def test_shards_add_up_to_the_same_gradients(degrees: dict[str, int], holders: int, missing: bool) -> None:
+    whole = run_ranks(4, _steps, 1, degrees, holders, missing)
+    parts = run_ranks(4, _steps, 2, degrees, holders, missing)
+    for (want, _, _, spoiled), (got, ids, rooms, found) in zip(whole, parts, strict=True):
+        for a, b in zip(want, got, strict=True):
+            assert a.keys() == b.keys()
+            assert all(torch.allclose(a[name], b[name], rtol=1e-12, atol=1e-14) for name in a)
+        assert missing or rooms <= 2, "more buffers than two were alive"
+        assert found == spoiled
+        shards = [i for i in ids if i.startswith("gradient/")]
+        assert len(shards) > len(set(shards)), "nothing was reduced but at the end of a step"
+
+
+@pytest.mark.ranks
+def test_all_ranks_reduce_in_one_order_whatever_one_of_them_lacks() -> None:
+    results = run_ranks(4, _steps, 2, {}, 1, True)
+    orders = [[i for i in ids if i.startswith("gradient/")] for _, ids, _, _ in results]
+    assert orders[0] == orders[1] == orders[2] == orders[3]
+
+
+def _forgetful(part: ShardedSums) -> None:
+    """A planted fault: a shard that arrives replaces what earlier micro-batches have left."""
+    part._cycles = 0
+    ShardedSums.settle(part)
+
+
+@pytest.mark.ranks
+def test_micro_batches_that_are_forgotten_are_noticed() -> None:
+    whole = run_ranks(4, _steps, 1, {}, 1, False)
+    parts = run_ranks(4, _steps, 2, {}, 1, False, True)
+    (want, *_), (got, *_) = whole[0], parts[0]
+    assert not any(torch.allclose(want[0][name], got[0][name]) for name in want[0])
