@@ -24,6 +24,10 @@ BENCHMARKS = {
         "predict.command",
         "step times of many plans beside their predictions: paced ranks, here or on emulated hosts, or ranks that compute",
     ),
+    "trace": (
+        "trace.command",
+        "a step on GPUs that compute nothing: launches, host waits, memory, order of collectives",
+    ),
     "memory": ("memory.command", "memory of the ranks of a run beside what the dry run promises"),
     "reshard-plan": ("reshard.plan", "plans of moves between layouts, against the bound and the paper's greedy"),
     "reshard-drawn": ("reshard.strange", "drawn reshards of strange tensors, and calls that are wrong on one rank"),

@@ -1,0 +1,225 @@
+"""The real training step on a GPU that computes nothing: what it would ask of a real one, written down. One process traces all cases.
+
+A change of these numbers is a change of what the first day on a GPU brings. Mend the code, or say in the commit why the number is another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from phalanx_lab.bench.trace.command import per_layer
+from phalanx_lab.bench.trace.order import differences
+from phalanx_lab.bench.trace.shim import run_traces
+
+SMALL = (
+    "--model.preset qwen3-30b-a3b --model.num_layers 2 --model.hidden 256 --model.vocab 512 --model.num_experts 8 --model.top_k 2 "
+    "--model.expert_ffn 128 --train.seq_len 256 --train.micro_batch 1"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step of some ranks of a world."""
+
+    words: str
+    base: str = SMALL
+    world: int = 4
+    ranks: tuple[int, ...] = (0,)
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        settings = [*self.base.split(), *self.words.split()]
+        return [{"settings": settings, "world": self.world, "rank": r, **self.more} for r in self.ranks]
+
+
+ALL = (0, 1, 2, 3)
+UNEQUAL = ("an empty micro-batch", "replicas", "gradients in shards")
+EMPTY = {"samples": 7}
+"""The last rank's second micro-batch has no sample."""
+ORDER = {
+    "experts": Case(words="--folding.ep 4", ranks=ALL),
+    "an empty micro-batch": Case(
+        words="--folding.ep 4 --resilience.mode fast --optim.bucket_mb 0.05", ranks=ALL, more=EMPTY
+    ),
+    "replicas": Case(
+        words="--folding.ep 4 --resilience.mode fast --resilience.slots_per_rank 3 --optim.bucket_mb 0.05",
+        ranks=ALL,
+        more=EMPTY,
+    ),
+    "a pipeline": Case(words="--folding.ep 2 --folding.pp 2", ranks=ALL, more={"samples": 4}),
+    "a pipeline in v": Case(
+        words="--model.num_layers 4 --folding.ep 2 --folding.pp 2 --pipeline.schedule zbv",
+        ranks=ALL,
+        more={"samples": 8},
+    ),
+    "rings": Case(words="--folding.ep 2 --folding.cp 2", ranks=ALL),
+    "heads exchanged": Case(words="--folding.ep 2 --folding.cp 2 --folding.cp_method ulysses", ranks=ALL),
+    "tensor parallel": Case(words="--folding.ep 2 --folding.tp 2 --folding.etp 2", ranks=ALL),
+    "full recompute": Case(words="--folding.ep 2 --train.recompute full", ranks=ALL),
+    "chunks": Case(words="--folding.ep 4 --dispatch.overlap coarse:2", ranks=ALL),
+    "tiles": Case(words="--folding.ep 4 --dispatch.overlap tiles", ranks=ALL),
+    "gradients in shards": Case(
+        words="--folding.ep 2 --optim.zero 2 --resilience.mode fast --optim.bucket_mb 0.05", ranks=ALL, more=EMPTY
+    ),
+    "fine": Case(words="--folding.ep 4 --dispatch.overlap fine", ranks=ALL),
+}
+RUNS = {
+    "one rank": Case(words="", world=1),
+    "keys gathered": Case(words="--folding.ep 2 --folding.cp 2 --folding.cp_method all_gather"),
+    "drop": Case(words="--folding.ep 4 --dispatch.policy drop"),
+    "padded": Case(words="--folding.ep 4 --dispatch.policy drop --dispatch.pad_to_capacity true"),
+    "gathered tokens": Case(words="--folding.ep 4 --dispatch.transport all_gather"),
+    "selective": Case(words="--folding.ep 4 --train.recompute selective"),
+    "auto": Case(words="--folding.ep 4 --dispatch.overlap auto"),
+    "documents": Case(words="--folding.ep 4", more={"documents": 4}),
+    "zero bubble": Case(words="--folding.ep 2 --folding.pp 2 --pipeline.schedule zero_bubble", more={"samples": 8}),
+    "interleaved": Case(
+        words="--model.num_layers 4 --folding.ep 2 --folding.pp 2 --pipeline.virtual 2", more={"samples": 8}
+    ),
+    "moments in bf16": Case(words="--folding.ep 4 --optim.state_dtype bfloat16"),
+    "whole state": Case(words="--folding.ep 4 --optim.zero 0"),
+}
+FAMILIES = {
+    name: Case(base=f"--model.preset {name} --train.seq_len 512 --train.micro_batch 1", words=f"--model.num_layers {layers} --folding.ep {ep}", world=ep)
+    for name, layers, ep in (
+        ("mixtral-8x7b", 2, 8), ("deepseek-v2", 2, 8), ("deepseek-v3", 4, 64), ("olmoe-1b-7b", 2, 8), ("qwen2-57b-a14b", 2, 8),
+    )
+}  # fmt: skip
+QWEN = "--model.preset qwen3-30b-a3b --train.seq_len 4096 --train.micro_batch 1 --folding.ep 8"
+MEASURED = {
+    "few": Case(base=QWEN, words="--model.num_layers 2", world=8),
+    "more": Case(base=QWEN, words="--model.num_layers 3", world=8),
+    "twice": Case(base=QWEN, words="--model.num_layers 2", world=8, more={"samples": 16}),
+}
+WORLDS = {
+    "1,024 ranks": Case(
+        base=QWEN, words="--model.num_layers 2 --train.seq_len 256 --folding.tp 2", world=1024, ranks=(1023,)
+    )
+}
+GROUPS: dict[str, dict[str, Case]] = {
+    "order": ORDER,
+    "runs": RUNS,
+    "families": FAMILIES,
+    "measured": MEASURED,
+    "worlds": WORLDS,
+}
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, list[dict[str, Any]]]]]:
+    """Group -> case -> what each of its ranks said."""
+    asked = [one for group in GROUPS.values() for case in group.values() for one in case.asked]
+    told = iter(run_traces(asked, cache=tmp_path_factory.mktemp("shim")))
+    yield {g: {name: [next(told) for _ in case.ranks] for name, case in group.items()} for g, group in GROUPS.items()}
+
+
+Traces = dict[str, dict[str, list[dict[str, Any]]]]
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [(g, name) for g, group in GROUPS.items() for name in group if name != "tensor parallel"]
+)
+def test_the_step_runs_on_a_device(traces: Traces, group: str, name: str) -> None:
+    """No operation that only a CPU has, no tensors of two devices in one, and nothing whose size the host would have to ask for."""
+    for told in traces[group][name]:
+        assert "error" not in told, told["error"]
+        assert told["launches"]["optimizer"] > 0 and told["peak_bytes"] > told["static_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", [n for n in ORDER if n not in UNEQUAL and n != "tensor parallel"])
+def test_every_communicator_sees_one_order_on_all_of_its_ranks(traces: Traces, name: str) -> None:
+    told = traces["order"][name]
+    assert all(t.get("calls") for t in told), "nothing was compared"
+    assert [d.explain() for d in differences(dict(enumerate(t["calls"] for t in told)))] == []
+
+
+def waits_of(told: dict[str, Any], *phases: str) -> list[tuple[str, str, int]]:
+    """(what, file, times)."""
+    return [(what, line.split(":")[0], n) for phase, what, line, n in told["syncs"] if phase in phases]
+
+
+def test_the_host_waits_once_a_layer_and_where_the_table_says(traces: Traces) -> None:
+    few, more = traces["measured"]["few"][0], traces["measured"]["more"][0]
+    rope = ("copy cpu to cuda", "kernels/cpu/rope.py", 1)
+    assert waits_of(few, "forward", "backward") == [rope, ("copy cuda to cpu", "runtime/moe/dispatch.py", 2)]
+    assert waits_of(more, "forward", "backward") == [rope, ("copy cuda to cpu", "runtime/moe/dispatch.py", 3)]
+    assert waits_of(traces["runs"]["padded"][0], "forward", "backward", "loss") == [rope]
+
+
+BUDGETS = {
+    "forward_launches": 78,
+    "backward_launches": 84,
+    "loss_launches_per_4096": 48_300,
+    "syncs_per_layer": 1,
+    "kept_bytes_per_token_layer": 106e3,
+    "moved_bytes_per_token_layer": 1.3e6,
+}
+"""On Qwen3-30B-A3B with 8 ranks."""
+
+
+@pytest.mark.parametrize("what", BUDGETS)
+def test_a_layer_stays_within_its_budget(traces: Traces, what: str) -> None:
+    found = per_layer(*(traces["measured"][name][0] for name in ("few", "more", "twice")))
+    assert 0 < found[what] <= BUDGETS[what]
+
+
+def call(op: str, *sizes: int, ranks: Sequence[int] = (0, 1), **more: Any) -> dict[str, Any]:
+    return {
+        "on": [list(ranks), "g"],
+        "op": op,
+        "phase": "backward",
+        "sizes": [[n, "torch.float32"] for n in sizes],
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        ({0: [call("allreduce", 4)], 1: [call("allreduce", 4)]}, ""),
+        ({0: [call("allreduce", 4)], 1: [call("allreduce", 5)]}, "after 0 calls: rank 0: allreduce (4 float32)"),
+        ({0: [call("allreduce", 4)], 1: []}, "rank 1: nothing more"),
+        ({0: [call("allreduce", 4), call("allgather", 4)], 1: [call("allgather", 4), call("allreduce", 4)]}, "after 0 calls"),
+        (
+            {
+                0: [call("alltoall_base", 3, 3, splits=[[1, 2], [1, 2]])],
+                1: [call("alltoall_base", 3, 3, splits=[[2, 1], [2, 1]])],
+            },
+            "",
+        ),
+        (
+            {
+                0: [call("alltoall_base", 3, 3, splits=[[1, 2], [1, 2]])],
+                1: [call("alltoall_base", 3, 3, splits=[[1, 2], [2, 1]])],
+            },
+            "alltoall_base",
+        ),
+        ({0: [call("send", 4, peer=1)], 1: [call("recv", 4, peer=0)]}, ""),
+        ({0: [call("send", 4, peer=1)], 1: [call("recv", 8, peer=0)]}, "send rank 1 (4 float32)"),
+        ({r: [call("send", 4, peer=1 - r), call("recv", 4, peer=1 - r)] for r in (0, 1)}, "send"),
+        ({r: [call("send", 4, peer=1 - r, batch=0), call("recv", 4, peer=1 - r, batch=0)] for r in (0, 1)}, ""),
+    ],
+)  # fmt: skip
+def test_calls_meet_by_their_order_alone(calls: dict[int, list[dict[str, Any]]], words: str) -> None:
+    found = [d.explain() for d in differences(calls)]
+    assert (found == []) if not words else (len(found) == 1 and words in found[0])
+
+
+def test_nothing_that_a_parent_imports_initialises_a_device() -> None:
+    """Workers are forked: a parent with a device of its own would break all of them."""
+    words = "import phalanx.train.run, phalanx.cli.main, phalanx.launch, torch; assert not torch.cuda._initialized"
+    subprocess.run([sys.executable, "-c", words], check=True)
+
+
+def test_a_case_that_fails_says_where(traces: Traces, tmp_path_factory: pytest.TempPathFactory) -> None:
+    broken = dataclasses.replace(RUNS["one rank"], words="--folding.tp 3")
+    (told,) = run_traces(broken.asked, cache=tmp_path_factory.mktemp("shim"))
+    assert "folding.tp" in told["error"]
