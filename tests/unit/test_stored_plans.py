@@ -32,7 +32,7 @@ from phalanx.core.config import (
 )
 from phalanx.plan.layout import flat_layouts, stage_params
 from phalanx.plan.layout.mesh import read_layout
-from phalanx.plan.mapping import Folding, group_names, legal_foldings, plain_placement
+from phalanx.plan.mapping import Folding, legal_foldings, plain_placement
 from phalanx.plan.model.model import PRESETS
 from phalanx.plan.moe import DispatchPlan, plan_dispatch, plan_local_dispatch, plan_static_dispatch
 from phalanx.plan.moe.overlap import CANDIDATES
@@ -92,7 +92,7 @@ def foldings() -> Made:
     yield "legal", list(legal_foldings(24, PRESETS["qwen3-30b-a3b"], seq_len=4096))
     for sizes in ({"tp": 2, "ep": 4}, {"cp": 2, "pp": 2, "ep": 4, "etp": 2}, {"tp": 4, "pp": 4, "etp": 4}):
         folding = Folding(world=16, **sizes)
-        yield folding.label(), [(name, folding.groups(name)) for name in group_names(folding)]
+        yield folding.label(), [(name, folding.groups(name)) for name in folding.group_names]
 
 
 def layouts() -> Made:

@@ -28,7 +28,6 @@ from phalanx.plan.mapping import (
     Folding,
     fit_problems,
     folding_problems,
-    group_names,
     nearest_folding,
     parse_stages,
     staged_problems,
@@ -189,7 +188,7 @@ def folding_result(
         "tiles": tiles,
         "folding": to_json_dict(mapping) if mapping_is_positive(mapping) else None,
         "hash": mapping.hash if tiles else None,
-        "groups": {name: len(mapping.groups(name)) for name in group_names(mapping)} if tiles else {},
+        "groups": {name: len(mapping.groups(name)) for name in mapping.group_names} if tiles else {},
         "nearest": None if near is None else to_json_dict(near),
     }
 

@@ -19,7 +19,7 @@ from phalanx.core.units import format_bytes, format_count, format_rate
 from phalanx.data import parse_choice, read_tokenizer_file, resolve, token_file_bytes
 from phalanx.plan import choose_recovery
 from phalanx.plan.layout import ExpertState, flat_layouts, local_param, stage_params
-from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, group_names, plain_placement
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, plain_placement
 from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import ReplicaSettings, StageReplicas, replicas_of, stage_replicas
@@ -67,7 +67,7 @@ def describe(recipe: Recipe, *, world: int, local_ranks: int | None = None) -> s
     parts = [
         [f"{recipe.run.name}: a dry run, nothing is started"],
         folding.explain().splitlines(),
-        _groups(folding),
+        _groups(folding, recipe.launch.device),
         pipeline.explain().splitlines() if folding.pp > 1 else [],
         _parameters(spec, folding, pipeline, asked),
         _replicas(recipe, spec, folding, pipeline, asked),
@@ -103,10 +103,11 @@ def _missing_data(config: DataConfig) -> list[str]:
     return []
 
 
-def _groups(folding: AnyFolding) -> list[str]:
-    """How many process groups there are; many names share one."""
-    distinct = {group for name in group_names(folding) for group in folding.groups(name) if len(group) > 1}
-    return [f"groups       {len(distinct)} process groups of more than one rank"]
+def _groups(folding: AnyFolding, device: str) -> list[str]:
+    """How many process groups there are; many names share one, and on a device some ranks have a second one (`Folding.step_groups`)."""
+    distinct = {group for name in folding.group_names for group in folding.groups(name) if len(group) > 1}
+    further = set() if device == "cpu" else {group for of in folding.step_groups().values() for group in of}
+    return [f"groups       {len(distinct) + len(further)} process groups of more than one rank"]
 
 
 def _parameters(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: ReplicaSettings) -> list[str]:

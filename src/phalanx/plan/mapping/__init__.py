@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from phalanx.plan.mapping.folding import (
         DEGREES as DEGREES,
         GRADIENT_RULES as GRADIENT_RULES,
+        PASS_GROUPS as PASS_GROUPS,
         Folding as Folding,
         GradientRule as GradientRule,
         fit_problems as fit_problems,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from phalanx.plan.mapping.stage_foldings import (
         AnyFolding as AnyFolding,
         StagedFolding as StagedFolding,
-        group_names as group_names,
         micro_axis as micro_axis,
         parse_stage as parse_stage,
         parse_stages as parse_stages,

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from phalanx.core.config import FoldingConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
@@ -54,6 +54,11 @@ GROUP_AXES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 GROUP_NAMES: tuple[str, ...] = (*GROUP_AXES, "embedding")
 """Everything that `Folding.groups` knows."""
+
+PASS_GROUPS = ("tp", "cp", "tp_cp", "micro", "ep", "etp", "ep_etp", "tp_dp_cp", "pp")
+"""Groups that the passes of a step communicate over: inside layers, and between stages (pp)."""
+STEP_GROUPS = ("tp", "dp_cp", "embedding", "edp", "ep", "tp_dp_cp", "world")
+"""Groups that the rest of a step communicates over: sums of gradients and of replicas, parameters that are published, counts and the vote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +179,19 @@ class Folding:
         """Whether both grids really have the same pipeline groups, computed from the rank lists of both."""
         return pp_groups_equal(self.attention, self.experts)
 
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """What `groups` knows."""
+        return GROUP_NAMES
+
+    def step_groups(self, table_ranks: Sequence[int] | None = None) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Groups of more than one rank, by name, of the rest of a step whose ranks its passes communicate over too. `table_ranks` as in `embedding_groups`.
+
+        Where messages match by their order, as in NCCL, these ranks need a second group: gradients leave when they are complete, which is not at the same place
+        between the exchanges of layers on all ranks.
+        """
+        return groups_of_both(self, table_ranks)
+
     def process_groups(self) -> tuple[tuple[int, ...], ...]:
         """Every distinct set of more than one rank that training communicates over, in the order in which it is created."""
         found = dict.fromkeys(group for name in GROUP_NAMES for group in self.groups(name) if len(group) > 1)
@@ -211,6 +229,26 @@ class Folding:
         left = ".".join(f"{a}{self.degree(a)}" for a in ATTENTION_AXES if self.degree(a) > 1) or "1"
         right = ".".join(f"{a}{self.degree(a)}" for a in EXPERT_AXES if self.degree(a) > 1) or "1"
         return f"{left}|{right}"
+
+
+class HasGroups(Protocol):
+    """A folding, or foldings of stages."""
+
+    @property
+    def group_names(self) -> tuple[str, ...]: ...
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]: ...
+
+    def embedding_groups(self, table_ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]: ...
+
+
+def groups_of_both(folding: HasGroups, table_ranks: Sequence[int] | None) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """`Folding.step_groups`."""
+    passes = {ranks for name in PASS_GROUPS if name in folding.group_names for ranks in folding.groups(name)}
+    found = {name: folding.groups(name) for name in STEP_GROUPS}
+    if table_ranks is not None:
+        found["embedding"] = folding.embedding_groups(table_ranks)
+    return {name: tuple(g for g in groups if len(g) > 1 and g in passes) for name, groups in found.items()}
 
 
 def to_dict(folding: Folding) -> dict[str, Any]:

@@ -27,10 +27,10 @@ from phalanx.core.config import FoldingConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.plan.mapping.folding import (
     GROUP_AXES,
-    GROUP_NAMES,
     Folding,
     fit_problems,
     folding_problems,
+    groups_of_both,
     resolve_folding,
     to_dict,
 )
@@ -135,6 +135,10 @@ class StagedFolding:
         """Nobody shares a tied embedding with another stage."""
         return self.groups("embedding")
 
+    def step_groups(self, table_ranks: Sequence[int] | None = None) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """As `Folding.step_groups`."""
+        return groups_of_both(self, table_ranks)
+
     def check(self) -> None:
         """Raise `PlanError` with all problems."""
         problems = [problem for stage in self.stages for problem in folding_problems(stage)]
@@ -179,11 +183,6 @@ def to_json_dict(folding: AnyFolding) -> dict[str, Any]:
     if isinstance(folding, Folding):
         return to_dict(folding)
     return {"world": folding.world, "pp": folding.pp, "stages": [to_dict(stage) for stage in folding.stages]}
-
-
-def group_names(folding: AnyFolding) -> tuple[str, ...]:
-    """Names that `folding.groups` knows."""
-    return GROUP_NAMES if isinstance(folding, Folding) else folding.group_names
 
 
 def resolve_mapping(

@@ -582,7 +582,7 @@ class Collectives:
         self, x: torch.Tensor, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int], *, op_id: str = ""
     ) -> tuple[torch.Tensor, Exchange]:
         """`start_all_to_all_raw` in an order of its own: on the host such exchanges meet one another only, whatever rows travel over the
-        axis in between (gradients leave when they are complete, which is not at the same place between the dispatches of all ranks)."""
+        axis in between (gradients leave when they are complete, which is not at the same place between the dispatches of all ranks). On a device `Groups.step_axis` sees to it."""
         check_splits_of(x, in_splits, axis, "all_to_all_rows")
         if x.is_cuda:
             return self.start_all_to_all_raw(x, axis, in_splits, out_splits, op_id)

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from phalanx.core.errors import RunError
-from phalanx.plan.mapping import AnyFolding, group_names
+from phalanx.plan.mapping import PASS_GROUPS, AnyFolding
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -39,22 +39,26 @@ class Axis:
         return len(self.ranks)
 
 
+Purpose = Literal["passes", "step", "second", "beside"]
+"""What a group of ranks is for: the passes of a step; the rest of a step, where messages match by their order; collectives that come in an order of their own
+(control messages, passes that run beside others); a thread that has it alone while steps are computed."""
+
+
 class GroupCache:
-    """Process groups by rank tuple. Make one per process and pass it around; call `get` in the same order on all ranks."""
+    """Process groups by rank tuple and purpose. Make one per process and pass it around; call `get` in the same order on all ranks."""
 
     def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
-        self._groups: dict[tuple[tuple[int, ...], bool, int, bool], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[tuple[int, ...], Purpose, int], dist.ProcessGroup | None] = {}
 
     def get(
-        self, ranks: Sequence[int], *, second: bool = False, message_ctas: int = 0, beside: bool = False
+        self, ranks: Sequence[int], *, purpose: Purpose = "passes", message_ctas: int = 0
     ) -> dist.ProcessGroup | None:
         """The group of `ranks`: None if it has one member or this rank is not in it. Creation is collective over the world.
 
-        `second`: another group of the same ranks, whose collectives come in an order of their own; `beside`: one more, for a thread that has it alone while steps are computed.
         `message_ctas`: a group whose NCCL kernels have at most so many thread blocks, each on a multiprocessor of its own; 0: as many as NCCL likes.
         """
-        key = tuple(ranks), second, message_ctas, beside
+        key = tuple(ranks), purpose, message_ctas
         if len(key[0]) == 1:
             return None
         if key not in self._groups:
@@ -62,7 +66,7 @@ class GroupCache:
                 raise RunError(
                     f"group {_short(key[0])} needs {len(key[0])} ranks, but this process runs alone (no init_world)"
                 )
-            self._groups[key] = self._create(key[0], second or beside, message_ctas)
+            self._groups[key] = self._create(key[0], purpose != "passes", message_ctas)
         return self._groups[key]
 
     def _create(self, ranks: tuple[int, ...], second: bool, message_ctas: int) -> dist.ProcessGroup | None:
@@ -90,10 +94,6 @@ def nccl_options(message_ctas: int) -> Any:
     return options
 
 
-OF_A_PASS = ("tp", "cp", "tp_cp", "micro", "ep", "etp", "ep_etp", "tp_dp_cp")
-"""Axes that a forward pass communicates over."""
-
-
 @dataclass(frozen=True, eq=False)
 class SecondGroups:
     """Further groups of the same ranks, for a pass that runs beside another (`runtime/moe/co_schedule.py`)."""
@@ -101,7 +101,7 @@ class SecondGroups:
     by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup]
 
     def of(self, axis: Axis) -> dist.ProcessGroup:
-        """Raises `RunError` where there is none: a forward pass has communicated over an axis that `OF_A_PASS` does not name."""
+        """Raises `RunError` where there is none: a forward pass has communicated over an axis that `PASS_GROUPS` does not name."""
         if axis.ranks not in self.by_ranks:
             raise RunError(f"axis {axis.name}, ranks {axis.ranks}, has no second group for an overlapped pass")
         return self.by_ranks[axis.ranks]
@@ -109,17 +109,23 @@ class SecondGroups:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Groups:
-    """All groups of one rank in one folding; `axes` has the names of `plan.mapping.stage_foldings.group_names`."""
+    """All groups of one rank in one folding; `axes` has the folding's `group_names`."""
 
     folding: AnyFolding
     rank: int
     axes: Mapping[str, Axis]
     second: SecondGroups | None = None
     """Where passes run beside one another."""
+    step: Mapping[str, Axis] | None = None
+    """Where messages match by their order: axes with groups of their own, those of which passes use the ranks too. None: by tag, as in gloo."""
 
     def axis(self, name: str) -> Axis:
         """`micro` are the ranks that share a micro-batch: those of `tp_cp`, and more where a stage divides its sequences among dp."""
         return self.axes["tp_cp" if name == "micro" and name not in self.axes else name]
+
+    def step_axis(self, name: str) -> Axis:
+        """The axis, for what a step does outside of passes: sums of gradients, parameters, the vote (`Folding.step_groups`)."""
+        return self.axes[name] if self.step is None else self.step.get(name, self.axes[name])
 
 
 def build_groups(
@@ -129,29 +135,40 @@ def build_groups(
     cache: GroupCache,
     table_ranks: Sequence[int] | None = None,
     message_ctas: int = 0,
+    in_order: bool = False,
 ) -> Groups:
     """Create (or find) every group of `folding`. Collective: all ranks call it with the same folding in the same order.
 
     `table_ranks` are the pipeline ranks that hold a tied embedding (`StagePlan.table_ranks`; None: the first and the last one).
     `message_ctas`: most thread blocks of NCCL's kernels over `ep_etp`, whose messages travel beside products (`GroupCache.get`).
+    `in_order`: messages match by their order, as NCCL's do, so what a step does outside of passes gets groups of its own (`Folding.step_groups`).
     """
     axes: dict[str, Axis] = {}
-    for name in group_names(folding):
+    for name in folding.group_names:
         given = name == "embedding" and table_ranks is not None
         for ranks in folding.embedding_groups(table_ranks or ()) if given else folding.groups(name):
             group = cache.get(ranks, message_ctas=message_ctas if name == "ep_etp" else 0)
             if rank in ranks:
                 axes[name] = Axis(name, ranks, ranks.index(rank), group)
-    return Groups(folding=folding, rank=rank, axes=MappingProxyType(axes))
+    groups = Groups(folding=folding, rank=rank, axes=MappingProxyType(axes))
+    if not in_order:
+        return groups
+    step: dict[str, Axis] = {}
+    for name, of_name in folding.step_groups(table_ranks).items():
+        for ranks in of_name:
+            group = cache.get(ranks, purpose="step")
+            if rank in ranks:
+                step[name] = replace(axes[name], group=group)
+    return replace(groups, step=MappingProxyType(step))
 
 
 def with_second_groups(groups: Groups, *, cache: GroupCache) -> Groups:
     """The same with further groups of the axes of a pass, for passes that run beside others. Collective, as `build_groups` is."""
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for name in group_names(groups.folding):
-        if name in OF_A_PASS:
+    for name in groups.folding.group_names:
+        if name in PASS_GROUPS and name != "pp":
             for ranks in groups.folding.groups(name):
-                group = cache.get(ranks, second=True)
+                group = cache.get(ranks, purpose="second")
                 if group is not None and groups.rank in ranks:
                     found[ranks] = group
     return replace(groups, second=SecondGroups(MappingProxyType(found)))

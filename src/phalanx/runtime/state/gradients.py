@@ -371,7 +371,7 @@ class _Flat:
         if self.sums_of_holders is not None:
             if self.layout.scattered is None:
                 self._keep_evidence()
-            self.sums_of_holders.start(self.flat, groups.axis("ep"), comms, op_id=gradient_id(self.key, "holders"))
+            self.sums_of_holders.start(self.flat, groups.step_axis("ep"), comms, op_id=gradient_id(self.key, "holders"))
         first = next(iter(self._groups(groups)), None)
         self.started = Exchange(lambda: None) if first is None else self._sum_over(first, groups, comms)
 
@@ -393,14 +393,14 @@ class _Flat:
         shard = sums.finish(self.flat)
         if self.layout.scattered is not None:
             return shard
-        sums.send_back(shard, self.flat, groups.axis("ep"), comms, op_id=gradient_id(self.key, "back"))
+        sums.send_back(shard, self.flat, groups.step_axis("ep"), comms, op_id=gradient_id(self.key, "back"))
         return self.flat
 
     def _groups(self, groups: Groups) -> list[str]:
         return [name for name in self.layout.rule.sum_over if groups.axis(name).size > 1]
 
     def _sum_over(self, name: str, groups: Groups, comms: Collectives) -> Exchange:
-        rule, axis, op_id = self.layout.rule, groups.axis(name), gradient_id(self.key, name)
+        rule, axis, op_id = self.layout.rule, groups.step_axis(name), gradient_id(self.key, name)
         shards = name == rule.shard_over and name == rule.sum_over[-1] and self.layout.num_shards > 1
         scatters = comms.scatters(self.flat)
         if not (shards and scatters):

@@ -141,10 +141,11 @@ class ShardedState:
         self.is_published = False
         for family, state in self.families.items():
             if state.rounded is not None and state.layout.scattered is not None:
-                sums, axis = HolderSums(state.layout.scattered), self.groups.axis("ep")
+                sums, axis = HolderSums(state.layout.scattered), self.groups.step_axis("ep")
                 sums.send_back(state.rounded, state.flat, axis, comms, op_id=f"publish/{family}")
             elif state.layout.num_shards > 1:
-                _publish_shards(state, self.groups.axis(state.layout.rule.shard_over), comms, op_id=f"publish/{family}")
+                axis = self.groups.step_axis(state.layout.rule.shard_over)
+                _publish_shards(state, axis, comms, op_id=f"publish/{family}")
         self.is_published = True
         if self.sums is not None:
             kept = {name: x.layout.kept_runs for name, x in self.families.items() if x.rounded is None}

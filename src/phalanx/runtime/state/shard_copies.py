@@ -22,7 +22,7 @@ class ShardCopies:
         self, layout: FlatLayout, shard: torch.Tensor, groups: Groups, comms: Collectives, *, op_id: str
     ) -> None:
         """`shard` (shard_length,): this rank's own, in any type."""
-        axis = groups.axis(layout.rule.shard_over)
+        axis = groups.step_axis(layout.rule.shard_over)
         self.shard = shard.contiguous()
         self.arrived = [shard.new_empty(layout.shard_length) for _ in layout.copies]
         sends = [Message(self.shard, peer, _TAG) for peer in layout.keepers[layout.shard_index][1:]]

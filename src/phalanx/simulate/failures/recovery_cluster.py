@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from phalanx.core.errors import ConfigError, Problem
-from phalanx.plan.mapping import Folding, StagedFolding, group_names
+from phalanx.plan.mapping import Folding, StagedFolding
 from phalanx.simulate.failures.recovery_time import (
     Constants,
     RankRecoveryWork,
@@ -96,13 +96,14 @@ def host_lost(
         received_bytes=state,
     )
     left = max(1, folding.world - hardware.ranks_per_host)
-    own = {ranks for name in group_names(folding) for ranks in [folding.group_of(0, name)] if len(ranks) > 1}
+    own = {ranks for name in folding.group_names for ranks in [folding.group_of(0, name)] if len(ranks) > 1}
+    again = {ranks for of_name in folding.step_groups().values() for ranks in of_name if 0 in ranks}
     work = RecoveryWork(
         hash=prediction.mapping.hash,
         folding=folding if going_on is None else going_on,
         lost=folding.world - left,
         members=left,
-        groups=len(own),
+        groups=len(own) + len(again),
         planned=pieces * math.ceil(left / folding.pp),
         ranks=(rank,),
     )

@@ -22,7 +22,7 @@ from typing import Any
 
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.layout import STATE_KINDS, cells
-from phalanx.plan.mapping import Folding, group_names
+from phalanx.plan.mapping import Folding
 from phalanx.plan.program import Op, StepProgram, move_program
 from phalanx.plan.recovery import STATE_MOVE_ID, GenerationPlan, RecoveryPlanner
 from phalanx.plan.reshard import Hosts, Move, equal_hosts, plan_reshard
@@ -178,7 +178,7 @@ def recovery_work(planner: RecoveryPlanner, plan: GenerationPlan, *, lost: int, 
 def num_groups(folding: Folding, *, members: int) -> int:
     """Process groups that a generation makes beside the one of all: distinct sets of ranks, one of all for control, and one of the mapping where some members are idle."""
     everyone = tuple(range(members))
-    found = {ranks for name in group_names(folding) for ranks in folding.groups(name) if len(ranks) > 1}
+    found = {ranks for name in folding.group_names for ranks in folding.groups(name) if len(ranks) > 1}
     mapped = tuple(range(folding.world))
     second = {ranks for ranks in (everyone, mapped) if len(ranks) > 1}
     return len(found - {everyone}) + len(second)

@@ -324,7 +324,9 @@ class Rebalancer:
             return None
         ranks, world = tuple(range(parts.groups.folding.world)), parts.groups.axis("world")
         rank.peers.gather(None)  # each has planned by itself, and who makes a group waits for a few seconds only
-        return IncomingExperts(parts, moves, Axis("beside", ranks, world.index, rank.cache.get(ranks, beside=True)))
+        return IncomingExperts(
+            parts, moves, Axis("beside", ranks, world.index, rank.cache.get(ranks, purpose="beside"))
+        )
 
     def _finish(
         self, relocation: _Relocation, coming: IncomingExperts, parts: StepParts, rank: Rank, *, where: Where

@@ -261,7 +261,7 @@ class ElasticMember:
         return Everyone(
             comms=Collectives(emit=self.sinks, timeout_s=self.recipe.launch.timeout_s, escape=self._escape),
             axis=Axis("everyone", ranks, team.rank, team.groups.get(ranks)),
-            peers=Peers(team.groups.get(ranks, second=True), escape=self._escape),  # control mixes with no tensors
+            peers=Peers(team.groups.get(ranks, purpose="second"), escape=self._escape),  # control mixes with no tensors
             hosts=hosts_by_name([r.about.node for r in team.reports], ranks),
             device=self.device,
         )
@@ -318,7 +318,7 @@ class ElasticMember:
             recipe=self.recipe,
             info=WorldInfo(rank=team.rank, world=size, local_rank=team.rank, local_world=size),
             device=self.device,
-            peers=Peers(team.groups.get(tuple(range(size)), second=True), escape=self._escape),
+            peers=Peers(team.groups.get(tuple(range(size)), purpose="second"), escape=self._escape),
             escape=self._escape,
             cache=team.groups,
             folder=self.run.folder,
@@ -480,13 +480,14 @@ class ElasticMember:
 def _groups_of_others(recipe: Recipe, spec: ModelSpec, plan: GenerationPlan, team: GroupEpoch) -> None:
     """An idle member makes the groups of the mapping too, as all processes must, in the same order."""
     pipeline = resolve_pipeline(recipe, spec, plan.folding)
-    team.groups.get(tuple(range(plan.folding.world)), second=True)
+    team.groups.get(tuple(range(plan.folding.world)), purpose="second")
     groups = build_groups(
         plan.folding,
         rank=team.rank,
         cache=team.groups,
         table_ranks=pipeline.stages.table_ranks,
         message_ctas=message_ctas(recipe),
+        in_order=recipe.launch.device != "cpu",
     )
     if pipeline.pair_passes:
         with_second_groups(groups, cache=team.groups)

@@ -244,6 +244,7 @@ def make_context(
         cache=rank.cache,
         table_ranks=pipeline.stages.table_ranks,
         message_ctas=left_free,
+        in_order=rank.device.type != "cpu",
     )
     if pipeline.pair_passes:
         groups = with_second_groups(groups, cache=rank.cache)

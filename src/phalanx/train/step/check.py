@@ -80,7 +80,7 @@ def look(parts: CheckedParts) -> Findings:
     at_rest = state.take()
     products = [str(wrong) for wrong in (parts.lanes.sums.take() if parts.lanes.sums is not None else ())]
     left, sent, received = messages.take()
-    world = parts.groups.axis("world")
+    world = parts.groups.step_axis("world")
     mine = torch.tensor([left, len(products), len(at_rest)]).to(_device(parts), non_blocking=True)
     told = (
         parts.comms.all_gather(mine, world, op_id="check").view(-1, 3).cpu()

@@ -169,6 +169,12 @@ def choose_measured(runner: StageRunner, batches: Sequence[TokenBatch], *, memor
     )
 
 
+def _some_are_empty(infos: Sequence[ForwardInfo], groups: Groups) -> bool:
+    """Whether some rank of the step has fewer micro-batches than others: the same answer on all."""
+    info = infos[0]
+    return info.rounds is not None and info.rounds * groups.folding.replicas != info.num_microbatches
+
+
 def _num_rows(batch: TokenBatch, *, tp: int) -> int:
     return batch.num_tokens // tp if batch.token_index_T is None else len(batch.token_index_T)
 
@@ -227,6 +233,9 @@ class _TrainingPasses:
             i: [p.name for p in stage_params(runner.model.spec, [stage])] for i, stage in self.stages.items()
         }
         self._last = self._last_gradients()
+        self._leave_early = runner.groups.step is None or not _some_are_empty(infos, runner.groups)
+        """Whether gradients leave as soon as they are complete. Not where messages match by their order and a rank has an empty micro-batch: it would post them at another place among the
+        exchanges of layers, and NCCL asks for one order on all ranks, of different communicators too."""
 
     def _last_gradients(self) -> dict[Action, list[str]]:
         runner = self.runner
@@ -295,7 +304,7 @@ class _TrainingPasses:
 
     def _announce(self, action: Action) -> None:
         names = self._last.get(action)
-        if names:
+        if names and self._leave_early:
             self.buffers.final(names, self.runner.groups, self.runner.comms)
 
 

@@ -226,7 +226,7 @@ def _compute(
     own_s = _own_clock(parts)
     parts.buffers.begin(bits)
     parts.comms.layers.take()  # what came before is of no step
-    valid_tokens = parts.comms.all_reduce(num_valid(batches), parts.groups.axis("dp_cp"), op_id="valid_tokens")
+    valid_tokens = parts.comms.all_reduce(num_valid(batches), parts.groups.step_axis("dp_cp"), op_id="valid_tokens")
     balance_counts_LE = _balance_counts(parts, batches, step=step)
     infos = _infos(parts, batches, step=step, balance_counts_LE=balance_counts_LE)
     shares = parts.runner.train(batches, infos, valid_tokens=valid_tokens, buffers=parts.buffers)
@@ -249,7 +249,7 @@ def _fewer_bits(parts: StepParts) -> int:
     ranks."""
     assert parts.exact is not None
     top = torch.tensor([parts.buffers.top], dtype=torch.float64, device=parts.runner.device)
-    parts.comms.all_reduce(top, parts.groups.axis("world"), op="max", op_id="largest_gradient")
+    parts.comms.all_reduce(top, parts.groups.step_axis("world"), op="max", op_id="largest_gradient")
     return bits_for(float(top), parts.exact.summands)  # SYNC: of the vote
 
 
@@ -269,7 +269,7 @@ def eval_loss(parts: StepParts, batches: Sequence[TokenBatch], *, step: int = 0)
             sums.add_(torch.stack([loss, num_valid([batches[j]]).to(torch.float64)]))
 
     parts.runner.forward(batches, infos, add)
-    parts.comms.all_reduce(sums, parts.groups.axis("world"), op_id="eval")
+    parts.comms.all_reduce(sums, parts.groups.step_axis("world"), op_id="eval")
     total, tokens = sums.tolist()  # SYNC: the figures are for people
     return total / max(tokens, 1.0), int(tokens)
 
@@ -319,7 +319,7 @@ def _balance_counts(parts: StepParts, batches: Sequence[TokenBatch], *, step: in
             counts_LE[i] += stats.balance_counts_E
 
     parts.runner.forward(batches, _infos(parts, batches, step=step, phase="count"), add)
-    return parts.comms.all_reduce(counts_LE, parts.groups.axis("tp_dp_cp"), op_id="balance_counts")
+    return parts.comms.all_reduce(counts_LE, parts.groups.step_axis("tp_dp_cp"), op_id="balance_counts")
 
 
 def _why_not_finite(parts: StepParts, *, step: int, tally: Tally) -> str:

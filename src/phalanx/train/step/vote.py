@@ -121,7 +121,7 @@ def plain_vote(
     counts_LE, times_L5 = _counts(shares), _times(parts, shares)
     seconds = _seconds(parts, own_s, square_sum.device)
     ballot = torch.cat([torch.stack(numbers), times_L5.flatten(), counts_LE.flatten().to(torch.float64), seconds])
-    parts.comms.all_reduce(ballot, parts.groups.axis("world"), op_id="vote")
+    parts.comms.all_reduce(ballot, parts.groups.step_axis("world"), op_id="vote")
     ballot = ballot.cpu()  # SYNC: all ranks must know the outcome before anything is committed
     squares, loss, aux_loss, z_loss, mtp_loss, dropped, entropy_sum, stops = ballot[: len(numbers)].tolist()
     times_L5, counts, seconds = ballot[len(numbers) :].split([times_L5.numel(), counts_LE.numel(), seconds.numel()])
@@ -162,7 +162,7 @@ def exact_vote(
     times = (times_L5 * NANOSECOND).round().to(torch.int64).flatten()
     seconds = (_seconds(parts, own_s, counts_LE.device) * NANOSECOND).round().to(torch.int64)
     ballot = torch.cat([torch.tensor(numbers, device=counts_LE.device), times, counts_LE.flatten(), seconds])
-    parts.comms.all_reduce(ballot, parts.groups.axis("world"), op_id="vote")
+    parts.comms.all_reduce(ballot, parts.groups.step_axis("world"), op_id="vote")
     ballot = ballot.cpu()  # SYNC: all ranks must know the outcome before anything is committed
     a, b, c, loss, aux, z, mtp, entropy_sum, all_dropped, stops, all_bad, large = ballot[: len(numbers)].tolist()
     times, counts, seconds = ballot[len(numbers) :].split([times.numel(), counts_LE.numel(), seconds.numel()])
