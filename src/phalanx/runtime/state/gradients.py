@@ -225,11 +225,15 @@ class GradientBuffers:
         self._final |= set(names)
         self._reach = groups, comms
 
-    def pass_begins(self, names: Collection[str], made: Collection[str], groups: Groups, comms: Collectives) -> None:
+    def pass_begins(
+        self, names: Collection[str], made: Collection[str], groups: Groups, comms: Collectives, *, early: bool = True
+    ) -> None:
         """A backward pass begins, which makes a gradient of each of `made`, and after which none of `names` is owed any of its micro-batch. All ranks of a stage say it at
-        the same point."""
+        the same point. `early`: reductions may start within it."""
         self._reach = groups, comms
-        self._awaited = [part for part in self._in_order if isinstance(part, ShardedSums) and part.awaits(names, made)]
+        self._awaited = [
+            part for part in self._in_order if isinstance(part, ShardedSums) and part.awaits(names, made, early=early)
+        ]
         self._start_awaited()
 
     def pass_ends(self) -> None:

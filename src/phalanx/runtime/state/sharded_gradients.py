@@ -75,9 +75,9 @@ class ShardedSums:
         """Whether all that was collected in this step is."""
         return self._started is not None or (self._cycles > 0 and self._room is None)
 
-    def awaits(self, names: Collection[str], made: Collection[str]) -> bool:
-        """Whether a pass is the last of its micro-batch for any of these gradients; how many of them it makes is what is missing."""
-        self.missing = len(self._names.intersection(made))
+    def awaits(self, names: Collection[str], made: Collection[str], *, early: bool) -> bool:
+        """Whether a pass is the last of its micro-batch for any of these gradients; how many of them it makes is what is missing, and its end if it is not `early`."""
+        self.missing = len(self._names.intersection(made)) + (not early)
         return not self._names.isdisjoint(names)
 
     def collect(self, index: int, grad: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ class ShardedSums:
         for index, seen in enumerate(self._seen):
             if not seen:
                 self._view(index).zero_()
-        layout, axis, flat = self.layout, groups.axis(self.layout.rule.shard_over), self._flat
+        layout, axis, flat = self.layout, groups.step_axis(self.layout.rule.shard_over), self._flat
         flat[layout.starts[-1] + layout.params[-1].num_elements :].zero_()
         self._keep_evidence()
         totals = None if self.known is None else self.known.of_shards(self._seen)
@@ -129,7 +129,7 @@ class ShardedSums:
         assert self._total is not None  # `reduce` starts all that no pass has started
         for name in self.layout.rule.sum_over:
             if name != self.layout.rule.shard_over and groups.axis(name).size > 1:
-                comms.start_all_reduce(self._total, groups.axis(name), op_id=gradient_id(self.key, name)).wait()
+                comms.start_all_reduce(self._total, groups.step_axis(name), op_id=gradient_id(self.key, name)).wait()
         length = self.layout.shard_length
         return tuple(Segment(i * length, part) for i, part in enumerate(self._total.split(length)))
 

@@ -300,7 +300,7 @@ class _TrainingPasses:
         """The last pass of a micro-batch on a stage begins; `of`: all that it may make gradients of, None: everything."""
         names = self._names[index]
         made = names if of is None else [name for name in names if name in of]
-        self.buffers.pass_begins(names, made, self.runner.groups, self.runner.comms)
+        self.buffers.pass_begins(names, made, self.runner.groups, self.runner.comms, early=self._leave_early)
 
     def _announce(self, action: Action) -> None:
         names = self._last.get(action)
