@@ -7,8 +7,10 @@ from functools import partial
 
 import torch
 
+from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
 from phalanx.kernels.cpu.swiglu import swiglu
+from phalanx.kernels.device.cross_entropy import LossWork, losses_and_gradients, scaled
 from phalanx.kernels.device.swiglu import swiglu_backward
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -33,11 +35,25 @@ def permute(dtype: torch.dtype) -> None:
     combine_rows(rows, rows_of_token, token_of_row_M=token_of_row)
 
 
+def loss(dtype: torch.dtype, vocab: int, *, programs: bool, ranks: int = 1) -> None:
+    hidden, weight = empty(TOKENS, HIDDEN, dtype=dtype), empty(vocab // ranks, HIDDEN, dtype=dtype)
+    gather = (lambda x: x.new_empty(ranks, *x.shape)) if ranks > 1 else None
+    how = LossWork(ignore=IGNORE, gather=gather, programs=programs)
+    value, *gradients = losses_and_gradients(hidden, weight, empty(TOKENS, dtype=torch.int64), how, needs=(True, True))
+    for gradient in gradients:
+        scaled(gradient, value, programs=programs)
+
+
 def calls() -> dict[str, Callable[[], object]]:
     """Each is called once, under fake tensors."""
     found: dict[str, Callable[[], object]] = {}
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         found[f"permute {name}"] = partial(permute, dtype)
+        for vocab in (151_936, 32_000):
+            found[f"loss {vocab} {name}"] = partial(loss, dtype, vocab, programs=True)
+            found[f"plain loss {vocab} {name}"] = partial(loss, dtype, vocab, programs=False)
+        found[f"loss of a shard {name}"] = partial(loss, dtype, 151_936, programs=True, ranks=8)
+        found[f"plain loss of a shard {name}"] = partial(loss, dtype, 151_936, programs=False, ranks=8)
         found |= {f"swiglu {width} {name}": partial(experts, dtype, width) for width in (768, 14336)}
     return found

@@ -24,33 +24,12 @@ NAMES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32",
     torch.uint8: "*u8", torch.bool: "*i1",
 }  # fmt: skip
-NO_WORK = {
-    "aten::view",
-    "aten::_unsafe_view",
-    "aten::detach",
-    "aten::empty",
-    "aten::unbind",
-    "aten::select",
-    "aten::slice",
-}
-"""What looks at memory in another way, or has it allocated."""
-NO_WORK |= {
-    "aten::expand",
-    "aten::transpose",
-    "aten::t",
-    "aten::unsqueeze",
-    "aten::squeeze",
-    "aten::permute",
-    "aten::split",
-}
-NO_WORK |= {
-    "aten::new_empty",
-    "aten::empty_like",
-    "aten::alias",
-    "aten::as_strided",
-    "aten::empty_strided",
-    "aten::split_with_sizes",
-}
+LOOKS = (
+    "alias as_strided detach empty empty_like empty_strided expand new_empty permute select slice split split_with_sizes squeeze t transpose unbind unsqueeze "
+    "_unsafe_view view promote_types"
+)
+NO_WORK = frozenset(f"aten::{name}" for name in LOOKS.split())
+"""What looks at memory in another way or at a type, or has memory allocated."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +49,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if name not in NO_WORK:
+        if name.startswith("aten::") and name not in NO_WORK:
             self.launches.append(Launch(name))
         return func(*args, **(kwargs or {}))
 

@@ -25,6 +25,7 @@ from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.products import checked_linear, stands_out
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import BLOCK, cache_blocks, spaced
+from phalanx.kernels.device import LossWork, device_cross_entropy, runs_programs
 from phalanx.kernels.native import Seen
 
 IGNORE = -100
@@ -69,6 +70,11 @@ def linear_cross_entropy(
         if shard is not None:
             return _sharded_reference(hidden_TH, weight_VH, labels_T, shard, lanes)
         return _reference(hidden_TH, weight_VH, labels_T, lanes)
+    if hidden_TH.device.type != "cpu":
+        first, gather = (0, None) if shard is None else (shard.first, shard.gather)
+        with_programs = runs_programs(hidden_TH)
+        how = LossWork(ignore=IGNORE, first=first, gather=gather, check=lanes.check, programs=with_programs)
+        return device_cross_entropy(hidden_TH, weight_VH, labels_T, how)
     out: torch.Tensor = _LinearCrossEntropy.apply(hidden_TH, weight_VH, labels_T, shard, lanes)
     return out
 
@@ -143,8 +149,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _scaled(x: torch.Tensor, grad: torch.Tensor, lanes: Lanes) -> torch.Tensor:
     """`grad * x` with the 0-d `grad` in its own precision (torch would round it to the type of `x` first)."""
-    if x.device.type != "cpu":
-        return (x.to(grad.dtype) * grad).to(x.dtype)
     factor, out = float(grad), torch.empty_like(x)
     lanes.run(lambda rows, _: torch.mul(x[rows], factor, out=out[rows]), cache_blocks(*x.shape))
     return out

@@ -12,6 +12,10 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.kernels.device.attention import device_attention as device_attention
+    from phalanx.kernels.device.cross_entropy import (
+        LossWork as LossWork,
+        device_cross_entropy as device_cross_entropy,
+    )
     from phalanx.kernels.device.launch import runs_programs as runs_programs
     from phalanx.kernels.device.rows import sum_rows as sum_rows, take_rows as take_rows
     from phalanx.kernels.device.swiglu import fused_swiglu as fused_swiglu
