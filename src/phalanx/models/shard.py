@@ -25,7 +25,8 @@ def part_of(batch: TokenBatch, folding: AnyFolding, rank: int) -> TokenBatch:
     if shares > 1:
         batch = _sequences(batch, share * count, count)
     layout = make_layout("zigzag", seq_len=length, cp=stage.cp)
-    positions = torch.from_numpy(layout.positions(folding.coord(rank, "cp"))).to(device, non_blocking=True)
+    chunks, size = layout.chunks(folding.coord(rank, "cp")), layout.chunk_len
+    positions = torch.cat([torch.arange(c * size, (c + 1) * size, device=device) for c in chunks])
     own_s = positions.chunk(stage.tp)[folding.coord(rank, "tp")]
     return TokenBatch(
         tokens_BS=batch.tokens_BS[:, positions],

@@ -330,11 +330,11 @@ class InFlightExchange:
         self.row_places: list[torch.Tensor] = []
         self.padded_row: list[torch.Tensor] = []
         self.weights_P1 = self.row_weights[self.own].new_zeros(geometry.size, 1)
-        for source, (entries, weights) in enumerate(zip(self.ins, self.row_weights, strict=True)):
-            pieces = [np.arange(at, at + num) for at, num in geometry.of_source[source]]
-            padded_n = (
-                torch.from_numpy(np.concatenate(pieces)).to(weights.device) if pieces else entries.outbound_of_row
-            )
+        pieces = [piece for source in geometry.of_source for piece in source]
+        padded = np.concatenate([np.arange(at, at + num) for at, num in pieces or [(0, 0)]])
+        rows = torch.from_numpy(padded).to(self.weights_P1.device, non_blocking=True)
+        rows_of = rows.split([sum(num for _, num in source) for source in geometry.of_source])
+        for entries, weights, padded_n in zip(self.ins, self.row_weights, rows_of, strict=True):
             self.weights_P1[padded_n, 0] = weights
             self.padded_row.append(padded_n)
             if entries.num == len(padded_n):  # each has one row

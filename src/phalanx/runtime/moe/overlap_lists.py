@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 
 from phalanx.plan.moe.overlap.tiles import Tile
-from phalanx.runtime.moe.dispatch import FILL, stable_order
+from phalanx.runtime.moe.dispatch import FILL, repeated, stable_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +86,8 @@ def tile_order(tiles: Sequence[Tile], device: torch.device) -> torch.Tensor | No
 
 def row_parts(tiles: Sequence[Tile], ends: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 (n,): the part of each row of a source."""
-    sizes = torch.tensor(part_rows(tiles, ends), dtype=torch.int64)
-    part_n = torch.repeat_interleave(torch.arange(len(ends)), sizes.diff(prepend=sizes.new_zeros(1))).to(device)
+    sizes = np.diff(np.array(part_rows(tiles, ends), np.int64), prepend=0)
+    part_n = repeated(np.arange(len(ends)), sizes, device)
     order = tile_order(tiles, device)
     return part_n if order is None else part_n[_inverse(order)]
 
@@ -155,8 +156,8 @@ def outbound_places(keys_n: torch.Tensor, order: torch.Tensor | None = None) -> 
     """(n,) outbound place of each row, rows with equal keys having one, and (N,) the key of each outbound entry: in the order of their first rows."""
     if not len(keys_n):
         return keys_n, keys_n
-    outbound_n, keys_N = _places_of_keys(keys_n, int(keys_n.max()) + 1, order)
-    return outbound_n, keys_N[: int(outbound_n.max()) + 1]
+    outbound_n, keys_N = _places_of_keys(keys_n, int(keys_n.max()) + 1, order)  # SYNC: sizes of messages
+    return outbound_n, keys_N[: int(outbound_n.max()) + 1]  # SYNC: sizes of messages
 
 
 def _places_of_keys(keys_n: torch.Tensor, most: int, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,7 +209,7 @@ def host_outgoing(tokens_n: torch.Tensor, part_n: torch.Tensor, parts: int) -> O
     first_T = torch.full((num,), parts, dtype=torch.int64, device=tokens_n.device)
     first_T.scatter_reduce_(0, tokens_n, part_n, "amin")
     last_T = torch.full_like(first_T, -1).scatter_reduce_(0, tokens_n, part_n, "amax")
-    here_N = (last_T >= 0).nonzero().squeeze(1)
+    here_N = (last_T >= 0).nonzero().squeeze(1)  # SYNC: sizes of messages
     tokens_N = here_N[stable_order(first_T[here_N], parts)]
     inbound_N = stable_order(last_T[tokens_N], parts)
     outbound_of_T = torch.zeros_like(first_T)
