@@ -9,8 +9,10 @@ import torch
 
 from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
+from phalanx.kernels.cpu.rope import RopeTable, apply_rope
 from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.device.cross_entropy import LossWork, losses_and_gradients, scaled
+from phalanx.kernels.device.rope import turn
 from phalanx.kernels.device.swiglu import swiglu_backward
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -44,12 +46,21 @@ def loss(dtype: torch.dtype, vocab: int, *, programs: bool, ranks: int = 1) -> N
         scaled(gradient, value, programs=programs)
 
 
+def rope(dtype: torch.dtype, heads: int, keys: int, dim: int) -> None:
+    q, k = empty(1, TOKENS, heads, dim, dtype=dtype), empty(1, TOKENS, keys, dim, dtype=dtype)
+    table = RopeTable(empty(1, TOKENS, dim // 2), empty(1, TOKENS, dim // 2))
+    turned = apply_rope(q, k, table=table)
+    turn(*turned, table.cos_BSN, table.sin_BSN, back=True)
+
+
 def calls() -> dict[str, Callable[[], object]]:
     """Each is called once, under fake tensors."""
     found: dict[str, Callable[[], object]] = {}
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         found[f"permute {name}"] = partial(permute, dtype)
+        found[f"rope {name}"] = partial(rope, dtype, 32, 4, 128)
+        found[f"rope of a latent {name}"] = partial(rope, dtype, 128, 1, 64)
         for vocab in (151_936, 32_000):
             found[f"loss {vocab} {name}"] = partial(loss, dtype, vocab, programs=True)
             found[f"plain loss {vocab} {name}"] = partial(loss, dtype, vocab, programs=False)

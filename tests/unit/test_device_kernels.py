@@ -9,7 +9,9 @@ from kernel_help import agree, close, normal, seeded
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
 
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
+from phalanx.kernels.cpu.rope import apply_rope, rope_table
 from phalanx.kernels.cpu.swiglu import PlainSwiglu, reference_swiglu
+from phalanx.kernels.device.rope import fused_rope
 from phalanx.kernels.device.rows import sum_rows, take_rows
 from phalanx.kernels.device.swiglu import fused_swiglu
 from phalanx.kernels.triton.tiles import is_interpreted
@@ -104,3 +106,33 @@ def test_copies_are_added_in_order_and_rounded_once() -> None:
     assert sum_rows(y, torch.tensor([[0, 2, 1, 3]])).item() == 2.0
     narrow = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
     assert sum_rows(narrow, torch.tensor([[0, 1, 2]])).item() == 258.0
+
+
+# ---- rotary position embedding -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "keys", "dim"),
+    [((2, 3), 4, 2, 8), ((1, 5), 3, 1, 6), ((1, 2), 5, 5, 64), ((2, 1), 40, 3, 64), ((1, 0), 4, 2, 8)],
+)
+def test_rope_equals_its_reference(shape: tuple[int, int], heads: int, keys: int, dim: int) -> None:
+    positions = torch.arange(shape[0] * shape[1]).view(shape) * 1000
+
+    def fused(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = rope_table(positions, head_dim=dim, theta=1e4, dtype=q.dtype)
+        return fused_rope(q, k, table.cos_BSN, table.sin_BSN)
+
+    def plain(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = rope_table(positions, head_dim=dim, theta=1e4, dtype=q.dtype)
+        return apply_rope(q, k, table=table, impl="reference")
+
+    agree(fused, plain, [normal(*shape, heads, dim), normal(*shape, keys, dim, seed=1)], tolerance=TOLERANCE)
+
+
+def test_rope_turns_parts_of_heads() -> None:
+    """As latent attention has them: the last dims of each head, and keys of one head beside something else."""
+    q, k = normal(2, 3, 4, 12)[..., 4:], normal(2, 3, 1, 11, seed=1)[..., 3:]
+    table = rope_table(torch.arange(6).view(2, 3), head_dim=8, theta=100.0, dtype=torch.float64)
+    got = fused_rope(q, k, table.cos_BSN, table.sin_BSN)
+    for turned, want in zip(got, apply_rope(q, k, table=table, impl="reference"), strict=True):
+        assert turned.is_contiguous() and close(turned, want, 1e-12)

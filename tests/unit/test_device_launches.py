@@ -37,6 +37,8 @@ def test_launches(said: dict[str, Any]) -> None:
     got = {name.removesuffix(" bfloat16"): call["launches"] for name, call in said.items() if name.endswith("bfloat16")}
     assert {name: launches for name, launches in got.items() if "loss" not in name} == {
         "permute": ["take_rows", "sum_rows"],
+        "rope": ["turned", "turned"],
+        "rope of a latent": ["turned", "turned"],
         "swiglu 768": ["swiglu_forward", "swiglu_backward"],
         "swiglu 14336": ["swiglu_forward", "swiglu_backward"],
     }

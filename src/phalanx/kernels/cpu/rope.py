@@ -16,6 +16,7 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import cache_blocks
+from phalanx.kernels.device import fused_rope, runs_programs
 from phalanx.kernels.native import CompiledRows
 from phalanx.plan.model import YarnSpec, amplitude, frequencies
 
@@ -36,7 +37,8 @@ def rope_table(
 ) -> RopeTable:
     """Angles in fp64, so that position 10^6 is as exact as position 1, then rounded to the wider of fp32 and `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
-    per_position_N = torch.tensor(frequencies(head_dim, theta, yarn), device=positions_BS.device, dtype=torch.float64)
+    per_position_N = torch.tensor(frequencies(head_dim, theta, yarn), dtype=torch.float64)
+    per_position_N = per_position_N.to(positions_BS.device, non_blocking=True)  # the host goes on at once
     angle_BSN = positions_BS.to(torch.float64).unsqueeze(-1) * per_position_N
     size = amplitude(yarn)
     return RopeTable((angle_BSN.cos() * size).to(wide), (angle_BSN.sin() * size).to(wide))
@@ -46,6 +48,8 @@ def apply_rope(
     q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, *, table: RopeTable, impl: Impl = "fast", lanes: Lanes = SERIAL
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys turned by their positions, in their own types."""
+    if impl != "reference" and runs_programs(q_BSAD):
+        return fused_rope(q_BSAD, k_BSGD, table.cos_BSN, table.sin_BSN)
     if impl == "reference" or q_BSAD.device.type != "cpu":
         return _reference(q_BSAD, table), _reference(k_BSGD, table)
     out: tuple[torch.Tensor, torch.Tensor] = _CpuRope.apply(q_BSAD, k_BSGD, table, lanes)
