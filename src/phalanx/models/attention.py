@@ -47,15 +47,15 @@ class Attention(nn.Module):
         """(T, H) -> (T, H)."""
         x_NH = self.sequence.gather(x_TH, info, num_sequences=batch.num_sequences)
         q, k, v = self.sequence.told("projections", info, partial(self._project, info=info), x_NH)
-        out_NO = attend(
+        y_NH = attend(
             partial(self._core, table, batch),
+            self.wo,
             (q, k, v),
             info,
             sequence=self.sequence,
             in_steps=self.context.in_steps,
             recompute=self.recompute_core,
         )
-        y_NH = self.sequence.told("out", info, self.wo, out_NO)
         return self.sequence.scatter(y_NH, info, num_sequences=batch.num_sequences)
 
     def _project(self, x_NH: torch.Tensor, info: ForwardInfo) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -65,15 +65,15 @@ class LatentAttention(nn.Module):
         """(T, H) -> (T, H)."""
         project = partial(self._project, info=info, num_sequences=batch.num_sequences)
         q_NO, kv_NO, key_NR = self.sequence.told("projections", info, project, x_TH)
-        out_NO = attend(
+        y_NH = attend(
             partial(self._core, table, batch),
+            self.wo,
             (q_NO, kv_NO, key_NR),
             info,
             sequence=self.sequence,
             in_steps=self.context.in_steps,
             recompute=self.recompute_core,
         )
-        y_NH = self.sequence.told("out", info, self.wo, out_NO)
         return self.sequence.scatter(y_NH, info, num_sequences=batch.num_sequences)
 
     def _project(

@@ -28,6 +28,7 @@ def again(run: Callable[..., torch.Tensor], info: ForwardInfo, *inputs: torch.Te
 
 def attend(
     core: Callable[..., torch.Tensor],
+    out: Callable[[torch.Tensor], torch.Tensor],
     inputs: tuple[torch.Tensor, ...],
     info: ForwardInfo,
     *,
@@ -35,11 +36,24 @@ def attend(
     in_steps: bool,
     recompute: bool,
 ) -> torch.Tensor:
-    """Attention itself, `core(*inputs, info=info)`: reported as one operation unless it reports its steps, computed again if `recompute`."""
+    """Attention itself, `core(*inputs, info=info)`, and the projection `out` of what it gives: reported as one operation each unless the core reports its steps. If
+    `recompute` the core is computed again.
+
+    On a device that is from the projection's input on, which then need not be kept either: a second run ends where the last tensor that is needed is there, so
+    before torch's own product. On a CPU products are operations of ours, which would run again.
+    """
 
     def told(*given: Any) -> torch.Tensor:
         *tensors, info = given
         run = partial(core, info=info)
         return run(*tensors) if in_steps else sequence.told("core", info, run, *tensors)
 
-    return again(told, info, *inputs) if recompute and torch.is_grad_enabled() else told(*inputs, info)
+    def both(*given: Any) -> torch.Tensor:
+        attended, info = told(*given), given[-1]
+        return out(attended) if info.phase == "re" else sequence.told("out", info, out, attended)
+
+    if not (recompute and torch.is_grad_enabled()):
+        return both(*inputs, info)
+    if inputs[0].device.type != "cpu":
+        return again(both, info, *inputs)
+    return sequence.told("out", info, out, again(told, info, *inputs))

@@ -71,6 +71,8 @@ class Traced:
     """All that was alive then, by line."""
     peak_bytes: int = 0
     peak_at: str = ""
+    peaks: dict[str, int] = field(default_factory=dict)
+    """By phase."""
     tokens: int = 0
     """Tokens of this rank between the layers, over all its micro-batches."""
     num_groups: int = 0
@@ -181,7 +183,7 @@ def _clear(seen: Seen) -> None:
     ):
         counter.clear()
     seen.calls.clear()
-    seen.peak_bytes = seen.now_bytes
+    seen.peak_bytes, seen.peaks = seen.now_bytes, {}
 
 
 def _told(seen: Seen, static_bytes: int) -> Traced:
@@ -194,7 +196,7 @@ def _told(seen: Seen, static_bytes: int) -> Traced:
         found.lines.setdefault(phase, {})[line] = times
     found.syncs = [(*key, times) for key, times in sorted(seen.syncs.items())]
     found.host = dict(sorted(Counter({line: n for (_, line), n in seen.host.items()}).items()))
-    found.kept = dict(seen.kept)
+    found.kept, found.peaks = dict(seen.kept), dict(seen.peaks)
     found.moved, found.flops = dict(seen.moved), dict(seen.flops)
     found.attention, found.sent = dict(seen.attention), dict(seen.sent)
     return found

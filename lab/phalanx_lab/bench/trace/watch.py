@@ -69,6 +69,8 @@ class Seen:
     now_bytes: int = 0
     peak_bytes: int = 0
     peak_at: str = ""
+    peaks: dict[str, int] = field(default_factory=dict)
+    """The same by phase."""
     live: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Bytes of each storage, and where it was made."""
     kept_bytes: int | None = None
@@ -198,6 +200,7 @@ class Witness(TorchDispatchMode):
         line = f"{phase} {line_of(stack)}"
         seen.live[key] = size, line
         seen.now_bytes += size
+        seen.peaks[phase] = max(seen.peaks.get(phase, 0), seen.now_bytes)
         if seen.now_bytes > seen.peak_bytes:
             seen.peak_bytes, seen.peak_at = seen.now_bytes, line
         weakref.finalize(storage, self._gone, key)
