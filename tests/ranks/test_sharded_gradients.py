@@ -62,7 +62,7 @@ def _steps(
 
     made = [step(number) for number in range(STEPS)]
     ids = [e.op_id for e in seen]
-    rooms = max((len(p.rooms._free) for p in buffers._sharded.values()), default=0)
+    rooms = max((p.rooms.most_alive for p in buffers._sharded.values()), default=0)
     step(STEPS, spoiled=True)
     return made, ids, rooms, buffers.non_finite()
 

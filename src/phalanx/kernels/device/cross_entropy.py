@@ -166,6 +166,7 @@ class _Calculation:
             part_vH = torch.mm(grad_cv.T, hidden_cH)
             self._check(place, part_vH, (grad_cv.T, hidden_cH))
             target_vH.add_(part_vH)
+            del part_vH  # else two of them are there
 
     # ---- logits to losses and gradients --------------------------------------------------------------------------------------
 

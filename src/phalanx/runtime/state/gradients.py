@@ -167,7 +167,7 @@ class GradientBuffers:
         in_shards = {
             key: layout for key, layout in layouts.items() if zero == 2 and fixed is None and layout.adds_in_shards
         }
-        rooms = Rooms(max((layout.length for layout in in_shards.values()), default=0), dtype)
+        rooms = Rooms(dtype)
         self._sharded = {key: ShardedSums(key, layout, params, rooms, rows) for key, layout in in_shards.items()}
         self._parts: dict[str, _Flat | _Borrowed | ShardedSums] = {part.key: part for part in self._fixed} or {
             key: _Borrowed(layout, params) if key in borrowed else _Flat(key, layout, params, dtype, rows)

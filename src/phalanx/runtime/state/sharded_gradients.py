@@ -23,19 +23,31 @@ from phalanx.runtime.comm import Collectives, Exchange, Groups
 from phalanx.runtime.state.boxes import Segment
 from phalanx.runtime.state.shard_totals import ShardTotals
 
+KEPT_ROOMS = 2
+
 
 class Rooms:
-    """Memory for buffers that are filled one after the other, each with room for the largest: what was given back is used again."""
+    """Memory for buffers that are filled one after the other. On a CPU a few that were given back are kept, for new memory would have to be mapped; on a device torch's
+    allocator does the same."""
 
-    def __init__(self, length: int, dtype: torch.dtype) -> None:
-        self.length, self.dtype = length, dtype
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._free: list[torch.Tensor] = []
+        self.alive = self.most_alive = 0
 
-    def take(self, device: torch.device) -> torch.Tensor:
-        return self._free.pop() if self._free else torch.empty(self.length, dtype=self.dtype, device=device)
+    def take(self, length: int, device: torch.device) -> torch.Tensor:
+        """`length` elements of whatever values: the smallest of the rooms that are large enough, or a new one."""
+        self.alive += 1
+        self.most_alive = max(self.most_alive, self.alive)
+        fitting = [i for i, room in enumerate(self._free) if len(room) >= length]
+        if not fitting:
+            return torch.empty(length, dtype=self.dtype, device=device)
+        return self._free.pop(min(fitting, key=lambda i: len(self._free[i])))
 
     def give(self, room: torch.Tensor) -> None:
-        self._free.append(room)
+        self.alive -= 1
+        if room.device.type == "cpu":
+            self._free = [*self._free[-KEPT_ROOMS + 1 :], room]
 
 
 class ShardedSums:
@@ -155,7 +167,7 @@ class ShardedSums:
     def _open(self) -> None:
         """Begin a buffer, with the last one's sum taken."""
         self.settle()
-        self._room, self._seen = self.rooms.take(self.device), [False] * len(self.layout.params)
+        self._room, self._seen = self.rooms.take(self.layout.length, self.device), [False] * len(self.layout.params)
         if self.known is not None:
             self.known.begin()
 

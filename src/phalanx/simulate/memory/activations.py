@@ -50,6 +50,8 @@ class Local:
     lanes: int
     rows_share: float
     """Rows of this rank's experts over the even share."""
+    on_device: bool = False
+    """Kernels are those of a GPU (`device_activations.py`)."""
     crowded: bool = False
     """All tokens choose much the same K experts, as those of a fresh router do; else the rows are spread evenly over the slots."""
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
@@ -252,14 +254,19 @@ def kept_rows(x: Local) -> list[int]:
 
 def kept_moe(x: Local) -> list[int]:
     """The second half of a block with experts."""
+    return [x.stream(), x.tokens * x.wide, x.stream(), *kept_router(x), *kept_rows(x), *kept_shared(x)]
+
+
+def kept_shared(x: Local) -> list[int]:
+    """The expert that all tokens go through, if there is one."""
     s = x.spec
-    kept = [x.stream(), x.tokens * x.wide, x.stream(), *kept_router(x), *kept_rows(x)]
-    if s.shared_ffn:
-        kept += _kept_mlp(x, s.shared_ffn)
-        if x.folding.tp > 1:
-            kept.append(x.gathered())
-        if s.shared_gate:
-            kept += [x.stream(), x.tokens * x.wide, x.tokens * x.item]
+    if not s.shared_ffn:
+        return []
+    kept = _kept_mlp(x, s.shared_ffn)
+    if x.folding.tp > 1:
+        kept.append(x.gathered())
+    if s.shared_gate:
+        kept += [x.stream(), x.tokens * x.wide, x.tokens * x.item]
     return kept
 
 
@@ -288,6 +295,11 @@ def kept_loss(x: Local) -> list[int]:
 
 def owed_layer(x: Local, layer: int) -> list[int]:
     """`kernels/cpu/deferred.py`: what the products of a block's weight gradients need, where they are deferred: inputs and gradients of outputs."""
+    return owed_dense_part(x, layer) + (owed_experts(x) if layer in x.spec.moe_layers else [])
+
+
+def owed_dense_part(x: Local, layer: int) -> list[int]:
+    """Of all but the routed experts."""
     s = x.spec
     q, kv = (x.attended * heads * s.head_dim * x.item for heads in (x.heads, x.kv_heads))
     owed = [x.gathered(), q, kv, kv, q, x.gathered()]
@@ -298,7 +310,7 @@ def owed_layer(x: Local, layer: int) -> list[int]:
 
     if layer not in s.moe_layers:
         return owed + mlp(s.dense_ffn)
-    return owed + owed_experts(x) + (mlp(s.shared_ffn) if s.shared_ffn else [])
+    return owed + (mlp(s.shared_ffn) if s.shared_ffn else [])
 
 
 def owed_experts(x: Local) -> list[int]:

@@ -36,7 +36,7 @@ LEAST_OPEN = 4
 CORRECTION = 16
 """`attention.CORRECTION`: columns added to queries and keys."""
 GRADIENT_ROOMS = 2
-"""`GradientBuffers` with `optim.zero = 2`: buffers under way at once, where every pass makes all gradients in order."""
+"""`GradientBuffers` with `optim.zero = 2`: buffers of a family that are alive at once, where every pass makes all gradients in order: one is filled, one reduced."""
 ADAM_CHUNK = 1 << 18
 """`adamw.CHUNK`: elements that the optimizer widens at once, in each lane."""
 PREFETCH_STEPS = 2

@@ -27,7 +27,8 @@ from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import dispatch_spec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.recovery import FIXED_POINT_ITEM, ITEM, moment_bytes, optimizer_bytes
-from phalanx.simulate.memory.activations import Local, batch_bytes, experts_forward, head_forward, kept_layer
+from phalanx.simulate.memory import activations, device_activations
+from phalanx.simulate.memory.activations import Local, batch_bytes
 from phalanx.simulate.memory.balance import SETTLED_STEPS, Balance, expected_balance
 from phalanx.simulate.memory.generated import Generated, generated_code
 from phalanx.simulate.memory.kernel_facts import (
@@ -163,7 +164,10 @@ def state_terms(
     collected = {key: x for key, x in layouts.items() if key not in borrowed}
     in_shards = [x for x in collected.values() if zero == 2 and x.adds_in_shards and not exact]
     whole = sum(x.length for x in collected.values()) - sum(x.length for x in in_shards)
-    shards = sum(x.kept_length for x in in_shards) + GRADIENT_ROOMS * max((x.length for x in in_shards), default=0)
+    families: dict[str, int] = {}
+    for x in in_shards:
+        families[x.rule.family] = max(x.length, families.get(x.rule.family, 0))
+    shards = sum(x.kept_length for x in in_shards) + GRADIENT_ROOMS * sum(families.values())
     return {
         "parameters": sum(x.length for x in layouts.values()) * item,
         "optimizer state": (wide + 2 * (moment or wide)) * sum(x.kept_length for x in layouts.values()),
@@ -331,6 +335,7 @@ class _Run:
             recompute=t.recompute,
             lanes=self.threads,
             rows_share=rows_share,
+            on_device=self.on_device,
             crowded=crowded,
             cp_method=self.recipe.folding.cp_method,
             experts_held=self._experts_held,
@@ -456,9 +461,10 @@ class _Run:
 
     def _validation(self, x: Local) -> dict[str, int]:
         """`eval_loss`: one layer's tensors, or the logits; and all batches."""
-        layer = max((sum(kept_layer(x, i)) + sum(experts_forward(x)) for i in self.layers[-1:]), default=0)
+        of = device_activations if self.on_device else activations
+        layer = max((sum(of.kept_layer(x, i)) + sum(of.experts_forward(x)) for i in self.layers[-1:]), default=0)
         batches = self.recipe.train.eval_batches * self.num_microbatches * batch_bytes(x)
-        return {"working memory": max(layer, sum(head_forward(x))), "batches": batches}
+        return {"working memory": max(layer, sum(of.head_forward(x))), "batches": batches}
 
     # ---- inside a step
 

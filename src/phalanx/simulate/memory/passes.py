@@ -20,7 +20,8 @@ from typing import Literal
 from phalanx.plan.mapping import Stage
 from phalanx.plan.pipeline import AHEAD
 from phalanx.plan.pipeline.schedule import Order
-from phalanx.simulate.memory import activations as act
+from phalanx.simulate.memory import activations, device_activations
+from phalanx.simulate.memory.activations import Local
 from phalanx.simulate.memory.kernel_facts import LEAST_OPEN
 
 Left = Literal["live", "owed"]
@@ -44,7 +45,7 @@ class PassMoment:
 class RankPasses:
     """A rank's stages and what it does with them. `x`: its part of a micro-batch."""
 
-    x: act.Local
+    x: Local
     stages: tuple[Stage, ...]
     order: Order
     max_live: int
@@ -111,8 +112,9 @@ def _under_way(run: RankPasses) -> list[int]:
 class _StageKeeps:
     """One stage: what its passes leave, and its own moments."""
 
-    def __init__(self, x: act.Local, stage: Stage, *, puts_off: bool) -> None:
+    def __init__(self, x: Local, stage: Stage, *, puts_off: bool) -> None:
         self.x, self.stage, self.puts_off = x, stage, puts_off
+        act = self.act = device_activations if x.on_device else activations
         more = x.spec.mtp_blocks if stage.has_head else ()
         self.layers = (*stage.layers, *more)
         self.kept = [act.kept_layer(x, i) for i in self.layers]
@@ -132,38 +134,38 @@ class _StageKeeps:
         """Its end: the last layer with experts, the head."""
         every = self._upto(len(self.layers))
         if self.layers and self._is_moe(self.layers[-1]):
-            yield _moment(f"forward, layer {self.layers[-1]}", every, act.experts_forward(self.x))
+            yield _moment(f"forward, layer {self.layers[-1]}", every, self.act.experts_forward(self.x))
         if self.stage.has_head:
-            yield _moment("forward, the head", every + self.ends, act.head_forward(self.x))
+            yield _moment("forward, the head", every + self.ends, self.act.head_forward(self.x))
 
     def backward(self) -> Iterator[PassMoment]:
         """Goes backward from the head down. What weight gradients need collects as far as they are deferred."""
         x, layers = self.x, self.layers
         if self.stage.has_head:
-            yield _moment("backward, the head", self.left["live"], act.head_backward(x))
+            yield _moment("backward, the head", self.left["live"], self.act.head_backward(x))
         tied = self._tied()
         again = dataclasses.replace(x, recompute="none")
         for i in range(len(layers) - 1, -1, -1):
             layer, done = layers[i], layers[i + 1 :]
-            owed = [n for j in done for n in act.owed_layer(x, j)] if self.puts_off else []
-            redone = act.kept_layer(again, layer) if x.recompute == "full" else []
+            owed = [n for j in done for n in self.act.owed_layer(x, j)] if self.puts_off else []
+            redone = self.act.kept_layer(again, layer) if x.recompute == "full" else []
             if self._is_moe(layer):
-                experts = act.experts_backward(x, weights=not self.puts_off)
+                experts = self.act.experts_backward(x, weights=not self.puts_off)
                 kept = self._upto(i + 1) + redone + owed
                 yield _moment(f"backward, layer {layer}, experts", kept, experts + tied, done)
-                owed = owed + act.owed_experts(x) if self.puts_off else owed
-            attention = act.kept_attention(again if x.recompute == "full" else x)
+                owed = owed + self.act.owed_experts(x) if self.puts_off else owed
+            attention = self.act.kept_attention(again if x.recompute == "full" else x)
             kept = self._upto(i) + attention + owed
-            yield _moment(f"backward, layer {layer}, attention", kept, act.attention_backward(x) + tied, done)
+            yield _moment(f"backward, layer {layer}, attention", kept, self.act.attention_backward(x) + tied, done)
         owed = self.left["owed"] if self.puts_off else []
         if self.stage.has_embedding:
-            yield _moment("backward, the embedding", self.table + owed, act.embedding_backward(x) + tied, layers)
+            yield _moment("backward, the embedding", self.table + owed, self.act.embedding_backward(x) + tied, layers)
         elif owed:
             yield from self.weights()
 
     def weights(self) -> Iterator[PassMoment]:
         """What was deferred: the job that makes most at once, with all others still to do."""
-        made = max((act.largest_owed_gradient(self.x, i) for i in self.layers), key=sum, default=[])
+        made = max((self.act.largest_owed_gradient(self.x, i) for i in self.layers), key=sum, default=[])
         yield _moment("weight gradients", self.left["owed"], made, self.layers)
 
     def _tied(self) -> list[int]:
