@@ -12,6 +12,7 @@ from phalanx.kernels.cpu.permute import combine_rows, gather_rows
 from phalanx.kernels.cpu.rope import RopeTable, apply_rope
 from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.device.cross_entropy import LossWork, losses_and_gradients, scaled
+from phalanx.kernels.device.norm import norm_backward, norm_forward
 from phalanx.kernels.device.rope import turn
 from phalanx.kernels.device.swiglu import swiglu_backward
 
@@ -53,6 +54,14 @@ def rope(dtype: torch.dtype, heads: int, keys: int, dim: int) -> None:
     turn(*turned, table.cos_BSN, table.sin_BSN, back=True)
 
 
+def norm(dtype: torch.dtype, rows: int, width: int) -> None:
+    x, delta, weight = empty(rows, width, dtype=dtype), empty(rows, width, dtype=dtype), empty(width, dtype=dtype)
+    stream, y, scale = norm_forward(x, delta, weight, 1e-6)
+    norm_backward(stream, scale, weight, y, stream)
+    _, y, scale = norm_forward(x, None, weight, 1e-6)
+    norm_backward(x, scale, weight, y, None)
+
+
 def calls() -> dict[str, Callable[[], object]]:
     """Each is called once, under fake tensors."""
     found: dict[str, Callable[[], object]] = {}
@@ -61,6 +70,8 @@ def calls() -> dict[str, Callable[[], object]]:
         found[f"permute {name}"] = partial(permute, dtype)
         found[f"rope {name}"] = partial(rope, dtype, 32, 4, 128)
         found[f"rope of a latent {name}"] = partial(rope, dtype, 128, 1, 64)
+        for rows, width in ((TOKENS, HIDDEN), (32 * TOKENS, 128), (TOKENS, 7168)):
+            found[f"norm {width} {name}"] = partial(norm, dtype, rows, width)
         for vocab in (151_936, 32_000):
             found[f"loss {vocab} {name}"] = partial(loss, dtype, vocab, programs=True)
             found[f"plain loss {vocab} {name}"] = partial(loss, dtype, vocab, programs=False)

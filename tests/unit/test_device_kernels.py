@@ -8,9 +8,12 @@ from kernel_help import agree, close, normal, seeded
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
 
+from phalanx.kernels.cpu.norm import residual_norm
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
 from phalanx.kernels.cpu.rope import apply_rope, rope_table
 from phalanx.kernels.cpu.swiglu import PlainSwiglu, reference_swiglu
+from phalanx.kernels.device import norm
+from phalanx.kernels.device.norm import fused_norm
 from phalanx.kernels.device.rope import fused_rope
 from phalanx.kernels.device.rows import sum_rows, take_rows
 from phalanx.kernels.device.swiglu import fused_swiglu
@@ -136,3 +139,38 @@ def test_rope_turns_parts_of_heads() -> None:
     got = fused_rope(q, k, table.cos_BSN, table.sin_BSN)
     for turned, want in zip(got, apply_rope(q, k, table=table, impl="reference"), strict=True):
         assert turned.is_contiguous() and close(turned, want, 1e-12)
+
+
+# ---- norms ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "width"), [(5, 12), (1, 3), (150, 128), (3, 2100), (0, 8)])
+def test_norm_equals_its_reference(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few parts, so that each has several tiles of rows, and more parts than rows of the last sum."""
+    x, delta, weight = normal(rows, width), normal(rows, width, seed=1), normal(width, seed=2)
+
+    def plain(x: torch.Tensor, delta: torch.Tensor | None, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return residual_norm(x, delta, w, 1e-6, impl="reference")
+
+    for parts in (2, 512):
+        monkeypatch.setattr(norm, "PARTS", parts)
+        monkeypatch.setattr(norm, "SUMS", 4)
+        agree(lambda x, d, w: fused_norm(x, d, w, 1e-6), plain, [x, delta, weight], tolerance=TOLERANCE)
+        agree(
+            lambda x, w: fused_norm(x, None, w, 1e-6), lambda x, w: plain(x, None, w), [x, weight], tolerance=TOLERANCE
+        )
+
+
+def test_norm_of_rows_that_are_apart() -> None:
+    """As the latent of latent attention is: the first columns of a wider product. Only the norm is asked for."""
+    x, w, dy = normal(6, 11).requires_grad_(), normal(8, seed=1).requires_grad_(), normal(6, 8, seed=2)
+    got = torch.autograd.grad(fused_norm(x[:, :8], None, w, 1e-6)[1], (x, w), dy)
+    want = torch.autograd.grad(residual_norm(x[:, :8], None, w, 1e-6, impl="reference")[1], (x, w), dy)
+    assert all(close(a, b, 1e-12) for a, b in zip(got, want, strict=True))
+
+
+def test_stream_alone_has_a_gradient() -> None:
+    x, delta, w = (normal(3, 4, seed=i).requires_grad_() for i in range(3))
+    stream, _ = fused_norm(x, delta, w[0], 1e-6)
+    stream.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 4)) and torch.equal(delta.grad, x.grad) and w.grad is None

@@ -16,6 +16,7 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import cache_blocks
+from phalanx.kernels.device import WIDEST_NORM, fused_norm, runs_programs
 
 BLOCK_ROWS = 256
 """Rows that go through all passes while they are in a core's cache."""
@@ -30,6 +31,8 @@ def rms_norm(
     if x.device.type == "cpu":
         out: torch.Tensor = _CpuRmsNorm.apply(x.reshape(-1, x.shape[-1]), None, w_H, eps, lanes)[1]
         return out.view(x.shape)
+    if _has_program(x):
+        return fused_norm(x.reshape(-1, x.shape[-1]), None, w_H, eps)[1].view(x.shape)
     return F.rms_norm(x, w_H.shape, w_H, eps)
 
 
@@ -43,11 +46,17 @@ def residual_norm(
     lanes: Lanes = SERIAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The residual stream `x + delta` (`x` where nothing is added) and its norm, in one pass forward and one backward."""
+    if impl != "reference" and _has_program(x_TH):
+        return fused_norm(x_TH, delta_TH, w_H, eps)
     if impl == "reference" or x_TH.device.type != "cpu":
         stream_TH = x_TH if delta_TH is None else x_TH + delta_TH
         return stream_TH, rms_norm(stream_TH, w_H, eps, impl=impl)
     out: tuple[torch.Tensor, torch.Tensor] = _CpuRmsNorm.apply(x_TH, delta_TH, w_H, eps, lanes)
     return out
+
+
+def _has_program(x: torch.Tensor) -> bool:
+    return runs_programs(x) and x.shape[-1] <= WIDEST_NORM
 
 
 def _reference(x_TH: torch.Tensor, w_H: torch.Tensor, eps: float) -> torch.Tensor:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         device_cross_entropy as device_cross_entropy,
     )
     from phalanx.kernels.device.launch import runs_programs as runs_programs
+    from phalanx.kernels.device.norm import WIDEST_NORM as WIDEST_NORM, fused_norm as fused_norm
     from phalanx.kernels.device.rope import fused_rope as fused_rope
     from phalanx.kernels.device.rows import sum_rows as sum_rows, take_rows as take_rows
     from phalanx.kernels.device.swiglu import fused_swiglu as fused_swiglu
