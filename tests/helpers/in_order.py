@@ -73,15 +73,18 @@ class Orders:
     """What one rank has posted on all its communicators."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.rank = folder, rank
         self._lock = threading.Lock()
-        self._readers: dict[tuple[str, int], _Reader] = {}
-        self.era = ""
-        """Groups of another generation of a run may have the same names."""
+        self.begin(folder, rank)
+
+    def begin(self, folder: Path, rank: int) -> None:
+        """Groups of another generation of a run have the same names, and other ranks: each has a folder of its own."""
+        with self._lock:
+            self.folder, self.rank = folder, rank
+            self._readers: dict[tuple[str, int], _Reader] = {}
 
     def post(self, group: dist.ProcessGroup, entry: Entry) -> None:
         ranks = dist.get_process_group_ranks(group)
-        name = f"{self.era}{group.group_name}-{'.'.join(map(str, ranks))}"
+        name = f"{group.group_name}-{'.'.join(map(str, ranks))}"
         with self._lock:
             mine = self._reader(name, self.rank)
             mine.path.parent.mkdir(parents=True, exist_ok=True)

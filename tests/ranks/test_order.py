@@ -6,14 +6,17 @@ gloo matches messages by tag and would never notice; NCCL matches by order and w
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import in_order as in_order_module
 import pytest
 import torch
-from in_order import OrderError, crossed, in_order, stuck
+from in_order import Entry, OrderError, Orders, crossed, in_order, stuck
 
 from phalanx.cli.predicting.dry_run import _groups as describe_groups
 from phalanx.core.config import PipelineConfig
@@ -199,3 +202,53 @@ def test_a_dry_run_says_how_many_communicators_there_are(device: str) -> None:
     folding = make_folding(world=4, tp=2, pp=2, ep=2)
     (made,) = set(run_ranks(4, groups_made, folding, device == "cuda"))
     assert describe_groups(folding, device) == [f"groups       {made} process groups of more than one rank"]
+
+
+ALL_TO_ALL = {"op": "all_to_all", "id": "b", "what": "float32 rows of (2)"}
+SUM = {"op": "all_reduce", "id": "a", "what": "4 float32 SUM"}
+PAIRS: dict[str, tuple[Entry, Entry, str]] = {
+    "operation": (SUM, {**SUM, "op": "all_gather"}, "rank 1 posted all_gather of 4 float32 SUM [a], rank 0 posted all_reduce of 4 float32 SUM [a]"),
+    "shape": (SUM, {**SUM, "what": "6 float32 SUM"}, "rank 1 posted all_reduce of 6 float32 SUM [a], rank 0 posted all_reduce of 4 float32 SUM [a]"),
+    "dtype": (SUM, {**SUM, "what": "4 float64 SUM"}, "rank 1 posted all_reduce of 4 float64 SUM [a], rank 0 posted all_reduce of 4 float32 SUM [a]"),
+    "sizes": (
+        {**ALL_TO_ALL, "at": 0, "sends": [1, 2], "takes": [1, 1]},
+        {**ALL_TO_ALL, "at": 1, "sends": [1, 1], "takes": [1, 1]},
+        "sends [1, 1], takes [1, 1] [b], rank 0 posted all_to_all of float32 rows of (2), sends [1, 2], takes [1, 1] [b]",
+    ),
+    "message": (
+        {"op": "messages", "id": "c", "ends": [("send", 1, "4 float32")]},
+        {"op": "messages", "id": "d", "ends": [("receive", 0, "8 float32")]},
+        "rank 1 posted its receive of 8 float32 [d] after 0 collectives, rank 0 posted its send of 4 float32 [c] after 0 collectives",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Orders, Orders]:
+    """A communicator of two ranks, both in this process."""
+    monkeypatch.setattr(in_order_module, "dist", SimpleNamespace(get_process_group_ranks=lambda group: [0, 1]))
+    return SimpleNamespace(group_name="g"), Orders(tmp_path, 0), Orders(tmp_path, 1)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("kind", PAIRS)
+def test_what_does_not_belong_together_is_told_by_both_sides(kind: str, two: tuple[Any, Orders, Orders]) -> None:
+    group, first, second = two
+    for orders in (first, second):
+        orders.post(group, SUM if kind != "message" else {**SUM, "op": "messages", "ends": []})  # these fit
+    first.post(group, PAIRS[kind][0])
+    with pytest.raises(OrderError, match=re.escape(PAIRS[kind][2])):
+        second.post(group, PAIRS[kind][1])
+
+
+@pytest.mark.unit
+def test_ranks_that_wait_for_each_other_are_found(two: tuple[Any, Orders, Orders], tmp_path: Path) -> None:
+    """Both send what is equal, but each before it receives: on one communicator nobody comes to the end."""
+    group, *both = two
+    for orders in both:
+        for way in ("send", "receive"):
+            orders.post(group, {"op": "messages", "id": way, "ends": [(way, 1 - orders.rank, "4 float32")]})
+    assert [text.split("rank ")[1] for text in stuck(tmp_path)] == [
+        "0 waits in messages [send]",
+        "1 waits in messages [send]",
+    ]
