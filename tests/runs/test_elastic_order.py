@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from in_order import crossed, in_order
+from in_order import crossed, in_order, stuck
 from test_elastic import Faults, _command, base, losses, train
 
 __all__ = ["base"]
@@ -18,8 +18,9 @@ FEW = {"resilience__mode": "fast", "train__steps": "6", "optim__zero": "1", "opt
 
 
 def _ordered(args: list[str], folder: str, faults: Faults, *, early: bool = False) -> int:
-    """Body of a process as `_command`: collectives of each generation match by their order. `early`: gradients leave where each rank has them, as they once did."""
+    """Body of a process as `_command`: collectives of each generation match by their order, and state moves in batches. `early`: gradients leave where each rank has them, as they once did."""
     from phalanx.runtime.comm.groups import build_groups
+    from phalanx.runtime.reshard import executor
     from phalanx.train.recovery import elastic
     from phalanx.train.setup import rank
     from phalanx.train.step import passes
@@ -33,6 +34,7 @@ def _ordered(args: list[str], folder: str, faults: Faults, *, early: bool = Fals
         mock.patch.object(rank, "build_groups", as_on_a_device),
         mock.patch.object(elastic, "build_groups", as_on_a_device),
         mock.patch.object(passes, "_some_are_empty", (lambda *_: False) if early else passes._some_are_empty),
+        mock.patch.object(executor, "_Tagged", executor._Batched),
         in_order(Path(folder), rank=-1) as orders,
     ):
 
@@ -49,6 +51,7 @@ def test_ranks_that_heal_post_in_one_order(base: Path) -> None:
     assert train(base, "ordered", faults, body=_ordered, **FEW) == set(faults)
     assert set(losses(base, "ordered")) == set(range(1, 7))
     assert _crossed(base / "printed-ordered", at_least=3) == []
+    assert _stuck_in_moves(base / "printed-ordered") == []
 
 
 def test_gradients_that_leave_wherever_a_rank_has_them_are_found(base: Path) -> None:
@@ -60,3 +63,7 @@ def _crossed(folder: Path, *, at_least: int) -> list[str]:
     generations = [path for path in sorted(folder.glob("generation-*")) if list(path.glob("order-*"))]
     assert len(generations) >= at_least
     return [found for path in generations for found in crossed(path)]
+
+
+def _stuck_in_moves(folder: Path) -> list[str]:
+    return [text for path in folder.glob("generation-*") for text in stuck(path) if "[heal/" in text]
