@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import in_order as in_order_module
 import pytest
@@ -29,6 +30,7 @@ from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
+from phalanx.runtime.pipeline import runner
 from phalanx.train.assembly import assemble
 from phalanx.train.step import passes
 from phalanx.train.step.transaction import StepParts, eval_loss, train_step
@@ -84,6 +86,8 @@ WAYS = {
     "whole tokens": Way(world=4, samples=7, degrees={"ep": 4}, dispatch=DispatchSpec(transport="all_gather")),
     "pp": Way(world=4, samples=7, degrees={"pp": 2, "ep": 2}),
     "pp, tied": Way(world=4, samples=7, degrees={"pp": 2, "ep": 2}, model={"tied_embeddings": True}),
+    "pp, dualpipev": Way(world=4, samples=7, degrees={"pp": 2, "ep": 2}, model={"num_layers": 4}, schedule="dualpipev"),
+    "pp, zbv": Way(world=4, samples=9, degrees={"pp": 2, "ep": 2}, model={"num_layers": 4}, schedule="zbv"),
     "pp, divided backward": Way(world=4, samples=7, degrees={"pp": 2, "ep": 2}, schedule="zero_bubble"),
     "shards with copies": Way(world=4, samples=7, degrees={"ep": 2}, holders=2),
     "all of it": Way(world=8, samples=3, degrees={"pp": 2, "tp": 2, "ep": 4}),
@@ -125,7 +129,8 @@ def batches_of(parts: StepParts, way: Way) -> list[TokenBatch]:
 
 def steps(rank: int, cache: GroupCache, way: Way, folder: Path, plant: str) -> list[float]:
     """Two steps and an evaluation, and the losses of these steps. `plant` puts back what was wrong."""
-    with PLANTED[plant](), in_order(folder, rank=rank):
+    in_batches = mock.patch.object(runner._Executor, "_run_posted", runner._Executor._run_in_batches)  # as on a device
+    with PLANTED[plant](), in_batches, in_order(folder, rank=rank):
         parts = build(rank, cache, way, ordered=plant != "one group")
         losses = [train_step(parts, batches_of(parts, way), step=step, lr=3e-3).loss for step in range(2)]
         return [*losses, eval_loss(parts, batches_of(parts, way))[0]]
