@@ -157,22 +157,29 @@ def state_terms(
     exact: bool = False,
     moment: int | None = None,
     zero: int = 1,
+    rooms: int = 0,
 ) -> dict[str, int]:
     """`ShardedState` and `GradientBuffers`: what a rank holds from the first step to the last. `exact`: gradients are added up in fixed point.
-    `moment`: bytes of an element of a moment; None: as many as of a master. `zero`: 2 adds up gradients in shards."""
+    `moment`: bytes of an element of a moment; None: as many as of a master. `zero`: 2 adds up gradients in shards,
+    beside `rooms` buffers of each family."""
     wide = max(4, item)
     collected = {key: x for key, x in layouts.items() if key not in borrowed}
     in_shards = [x for x in collected.values() if zero == 2 and x.adds_in_shards and not exact]
     whole = sum(x.length for x in collected.values()) - sum(x.length for x in in_shards)
-    families: dict[str, int] = {}
-    for x in in_shards:
-        families[x.rule.family] = max(x.length, families.get(x.rule.family, 0))
-    shards = sum(x.kept_length for x in in_shards) + GRADIENT_ROOMS * sum(families.values())
+    shards = sum(x.kept_length for x in in_shards) + rooms * room_elements(in_shards)
     return {
         "parameters": sum(x.length for x in layouts.values()) * item,
         "optimizer state": (wide + 2 * (moment or wide)) * sum(x.kept_length for x in layouts.values()),
         "gradients": (whole + shards) * (FIXED_POINT_ITEM if exact else wide),
     }
+
+
+def room_elements(layouts: Iterable[FlatLayout]) -> int:
+    """Elements of one buffer of each family of those that add up in shards: of its largest."""
+    families: dict[str, int] = {}
+    for layout in layouts:
+        families[layout.rule.family] = max(layout.length, families.get(layout.rule.family, 0))
+    return sum(families.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,6 +363,7 @@ class _Run:
             exact=self.is_exact,
             moment=moment_bytes(self.recipe),
             zero=self.recipe.optim.zero,
+            rooms=0 if self.on_device else GRADIENT_ROOMS,
         )
 
     def _moment(
@@ -476,7 +484,7 @@ class _Run:
                 "activations": sum(moment.kept),
                 "working memory": sum(moment.working),
                 "heap holes": int(idle),
-                "gradients": self._borrowed_bytes(moment.done),
+                "gradients": self._borrowed_bytes(moment.done) + self._rooms_bytes,
             }
             yield self._moment(when + moment.name, terms, copy=copy)
         apart = self.on_device and self.recipe.optim.zero < 2  # gloo's shard is a view
@@ -515,6 +523,14 @@ class _Run:
             rank_of_stage=plan.schedule.rank_of_stage,
         )
         return pass_moments(passes)
+
+    @cached_property
+    def _rooms_bytes(self) -> int:
+        """`Rooms` on a device, where a buffer is there for as long as it is filled and reduced."""
+        if not self.on_device or self.recipe.optim.zero < 2 or self.is_exact:
+            return 0
+        layouts = (x for key, x in self.layouts.items() if x.adds_in_shards and key not in self.borrowed)
+        return room_elements(layouts) * max(4, self.item)
 
     def _borrowed_bytes(self, layers: Sequence[int]) -> int:
         """Gradients of these layers that stay where autograd made them."""
