@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from phalanx_lab.bench.trace.command import per_layer
+from phalanx_lab.bench.trace.command import even_estimate, per_layer
 from phalanx_lab.bench.trace.order import differences
 from phalanx_lab.bench.trace.shim import run_traces
 
@@ -103,12 +103,37 @@ WORLDS = {
         base=QWEN, words="--model.num_layers 2 --train.seq_len 256 --folding.tp 2", world=1024, ranks=(1023,)
     )
 }
+SHAPES = {
+    "mixtral-8x22b": "--model.num_layers 3 --train.seq_len 2048 --folding.ep 8",
+    "qwen3-235b-a22b, long": "--model.num_layers 2 --train.seq_len 8192 --folding.ep 16 --train.recompute selective",
+    "deepseek-v2, whole groups": "--model.num_layers 4 --train.seq_len 2048 --folding.ep 16",
+    "deepseek-v3, selective": "--model.num_layers 5 --train.seq_len 2048 --folding.ep 32 --train.recompute selective",
+    "olmoe-1b-7b, wide": "--model.num_layers 4 --train.micro_batch 4 --train.seq_len 1024 --folding.ep 8 --train.recompute full",
+    "qwen3-30b-a3b, heads exchanged": "--model.num_layers 3 --train.seq_len 4096 --folding.ep 8 --folding.cp 2 --folding.cp_method ulysses",
+    "mixtral-8x7b, tensor parallel": "--model.num_layers 3 --train.seq_len 4096 --folding.tp 4 --folding.ep 4 --folding.etp 2",
+    "qwen2-57b-a14b, full": "--model.num_layers 4 --train.seq_len 2048 --folding.ep 8 --train.recompute full",
+    "qwen3-30b-a3b, padded": "--model.num_layers 3 --train.seq_len 2048 --folding.ep 4 --dispatch.policy drop --dispatch.pad_to_capacity true",
+    "qwen3-30b-a3b, pipeline": "--model.num_layers 4 --train.seq_len 2048 --folding.ep 4 --folding.pp 2",
+    "mixtral-8x7b, put off": "--model.num_layers 4 --train.seq_len 2048 --folding.ep 4 --folding.pp 2 --pipeline.schedule zero_bubble",
+    "olmoe-1b-7b, sharded": "--model.num_layers 4 --train.seq_len 2048 --folding.ep 4 --optim.zero 2 --optim.state_dtype bfloat16",
+}  # fmt: skip
+"""Shapes that no term of the dry run was fitted to."""
+MEMORY = {
+    name: Case(
+        base=f"--model.preset {name.split(',')[0]}",
+        words=f"--train.micro_batch 1 {words}" if "micro_batch" not in words else words,
+        world=32 if "deepseek-v3" in name else 16 if "16" in words.split() else 8,
+        more={"samples": 16} if "pp 2" in words or "zero 2" in words else {},
+    )
+    for name, words in SHAPES.items()
+}
 GROUPS: dict[str, dict[str, Case]] = {
     "order": ORDER,
     "runs": RUNS,
     "families": FAMILIES,
     "measured": MEASURED,
     "worlds": WORLDS,
+    "memory": MEMORY,
 }
 
 
@@ -145,19 +170,18 @@ def waits_of(told: dict[str, Any], *phases: str) -> list[tuple[str, str, int]]:
 
 def test_the_host_waits_once_a_layer_and_where_the_table_says(traces: Traces) -> None:
     few, more = traces["measured"]["few"][0], traces["measured"]["more"][0]
-    rope = ("copy cpu to cuda", "kernels/cpu/rope.py", 1)
-    assert waits_of(few, "forward", "backward") == [rope, ("copy cuda to cpu", "runtime/moe/dispatch.py", 2)]
-    assert waits_of(more, "forward", "backward") == [rope, ("copy cuda to cpu", "runtime/moe/dispatch.py", 3)]
-    assert waits_of(traces["runs"]["padded"][0], "forward", "backward", "loss") == [rope]
+    assert waits_of(few, "forward", "backward") == [("copy cuda to cpu", "runtime/moe/dispatch.py", 2)]
+    assert waits_of(more, "forward", "backward") == [("copy cuda to cpu", "runtime/moe/dispatch.py", 3)]
+    assert waits_of(traces["runs"]["padded"][0], "forward", "backward", "loss") == []
 
 
 BUDGETS = {
-    "forward_launches": 78,
-    "backward_launches": 84,
+    "forward_launches": 60,
+    "backward_launches": 70,
     "loss_launches_per_4096": 100,
     "syncs_per_layer": 1,
     "kept_bytes_per_token_layer": 106e3,
-    "moved_bytes_per_token_layer": 1.3e6,
+    "moved_bytes_per_token_layer": 1.0e6,
 }
 """On Qwen3-30B-A3B with 8 ranks."""
 
@@ -166,6 +190,13 @@ BUDGETS = {
 def test_a_layer_stays_within_its_budget(traces: Traces, what: str) -> None:
     found = per_layer(*(traces["measured"][name][0] for name in ("few", "more", "twice")))
     assert 0 < found[what] <= BUDGETS[what]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_dry_run_is_within_5_percent_of_the_trace(traces: Traces, name: str) -> None:
+    case, (told,) = MEMORY[name], traces["memory"][name]
+    estimate = even_estimate(case.asked[0]["settings"], world=case.world, samples=case.more.get("samples"))
+    assert 0.95 <= estimate.peak_bytes / told["peak_bytes"] <= 1.05
 
 
 def call(op: str, *sizes: int, ranks: Sequence[int] = (0, 1), **more: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,11 +30,12 @@ from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes
 from phalanx.kernels.native import user_folder
-from phalanx.plan.mapping import plain_placement, resolve_mapping
-from phalanx.plan.model import PRESETS, resolve_model
-from phalanx.simulate.memory.memory import estimate_memory
+from phalanx.plan.mapping import plain_placement
+from phalanx.plan.model import PRESETS
+from phalanx.simulate.memory import Balance, MemoryEstimate, estimate_memory
 from phalanx_lab.bench.trace.order import differences
 from phalanx_lab.bench.trace.shim import run_traces
+from phalanx_lab.bench.trace.steps import TracedCase, recipe_of, shape_of
 
 LOSS_TOKENS = 4096
 Trace = Mapping[str, Any]
@@ -223,22 +224,25 @@ def _kept(few: Trace, more: Trace) -> dict[str, float]:
 
 
 def memory_of(settings: Sequence[str], options: TraceArgs, whole: Trace) -> dict[str, Any]:
-    """The peak of a step of the whole model, beside the dry run's, for routing that loads all experts alike."""
-    recipe = load_recipe(None, [*settings, "--launch.device", "cuda"])
-    spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=PRESETS[recipe.model.preset].vocab)
-    folding = resolve_mapping(recipe.folding, spec, world=options.world, seq_len=recipe.train.seq_len)
-    recipe = replace(recipe, train=replace(recipe.train, global_batch=folding.replicas * recipe.train.micro_batch))
-    placement = plain_placement(spec.num_experts, folding.of_rank(options.rank))
-    estimate = estimate_memory(recipe, spec, folding, rank=options.rank, placement=placement)
-    even = max(sum(v for k, v in m.terms.items()) for m in estimate.moments)
+    """The peak of a step of the whole model, beside the dry run's."""
+    estimate = even_estimate(settings, world=options.world, rank=options.rank)
     return {
         "static_bytes": whole["static_bytes"],
         "peak_bytes": whole["peak_bytes"],
         "peak_at": whole["peak_at"],
-        "dry_run_bytes": even,
-        "dry_run_over_trace": even / whole["peak_bytes"],
+        "dry_run_bytes": estimate.peak_bytes,
+        "dry_run_over_trace": estimate.peak_bytes / whole["peak_bytes"],
         "dry_run_terms": dict(estimate.peak.terms),
     }
+
+
+def even_estimate(settings: Sequence[str], *, world: int, rank: int = 0, samples: int | None = None) -> MemoryEstimate:
+    """What the dry run says of a rank, for routing that loads all experts alike, as a trace has it. `samples`: micro-batches of the step, as of `TracedCase`."""
+    recipe = recipe_of(TracedCase(settings=tuple(settings), world=world, rank=rank, samples=samples))
+    spec, folding = shape_of(recipe, world=world)
+    placement = plain_placement(spec.num_experts, folding.of_rank(rank))
+    even = Balance(first=1.0, later=1.0, source="all experts alike")
+    return estimate_memory(recipe, spec, folding, rank=rank, placement=placement, balance=even)
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:

@@ -87,7 +87,7 @@ def tile_order(tiles: Sequence[Tile], device: torch.device) -> torch.Tensor | No
 def row_parts(tiles: Sequence[Tile], ends: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 (n,): the part of each row of a source."""
     sizes = np.diff(np.array(part_rows(tiles, ends), np.int64), prepend=0)
-    part_n = repeated(np.arange(len(ends)), sizes, device)
+    (part_n,) = repeated([(np.arange(len(ends)), sizes)], device)
     order = tile_order(tiles, device)
     return part_n if order is None else part_n[_inverse(order)]
 

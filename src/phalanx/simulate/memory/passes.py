@@ -117,8 +117,8 @@ class _StageKeeps:
         act = self.act = device_activations if x.on_device else activations
         more = x.spec.mtp_blocks if stage.has_head else ()
         self.layers = (*stage.layers, *more)
-        self.kept = [act.kept_layer(x, i) for i in self.layers]
-        self.table = act.kept_table(x)
+        self.kept: list[list[int]] = [act.kept_layer(x, i) for i in self.layers]
+        self.table: list[int] = act.kept_table(x)
         self.ends = act.kept_norm(x) if stage.has_head else []
         loss = act.kept_loss(x) if stage.has_head else []
         owed = [n for i in self.layers for n in act.owed_layer(x, i)]
@@ -165,7 +165,7 @@ class _StageKeeps:
 
     def weights(self) -> Iterator[PassMoment]:
         """What was deferred: the job that makes most at once, with all others still to do."""
-        made = max((self.act.largest_owed_gradient(self.x, i) for i in self.layers), key=sum, default=[])
+        made: list[int] = max((self.act.largest_owed_gradient(self.x, i) for i in self.layers), key=sum, default=[])
         yield _moment("weight gradients", self.left["owed"], made, self.layers)
 
     def _tied(self) -> list[int]:
