@@ -7,10 +7,12 @@ from functools import partial
 
 import torch
 
+from phalanx.kernels.cpu.adamw import adamw_
 from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
 from phalanx.kernels.cpu.rope import RopeTable, apply_rope
 from phalanx.kernels.cpu.swiglu import swiglu
+from phalanx.kernels.device.adamw import AdamRule, RunTable, fused_adamw
 from phalanx.kernels.device.cross_entropy import LossWork, losses_and_gradients, scaled
 from phalanx.kernels.device.norm import norm_backward, norm_forward
 from phalanx.kernels.device.rope import turn
@@ -62,12 +64,22 @@ def norm(dtype: torch.dtype, rows: int, width: int) -> None:
     norm_backward(x, scale, weight, y, None)
 
 
+def adamw(dtype: torch.dtype) -> None:
+    size, rule = 48 * TOKENS * HIDDEN, AdamRule(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7)
+    state = (empty(size), empty(size), empty(size))
+    grad, out = empty(size // 2, dtype=dtype), empty(2 * size, dtype=torch.bfloat16)
+    table = RunTable(runs_R4=empty(194, 4, dtype=torch.int64), start=size // 4)
+    fused_adamw(state, grad, out, rule, scale=0.5, table=table)
+    adamw_(empty(1000), empty(1000, dtype=dtype), empty(1000), empty(1000), scale=empty(), **vars(rule))
+
+
 def calls() -> dict[str, Callable[[], object]]:
     """Each is called once, under fake tensors."""
     found: dict[str, Callable[[], object]] = {}
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         found[f"permute {name}"] = partial(permute, dtype)
+        found[f"adamw {name}"] = partial(adamw, dtype)
         found[f"rope {name}"] = partial(rope, dtype, 32, 4, 128)
         found[f"rope of a latent {name}"] = partial(rope, dtype, 128, 1, 64)
         for rows, width in ((TOKENS, HIDDEN), (32 * TOKENS, 128), (TOKENS, 7168)):

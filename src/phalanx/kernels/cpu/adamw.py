@@ -13,22 +13,13 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.words import phase_of, reference_word_sum
+from phalanx.kernels.device import AdamRule, fused_adamw, has_adamw
 
 CHUNK = 1 << 18
 """Elements that go through memory once: gradient, master and moments of a chunk stay in a core's cache between the three passes."""
 
 PIECE = 1 << 20
 """Elements of a piece of work of the compiled kernel, which goes through memory once whatever the size."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rule:
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
 
 
 def adamw_(
@@ -59,7 +50,7 @@ def adamw_(
         native = None
     if sums is not None and native is None:
         sums[:3] += _word_sums((master, exp_avg, exp_avg_sq))
-    rule = _Rule(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step)
+    rule = AdamRule(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step)
     if native is not None:
         corrections = (1 - beta1**step, 1 - beta2**step)
         numbers = (float(scale), lr, beta1, beta2, eps, weight_decay, *corrections)
@@ -81,6 +72,8 @@ def adamw_(
         _reference(master, grad.to(master.dtype) * scale, exp_avg, exp_avg_sq, rule)
         if out is not None:
             out.copy_(master)
+    elif has_adamw(master):
+        fused_adamw((master, exp_avg, exp_avg_sq), grad, out, rule, scale=scale)
     else:
         _by_chunks((master, exp_avg, exp_avg_sq), grad, out, rule, scale=scale, lanes=lanes)
     if sums is not None:
@@ -97,7 +90,7 @@ def _by_chunks(
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     grad: torch.Tensor,
     out: torch.Tensor | None,
-    rule: _Rule,
+    rule: AdamRule,
     *,
     scale: float | torch.Tensor,
     lanes: Lanes,
@@ -105,9 +98,9 @@ def _by_chunks(
     """By torch's fused kernel."""
     master, exp_avg, exp_avg_sq = state
     size = min(CHUNK, master.numel()) if master.device.type == "cpu" else master.numel()
-    factor = torch.as_tensor(scale, dtype=master.dtype, device=master.device)
+    factor = _there(scale, master)
     in_kernel = master.dtype == torch.float32  # the fused kernel divides by an fp32 number: too coarse for fp64
-    counts = _Counts(torch.tensor(float(rule.step), device=master.device), 1.0 / factor if in_kernel else None)
+    counts = _Counts(_there(rule.step, master, dtype=torch.float32), 1.0 / factor if in_kernel else None)
     scratch = [torch.empty(size, dtype=master.dtype, device=master.device) for _ in range(lanes.count)]
 
     def run(start: int, lane: int) -> None:
@@ -123,6 +116,13 @@ def _by_chunks(
     lanes.run(run, range(0, master.numel(), max(1, size)))
 
 
+def _there(number: float | torch.Tensor, like: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """0-d, where `like` is; a number is written by the device, for which the host need not wait as for a copy."""
+    if isinstance(number, torch.Tensor):
+        return number.to(like.device, dtype or like.dtype, non_blocking=True)
+    return torch.full((), number, dtype=dtype or like.dtype, device=like.device)
+
+
 @dataclass(frozen=True, eq=False)
 class _Counts:
     """0-d tensors that the fused kernel wants: the step, and what the gradient is divided by (fp32, None for one)."""
@@ -132,7 +132,7 @@ class _Counts:
 
 
 def _reference(
-    master: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, rule: _Rule
+    master: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, rule: AdamRule
 ) -> None:
     exp_avg.lerp_(grad, 1 - rule.beta1)
     exp_avg_sq.mul_(rule.beta2).addcmul_(grad, grad, value=1 - rule.beta2)
@@ -146,7 +146,7 @@ def _fused(
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    rule: _Rule,
+    rule: AdamRule,
     counts: _Counts,
 ) -> None:
     """Torch's one-pass kernel (the one behind `torch.optim.AdamW(fused=True)`), which counts nothing itself. Overwrites `grad`."""

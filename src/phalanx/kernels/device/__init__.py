@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
+    from phalanx.kernels.device.adamw import (
+        AdamRule as AdamRule,
+        RunTable as RunTable,
+        fused_adamw as fused_adamw,
+        has_adamw as has_adamw,
+    )
     from phalanx.kernels.device.attention import device_attention as device_attention
     from phalanx.kernels.device.cross_entropy import (
         LossWork as LossWork,

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
         NORM_BITS as NORM_BITS,
         GradientBuffers as GradientBuffers,
         ReducedGradients as ReducedGradients,
+        Segment as Segment,
         borrowable as borrowable,
     )
-    from phalanx.runtime.state.optimizer import ShardedState as ShardedState
+    from phalanx.runtime.state.optimizer import FamilyState as FamilyState, ShardedState as ShardedState
     from phalanx.runtime.state.sums import StateSums as StateSums
     from phalanx.runtime.state.views import shard_views as shard_views, views_of as views_of
 else:

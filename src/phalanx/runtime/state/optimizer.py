@@ -15,9 +15,11 @@ below fp32; each element of a logical tensor has exactly one `primary` holder; a
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -69,6 +71,23 @@ class FamilyState:
                 return part[start - at : stop - at]
             at += len(part)
         raise IndexError(f"elements [{start}, {stop}) of {at}")
+
+    @property
+    def rounded_whole(self) -> torch.Tensor:
+        """Where all that is kept goes, in the compute type: the places of `run_table`."""
+        return self.flat if self.rounded is None else self.rounded
+
+    @cached_property
+    def run_table(self) -> torch.Tensor:
+        """(R, 4) int64 beside the state: of each run its first element, its end, whether it decays, and its place in `rounded_whole` less that in what is kept."""
+        ends = list(accumulate(stop - first for first, stop in self.layout.kept_runs))
+        shifts = [stop - end for (_, stop), end in zip(self.layout.kept_runs, ends, strict=True)]
+        rows = [
+            (run.start, run.stop, int(run.decay), 0 if self.rounded is not None else shifts[bisect(ends, run.start)])
+            for run in self.runs
+        ]
+        table = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+        return table.to(self.master.device, non_blocking=True)
 
     @cached_property
     def pieces(self) -> tuple[tuple[FlatPiece, int, bool], ...]:

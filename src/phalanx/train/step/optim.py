@@ -7,6 +7,7 @@ Must never change: an update is elementwise in (state, scaled gradient), so it c
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,8 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.adamw import adamw_
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.narrow_moments import adamw_of_narrow_
-from phalanx.runtime.state import ReducedGradients, ShardedState
+from phalanx.kernels.device import AdamRule, RunTable, fused_adamw, has_adamw
+from phalanx.runtime.state import FamilyState, ReducedGradients, Segment, ShardedState
 
 
 def learning_rate(step: int, config: OptimConfig, *, total_steps: int) -> float:
@@ -68,6 +70,9 @@ class AdamW:
         """Update all that this rank keeps in place from `scale * gradient`, and round it. `step` counts from 0."""
         for family, segments in gradients.segments.items():
             target = state.families[family]
+            if self.impl == "fast" and state.sums is None and has_adamw(target.master):
+                self._commit_by_launches(target, segments, step=step, lr=lr, scale=scale)
+                continue
             sums = None if state.sums is None else torch.zeros(7, dtype=torch.int64, device=target.master.device)
             for segment in segments:
                 for run in target.runs_in(segment.start, segment.start + segment.tensor.numel()):
@@ -84,6 +89,17 @@ class AdamW:
                     )
             if state.sums is not None and sums is not None:
                 state.sums.updated(family, state.KINDS, sums)
+
+    def _commit_by_launches(
+        self, target: FamilyState, segments: Iterable[Segment], *, step: int, lr: float, scale: float
+    ) -> None:
+        """On a GPU: all runs of a segment at once."""
+        c = self.config
+        rule = AdamRule(lr=lr, beta1=c.beta1, beta2=c.beta2, eps=c.eps, weight_decay=c.weight_decay, step=step + 1)
+        state = (target.master, target.exp_avg, target.exp_avg_sq)
+        for segment in segments:
+            table = RunTable(runs_R4=target.run_table, start=segment.start)
+            fused_adamw(state, segment.tensor, target.rounded_whole, rule, scale=scale, table=table)
 
     def update(
         self,
