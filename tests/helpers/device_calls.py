@@ -70,6 +70,8 @@ def adamw(dtype: torch.dtype) -> None:
     grad, out = empty(size // 2, dtype=dtype), empty(2 * size, dtype=torch.bfloat16)
     table = RunTable(runs_R4=empty(194, 4, dtype=torch.int64), start=size // 4)
     fused_adamw(state, grad, out, rule, scale=0.5, table=table)
+    narrow = empty(size, dtype=torch.bfloat16)
+    fused_adamw((state[0], narrow, narrow), grad, out, rule, scale=0.5, table=table)
     adamw_(empty(1000), empty(1000, dtype=dtype), empty(1000), empty(1000), scale=empty(), **vars(rule))
 
 

@@ -12,7 +12,9 @@ from kernel_help import close, normal
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
 
 from phalanx.core.config import OptimConfig
+from phalanx.kernels.cpu import narrow_moments
 from phalanx.kernels.cpu.adamw import adamw_
+from phalanx.kernels.cpu.narrow_moments import adamw_of_narrow_, rounded
 from phalanx.kernels.device import adamw
 from phalanx.kernels.device.adamw import AdamRule, RunTable, fused_adamw
 from phalanx.kernels.triton.tiles import is_interpreted
@@ -20,7 +22,8 @@ from phalanx.plan.layout.parameters import flat_layouts
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.model.model import PRESETS, parameters
-from phalanx.runtime.state.gradients import ReducedGradients, Segment
+from phalanx.runtime.state.boxes import Segment
+from phalanx.runtime.state.gradients import ReducedGradients
 from phalanx.runtime.state.optimizer import ShardedState
 from phalanx.train.step import optim
 from phalanx.train.step.optim import AdamW
@@ -111,3 +114,30 @@ def test_a_commit_by_launches_equals_one_run_by_run(way: str, rank: int, monkeyp
             assert (start, stop, bool(decays)) == (run.start, run.stop, run.decay)
             place = family.rounded_part(start, stop)
             assert place.data_ptr() == family.rounded_whole[start + shift : stop + shift].data_ptr()
+
+
+def test_moments_in_bf16_are_rounded_as_their_reference_is() -> None:
+    size = 3000
+    master, first, second = fresh(size)
+    state = master, first.bfloat16(), second.square().bfloat16()
+    want, before = [x.float() for x in state], [x.clone() for x in state]
+    grad = normal(size, seed=12)
+    for moments in (want, state):
+        fused_adamw((moments[0], moments[1], moments[2]), grad.float(), None, RULE, scale=0.7)
+    assert torch.equal(state[0], want[0])
+    for got, exact, old in zip(state[1:], want[1:], before[1:], strict=True):
+        assert got.dtype == torch.bfloat16 and torch.equal(got, rounded(exact, want[0]))
+        assert not torch.equal(got, exact.bfloat16()) and not torch.equal(got, old)
+
+
+def test_the_update_of_narrow_moments_takes_the_launch_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for by_launch in (True, False):
+        monkeypatch.setattr(narrow_moments, "has_adamw", lambda master, answer=by_launch: answer)
+        master, first, second = fresh(2000)
+        state = master, first.bfloat16(), second.bfloat16()
+        grad = normal(2000, seed=13).float()
+        adamw_of_narrow_(state[0], grad, state[1], state[2], step=2, scale=0.5, **NUMBERS)
+        found.append(state)
+    assert torch.allclose(found[0][0], found[1][0], rtol=2e-5, atol=1e-7)
+    assert all(close(a, b.double(), 1e-2) for a, b in zip(found[0][1:], found[1][1:], strict=True))

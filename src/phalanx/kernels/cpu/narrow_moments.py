@@ -16,6 +16,7 @@ import torch
 from phalanx.kernels.cpu.adamw import CHUNK, adamw_
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.words import phase_of, reference_word_sum
+from phalanx.kernels.device import AdamRule, fused_adamw, has_adamw
 
 NARROW = torch.bfloat16
 ROOM = 1 << 24
@@ -35,6 +36,9 @@ def adamw_of_narrow_(
 ) -> None:
     """What `adamw_` does, with `exp_avg` and `exp_avg_sq` in bf16 and fp32 `master`. `rule`: its other arguments."""
     kept = (master, exp_avg, exp_avg_sq)
+    if rule.get("impl", "fast") == "fast" and sums is None and has_adamw(master):
+        numbers = {name: value for name, value in rule.items() if name not in ("impl", "scale")}
+        return fused_adamw(kept, grad, out, AdamRule(**numbers), scale=rule.get("scale", 1.0))
     if sums is not None:
         sums[:3] += torch.stack([reference_word_sum(x) for x in kept])
     size = CHUNK if master.device.type == "cpu" else ROOM

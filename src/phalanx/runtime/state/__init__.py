@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.runtime.state.boxes import BoxTensor as BoxTensor
+    from phalanx.runtime.state.boxes import BoxTensor as BoxTensor, Segment as Segment
     from phalanx.runtime.state.gradients import (
         NORM_BITS as NORM_BITS,
         GradientBuffers as GradientBuffers,
         ReducedGradients as ReducedGradients,
-        Segment as Segment,
         borrowable as borrowable,
     )
     from phalanx.runtime.state.optimizer import FamilyState as FamilyState, ShardedState as ShardedState

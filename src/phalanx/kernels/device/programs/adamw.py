@@ -53,6 +53,24 @@ def adamw(
 
 
 @triton.jit
+def scattered(bits_B):
+    """`narrow_moments._hash`."""
+    bits_B = bits_B ^ ((bits_B >> 16) & 0xFFFF)
+    bits_B = bits_B * -0x7A143595
+    bits_B = bits_B ^ ((bits_B >> 13) & 0x7FFFF)
+    bits_B = bits_B * -0x3D4D51CB
+    return bits_B ^ ((bits_B >> 16) & 0xFFFF)
+
+
+@triton.jit
+def narrowed(x_B, salt_B):
+    """`narrow_moments.rounded`: fp32 numbers of which bf16 has room for all bits that are left."""
+    bits_B = x_B.to(tl.int32, bitcast=True)
+    drawn_B = scattered(bits_B ^ scattered(salt_B.to(tl.int32, bitcast=True)))
+    return ((bits_B + (drawn_B & 0xFFFF)) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def update(
     master, exp_avg, exp_avg_sq, grad, out, factor, first, lower, upper, start, shift,
     step_size, decay, first_share, second_share, root_correction, eps,
@@ -63,13 +81,16 @@ def update(
     here_B = (at_B >= lower) & (at_B < upper)
     g_B = tl.load(grad + (at_B - start), mask=here_B, other=0.0).to(tl.float32) * factor
     x_B = tl.load(master + at_B, mask=here_B, other=0.0)
-    m_B = tl.load(exp_avg + at_B, mask=here_B, other=0.0)
-    v_B = tl.load(exp_avg_sq + at_B, mask=here_B, other=0.0)
+    m_B = tl.load(exp_avg + at_B, mask=here_B, other=0.0).to(tl.float32)
+    v_B = tl.load(exp_avg_sq + at_B, mask=here_B, other=0.0).to(tl.float32)
     m_B += first_share * (g_B - m_B)
     v_B += second_share * (g_B * g_B - v_B)
     x_B = x_B - decay * x_B - step_size * (m_B / (tl.sqrt(v_B) * root_correction + eps))
     tl.store(master + at_B, x_B, mask=here_B)
-    tl.store(exp_avg + at_B, m_B, mask=here_B)
-    tl.store(exp_avg_sq + at_B, v_B, mask=here_B)
+    if exp_avg.dtype.element_ty == tl.bfloat16:
+        m_B = narrowed(m_B, x_B)
+        v_B = narrowed(v_B, x_B)
+    tl.store(exp_avg + at_B, m_B.to(exp_avg.dtype.element_ty), mask=here_B)
+    tl.store(exp_avg_sq + at_B, v_B.to(exp_avg_sq.dtype.element_ty), mask=here_B)
     if ROUNDS:
         tl.store(out + (at_B + shift), x_B.to(out.dtype.element_ty), mask=here_B)
