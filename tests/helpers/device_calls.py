@@ -11,11 +11,13 @@ from phalanx.kernels.cpu.adamw import adamw_
 from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
 from phalanx.kernels.cpu.rope import RopeTable, apply_rope
+from phalanx.kernels.cpu.square_sum import square_sums
 from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.device.adamw import AdamRule, RunTable, fused_adamw
 from phalanx.kernels.device.cross_entropy import LossWork, losses_and_gradients, scaled
 from phalanx.kernels.device.norm import norm_backward, norm_forward
 from phalanx.kernels.device.rope import turn
+from phalanx.kernels.device.sums import device_checksums
 from phalanx.kernels.device.swiglu import swiglu_backward
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -75,6 +77,12 @@ def adamw(dtype: torch.dtype) -> None:
     adamw_(empty(1000), empty(1000, dtype=dtype), empty(1000), empty(1000), scale=empty(), **vars(rule))
 
 
+def sums(dtype: torch.dtype) -> None:
+    tensors = [empty(48 * TOKENS * HIDDEN, dtype=dtype), empty(HIDDEN, dtype=dtype)]
+    square_sums(tensors)
+    device_checksums(tensors)
+
+
 def calls() -> dict[str, Callable[[], object]]:
     """Each is called once, under fake tensors."""
     found: dict[str, Callable[[], object]] = {}
@@ -82,6 +90,7 @@ def calls() -> dict[str, Callable[[], object]]:
         name = str(dtype).removeprefix("torch.")
         found[f"permute {name}"] = partial(permute, dtype)
         found[f"adamw {name}"] = partial(adamw, dtype)
+        found[f"sums {name}"] = partial(sums, dtype)
         found[f"rope {name}"] = partial(rope, dtype, 32, 4, 128)
         found[f"rope of a latent {name}"] = partial(rope, dtype, 128, 1, 64)
         for rows, width in ((TOKENS, HIDDEN), (32 * TOKENS, 128), (TOKENS, 7168)):

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32",
-    torch.uint8: "*u8", torch.bool: "*i1",
+    torch.int16: "*i16", torch.uint8: "*u8", torch.bool: "*i1",
 }  # fmt: skip
 LOOKS = (
     "alias as_strided detach empty empty_like empty_strided expand new_empty permute select slice split split_with_sizes squeeze t transpose unbind unsqueeze "

@@ -1,4 +1,4 @@
-"""AdamW on devices: Triton's programs under its interpreter against their plain references."""
+"""AdamW, square sums and checksums on devices: Triton's programs under its interpreter against their plain references."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install 'phal
 from phalanx.core.config import OptimConfig
 from phalanx.kernels.cpu import narrow_moments
 from phalanx.kernels.cpu.adamw import adamw_
+from phalanx.kernels.cpu.checksum import POSITIVE, checksums, reference_checksum
 from phalanx.kernels.cpu.narrow_moments import adamw_of_narrow_, rounded
-from phalanx.kernels.device import adamw
+from phalanx.kernels.cpu.square_sum import square_sums
+from phalanx.kernels.device import adamw, sums
 from phalanx.kernels.device.adamw import AdamRule, RunTable, fused_adamw
+from phalanx.kernels.device.sums import device_checksums, device_square_sums
 from phalanx.kernels.triton.tiles import is_interpreted
 from phalanx.plan.layout.parameters import flat_layouts
 from phalanx.plan.mapping.folding import make_folding
@@ -141,3 +144,58 @@ def test_the_update_of_narrow_moments_takes_the_launch_where_it_can(monkeypatch:
         found.append(state)
     assert torch.allclose(found[0][0], found[1][0], rtol=2e-5, atol=1e-7)
     assert all(close(a, b.double(), 1e-2) for a, b in zip(found[0][1:], found[1][1:], strict=True))
+
+
+# ---- sums ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [3, 1024])
+def test_square_sums(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "PARTS", parts)
+    tensors = [normal(n, seed=n).to(kind) for n, kind in ((1, torch.float32), (0, torch.float32), (9000, torch.bfloat16), (5000, torch.float64))]  # fmt: skip
+    got, want = device_square_sums(tensors), square_sums(tensors, impl="reference")
+    assert got.dtype == torch.float64 and got.dim() == 0 and got.item() == pytest.approx(want.item(), rel=1e-14)
+    assert device_square_sums(tensors[1:2]).item() == 0
+    tensors[2][8999] = torch.inf
+    assert not device_square_sums(tensors).isfinite()
+
+
+def test_square_sums_are_wider_than_their_terms() -> None:
+    """1e30 squared is no fp32 number, and 1 beside 2^26 squared is lost in one."""
+    assert device_square_sums([torch.full((2,), 1e30)]).item() == pytest.approx(2e60, rel=1e-6)
+    assert device_square_sums([torch.tensor([2.0**26, 1.0])]).item() == 2.0**52 + 1
+
+
+@pytest.mark.parametrize("parts", [2, 1024])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.float64])
+def test_checksums_equal_their_reference(dtype: torch.dtype, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "PARTS", parts)
+    for size in (1, 2, 3, 5000):
+        x = (1000 * normal(size + 1, seed=size)).to(torch.float32).to(dtype)
+        for part in (x, x[1:], x[:0]):
+            assert torch.equal(device_checksums([x, part])[1], reference_checksum(part)), (size, len(part))
+
+
+def test_a_checksum_sees_each_bit_and_each_place() -> None:
+    x = normal(37).to(torch.bfloat16)
+    before = checksums([x])
+    for at in range(37):
+        for bit in range(16):
+            y = x.clone()
+            y.view(torch.int16)[at] ^= -(2**15) if bit == 15 else 1 << bit
+            assert checksums([y]) != before
+    for at in range(36):
+        y = x.clone()
+        y[at], y[at + 1] = x[at + 1], x[at]
+        assert (checksums([y]) == before) == bool(x[at] == x[at + 1])
+    assert 0 <= before[0] <= POSITIVE and checksums([]) == []
+    assert checksums([x.view(1, -1).T]) == before, "rows that are apart"
+
+
+def test_a_checksum_is_what_is_written_down() -> None:
+    """By Python's own whole numbers."""
+    words, total = [3, 2**32 - 1, 7], 0
+    for place, word in enumerate(words, 1):
+        mixed = place * 0x9E3779B97F4A7C15 % 2**64
+        total += word * ((mixed ^ (mixed >> 32)) | 1)
+    assert checksums([torch.tensor([3, -1, 7], dtype=torch.int32)]) == [total % 2**63]

@@ -16,6 +16,7 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.scripted import scripted
+from phalanx.kernels.device import device_square_sums, runs_programs
 
 CHUNK = 1 << 16
 """Elements: 512 KiB in fp64, which stays in a core's second-level cache."""
@@ -24,14 +25,16 @@ PIECE = 1 << 21
 
 
 def square_sum(x: torch.Tensor, *, impl: Impl = "fast", lanes: Lanes = SERIAL) -> torch.Tensor:
-    """0-d fp64 sum of the squares of contiguous `x`. NaN or infinite where an element is (or the sum overflows: fp64 on a CPU, fp32
-    on a GPU)."""
+    """0-d fp64 sum of the squares of contiguous `x`. NaN or infinite where an element is (or the sum overflows: fp64, on a GPU
+    without Triton fp32)."""
     return square_sums([x], impl=impl, lanes=lanes)
 
 
 def square_sums(tensors: Sequence[torch.Tensor], *, impl: Impl = "fast", lanes: Lanes = SERIAL) -> torch.Tensor:
     """0-d fp64 sum of the squares of all elements of contiguous `tensors`, which are shared out among the lanes in pieces."""
     device = tensors[0].device
+    if impl != "reference" and runs_programs(tensors[0]):
+        return device_square_sums(tensors)
     if impl == "reference" or device.type != "cpu" or tensors[0].dtype == torch.float64:
         return torch.stack([_plain(x, impl) for x in tensors]).sum()
     pieces = [x[start : start + PIECE] for x in (t.reshape(-1) for t in tensors) for start in range(0, len(x), PIECE)]

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from phalanx.kernels.device.norm import WIDEST_NORM as WIDEST_NORM, fused_norm as fused_norm
     from phalanx.kernels.device.rope import fused_rope as fused_rope
     from phalanx.kernels.device.rows import sum_rows as sum_rows, take_rows as take_rows
+    from phalanx.kernels.device.sums import (
+        device_checksums as device_checksums,
+        device_square_sums as device_square_sums,
+    )
     from phalanx.kernels.device.swiglu import fused_swiglu as fused_swiglu
 else:
     __getattr__ = lazy(__name__)

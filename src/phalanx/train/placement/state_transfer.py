@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from phalanx.core.errors import PeerError, RunError
+from phalanx.kernels.cpu.checksum import checksums as device_sums
 from phalanx.plan.layout import STATE_KINDS, Box, TensorLayout, cells
 from phalanx.plan.recovery import STATE_MOVE_ID, GenerationPlan
 from phalanx.plan.reshard import Hosts, Move
@@ -222,20 +223,23 @@ def cut_of(plan: GenerationPlan) -> dict[str, list[Box]]:
 
 
 def checksums(boxes: Sequence[BoxTensor], *, cut: Mapping[str, Sequence[Box]]) -> dict[StatePiece, int]:
-    """CRC-32 of each piece of state: a box of a tensor, or, of a parameter in `cut`, each of its parts, whatever else is held with it."""
-    out: dict[StatePiece, int] = {}
+    """Checksum of each piece of state: a box of a tensor, or, of a parameter in `cut`, each of its parts, whatever else is held with it."""
+    found: dict[StatePiece, torch.Tensor] = {}
     for held in boxes:
         for cell in cut.get(held.name.split("/", 1)[1], (held.box,)):
             if cell == held.box:
-                out[StatePiece(held.name, cell)] = _sum(held.tensor)
+                found[StatePiece(held.name, cell)] = held.tensor
             elif held.box.contains(cell):
                 inside = cell.shifted([-offset for offset in held.box.offsets])
-                out[StatePiece(held.name, cell)] = _sum(held.tensor[inside.slices()])
-    return out
+                found[StatePiece(held.name, cell)] = held.tensor[inside.slices()]
+    there = {piece: x for piece, x in found.items() if x.device.type != "cpu"}
+    sums = dict(zip(there, device_sums(list(there.values())), strict=True))
+    return {piece: sums[piece] if piece in sums else _crc(x) for piece, x in found.items()}
 
 
-def _sum(x: torch.Tensor) -> int:
-    return zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+def _crc(x: torch.Tensor) -> int:
+    """CRC-32."""
+    return zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def compare(told: Sequence[Mapping[Any, int]]) -> int:
