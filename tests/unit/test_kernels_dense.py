@@ -8,7 +8,7 @@ from kernel_help import LANES, agree, normal, pool_of, seeded
 
 from phalanx.kernels.cpu.embedding import embed
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.kernels.cpu.linear import COLUMNS, ROWS, linear, projections
+from phalanx.kernels.cpu.linear import COLUMNS, ROWS, _Projections, linear, projections
 from phalanx.kernels.cpu.norm import residual_norm, rms_norm
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
 from phalanx.kernels.cpu.rope import apply_rope, rope_table
@@ -120,6 +120,15 @@ def test_several_projections_of_one_input(lanes: int | str) -> None:
 
     with pool_of(lanes) as pool:
         agree(run("fast", pool), run("reference", pool), inputs)
+
+
+def test_several_projections_on_the_path_of_devices() -> None:
+    inputs = [normal(2, 9, 12), *(normal(n, 12, seed=n) for n in (5, 8, 3)), normal(8, seed=4)]
+    agree(
+        lambda x, a, b, c, bias: _Projections.apply(3, x, a, b, c, None, bias, None),
+        lambda x, a, b, c, bias: projections(x, [a, b, c], [None, bias, None], impl="reference"),
+        inputs,
+    )
 
 
 @LANES

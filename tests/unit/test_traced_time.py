@@ -16,7 +16,15 @@ from phalanx.simulate.step.traced import DeviceRates
 
 RATES = DeviceRates()
 SPEC = PRESETS["qwen3-30b-a3b"]
-PHASE = {"launches": 10, "product_flops": 10**12, "attention_flops": 0, "moved_bytes": 0, "sent_bytes": 0, "waits": 0}
+PHASE = {
+    "launches": 10,
+    "product_flops": 10**12,
+    "attention_flops": 0,
+    "flash_flops": 0,
+    "moved_bytes": 0,
+    "sent_bytes": 0,
+    "waits": 0,
+}
 STEP = {"model": SPEC.name, "seq_len": 4096, "tokens": 4096, "ranks": 1, "phases": {"forward": PHASE}}
 
 
@@ -24,7 +32,8 @@ STEP = {"model": SPEC.name, "seq_len": 4096, "tokens": 4096, "ranks": 1, "phases
     ("phase", "part", "seconds"),
     [
         ({"product_flops": 550 * 10**12}, "products", 1.0),
-        ({"attention_flops": 600 * 10**12}, "attention", 1.0),
+        ({"attention_flops": 1020 * 10**12}, "attention", 1.0),
+        ({"flash_flops": 600 * 10**12}, "attention", 1.0),
         ({"moved_bytes": 25 * 10**11}, "elementwise", 1.0),
         ({"sent_bytes": 3 * 10**11}, "exchange", 1.0),
         ({"waits": 5000}, "waits", 1.0),

@@ -59,6 +59,8 @@ class TraceArgs:
     documents: int = 1
     """Documents packed in each sequence."""
     rank: int = 0
+    rounds: int = 8
+    """Micro-batches of a rank in the step that the report's `step` is about."""
     order: bool = False
     """Trace every rank, and compare the order of calls on each communicator; one rank of them has an empty micro-batch."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -81,7 +83,7 @@ def main(args: list[str]) -> int:
 
 def _problems(options: TraceArgs) -> list[Problem]:
     found = []
-    for name in ("world", "tokens", "documents"):
+    for name in ("world", "tokens", "documents", "rounds"):
         if getattr(options, name) < 1:
             found.append(Problem(where=f"--{name}", value=getattr(options, name), rule="must be at least 1", hint="1"))
     if not 0 <= options.rank < max(1, options.world):
@@ -107,7 +109,12 @@ def measure(options: TraceArgs, rest: Sequence[str]) -> dict[str, Any]:
     layers = [options.pp * n + _dense_layers(options.model) for n in (2, 3)]
     case: dict[str, Any] = {"world": options.world, "rank": options.rank, "documents": options.documents}
     few, more = ({**case, "settings": [*settings, "--model.num_layers", str(n)]} for n in layers)
+    rounds = (
+        (2, 3) if options.pp == 1 else (2 * options.pp, 3 * options.pp)
+    )  # a pipeline that is not full has other counts
     cases = [few, more, {**few, "samples": 2 * replicas}]
+    cases += [{**one, "samples": n * replicas} for n in rounds for one in (few, more)]
+    measured = 1 + len(cases)
     whole = {**case, "settings": settings}
     if options.order:
         cases += [
@@ -123,8 +130,9 @@ def measure(options: TraceArgs, rest: Sequence[str]) -> dict[str, Any]:
     report = {"settings": settings, "options": json.loads(json.dumps(asdict(options), default=str))}
     report |= per_layer(found[1], found[2], found[3])
     report |= memory_of(settings, options, found[0])
-    report["step"] = step_of(options, found[0])
-    of_rank = {r: t["calls"] for r, t in enumerate(found[4:])}
+    left = (PRESETS[options.model].num_layers - layers[0]) // options.pp
+    report["step"] = step_of(options, found[4:measured], layers=left, rounds=rounds)
+    of_rank = {r: t["calls"] for r, t in enumerate(found[measured:])}
     differing = [d.explain() for d in differences(of_rank)]
     return report | {"order_equal": not differing if options.order else None, "order": differing}
 
@@ -177,7 +185,8 @@ def per_layer(few: Trace, more: Trace, twice: Trace) -> dict[str, Any]:
         "flops_per_token_layer": of("flops", *in_passes) / tokens,
         "hot_forward": _hot(few, more, "forward"),
         "hot_backward": _hot(few, more, "backward"),
-        "kept": _kept(few, more),
+        "kept": _of_token("kept", few, more),
+        "moved": _of_token("moved_at", few, more),
         "groups": few["num_groups"],
     }
 
@@ -192,34 +201,49 @@ def _hot(few: Trace, more: Trace, phase: str) -> dict[str, int]:
     return dict(Counter({line: n - a.get(line, 0) for line, n in b.items() if n > a.get(line, 0)}).most_common(10))
 
 
-def step_of(options: TraceArgs, whole: Trace) -> dict[str, Any]:
-    """All of a step, by phase, for `phalanx simulate traced`."""
-    kinds = {
-        "launches": "launches",
-        "product_flops": "flops",
-        "attention_flops": "attention",
-        "moved_bytes": "moved",
-        "sent_bytes": "sent",
-    }
-    waits = Counter[str]()
-    for phase, _, _, times in whole["syncs"]:
-        waits[phase] += times
-    phases = sorted({phase for name in kinds.values() for phase in whole[name]})
-    return {
-        "model": options.model,
-        "seq_len": options.tokens,
-        "tokens": whole["tokens"] * options.tp * options.cp,
-        "ranks": options.tp * options.cp * options.pp,
-        "phases": {
-            phase: {**{kind: whole[name].get(phase, 0) for kind, name in kinds.items()}, "waits": waits[phase]}
-            for phase in phases
-        },
-    }
+KINDS = {
+    "launches": "launches",
+    "product_flops": "flops",
+    "attention_flops": "attention",
+    "flash_flops": "flash",
+    "moved_bytes": "moved",
+    "sent_bytes": "sent",
+}
+"""What `phalanx simulate traced` counts -> what a trace calls it."""
 
 
-def _kept(few: Trace, more: Trace) -> dict[str, float]:
-    """Bytes that a layer keeps of a token, by line."""
-    added = {line: n - few["kept"].get(line, 0) for line, n in more["kept"].items()}
+def step_of(options: TraceArgs, corners: Sequence[Trace], *, layers: int, rounds: tuple[int, int]) -> dict[str, Any]:
+    """A step of `layers` more than the fewest layers that were traced, and of all micro-batches, by phase. `corners`: few layers and one more, each with one of two numbers
+    of micro-batches (`rounds`), which are all that is needed: every count grows by as much with each layer, each micro-batch, and each layer of each."""
+    at = (options.rounds - rounds[0]) / (rounds[1] - rounds[0])
+    counts = [_counts(corner) for corner in corners]
+
+    def whole(key: tuple[str, str]) -> int:
+        few, more, few_later, more_later = (count[key] for count in counts)
+        first, later = few + layers * (more - few), few_later + layers * (more_later - few_later)
+        return round(first + at * (later - first))
+
+    phases: dict[str, dict[str, int]] = {}
+    for phase, kind in sorted({key for count in counts for key in count}):
+        phases.setdefault(phase, dict.fromkeys((*KINDS, "waits"), 0))[kind] = max(0, whole((phase, kind)))
+    tokens = round(corners[0]["tokens"] / rounds[0]) * options.rounds * options.tp * options.cp
+    sharing = options.tp * options.cp * options.pp
+    return {"model": options.model, "seq_len": options.tokens, "tokens": tokens, "ranks": sharing, "phases": phases}
+
+
+def _counts(trace: Trace) -> Counter[tuple[str, str]]:
+    found = Counter[tuple[str, str]]()
+    for kind, name in KINDS.items():
+        for phase, number in trace[name].items():
+            found[phase, kind] = number
+    for phase, _, _, times in trace["syncs"]:
+        found[phase, "waits"] += times
+    return found
+
+
+def _of_token(name: str, few: Trace, more: Trace) -> dict[str, float]:
+    """Bytes of a token in a layer, by line."""
+    added = {line: n - few[name].get(line, 0) for line, n in more[name].items()}
     return {line: round(n / few["tokens"], 1) for line, n in sorted(added.items(), key=lambda kv: -kv[1]) if n > 0}
 
 

@@ -60,8 +60,11 @@ class Traced:
     host: dict[str, int] = field(default_factory=dict)
     """Lines that compute on the host, and how often."""
     moved: dict[str, int] = field(default_factory=dict)
+    moved_at: dict[str, int] = field(default_factory=dict)
+    """Bytes by phase, operation and line."""
     flops: dict[str, int] = field(default_factory=dict)
     attention: dict[str, int] = field(default_factory=dict)
+    flash: dict[str, int] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     calls: list[dict[str, Any]] = field(default_factory=list)
     static_bytes: int = 0
@@ -177,8 +180,10 @@ def _clear(seen: Seen) -> None:
         seen.syncs,
         seen.host,
         seen.moved,
+        seen.moved_at,
         seen.flops,
         seen.attention,
+        seen.flash,
         seen.sent,
     ):
         counter.clear()
@@ -198,5 +203,6 @@ def _told(seen: Seen, static_bytes: int) -> Traced:
     found.host = dict(sorted(Counter({line: n for (_, line), n in seen.host.items()}).items()))
     found.kept, found.peaks = dict(seen.kept), dict(seen.peaks)
     found.moved, found.flops = dict(seen.moved), dict(seen.flops)
-    found.attention, found.sent = dict(seen.attention), dict(seen.sent)
+    found.moved_at = dict(seen.moved_at)
+    found.attention, found.flash, found.sent = dict(seen.attention), dict(seen.flash), dict(seen.sent)
     return found

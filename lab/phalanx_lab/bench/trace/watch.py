@@ -59,10 +59,14 @@ class Seen:
     host: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(phase, line) of operations on tensors of the host with more than 64 elements."""
     moved: Counter[str] = field(default_factory=Counter)
+    moved_at: Counter[str] = field(default_factory=Counter)
+    """The same by phase, operation and line in one."""
     flops: Counter[str] = field(default_factory=Counter)
     """Of products."""
     attention: Counter[str] = field(default_factory=Counter)
-    """FLOPs of attention, all scores counted."""
+    """FLOPs of attention by the kernel that the card likes best, all scores counted."""
+    flash: Counter[str] = field(default_factory=Counter)
+    """The same of documents that are packed, which flash attention takes."""
     sent: Counter[str] = field(default_factory=Counter)
     """Bytes of rows that go to other ranks."""
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -90,7 +94,12 @@ class Seen:
         self._backward_begins(phase)
         self.launches[phase, name] += 1
         self.lines[phase, line_of(stack)] += 1
-        self.moved[phase] += sum(num_bytes(x) for x in tensors)
+        self.move(phase, name, line_of(stack), sum(num_bytes(x) for x in tensors))
+
+    def move(self, phase: str, name: str, line: str, size: int) -> None:
+        """Bytes that an operation reads and writes."""
+        self.moved[phase] += size
+        self.moved_at[f"{phase} {name} {line}"] += size
 
     def _backward_begins(self, phase: str) -> None:
         if self.kept_bytes is None and phase == "backward":
@@ -146,13 +155,14 @@ class Witness(TorchDispatchMode):
         seen.launches[phase, name] += 1
         seen.lines[phase, line] += 1
         args, kwargs, out = call
-        if name == "_grouped_mm":
-            seen.flops[phase] += _grouped_flops(*ins[:2])
+        if name in ("_grouped_mm", "addmm_"):  # of the latter the first is what it adds to
+            seen.flops[phase] += _grouped_flops(*ins[-2:] if name == "addmm_" else ins[:2])
         elif func.overloadpacket in flop_registry and (name in PRODUCTS or "attention" in name):
-            of = seen.attention if "attention" in name else seen.flops
+            packed = seen.flash if name.startswith("_flash") else seen.attention
+            of = packed if "attention" in name else seen.flops
             of[phase] += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         else:
-            seen.moved[phase] += _moved(name, ins, outs)
+            seen.move(phase, name, line, _moved(name, ins, outs))
 
     def _crosses(
         self, name: str, call: Any, ins: list[torch.Tensor], outs: list[torch.Tensor], line: str, phase: str

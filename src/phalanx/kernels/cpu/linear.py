@@ -59,6 +59,9 @@ def projections(
     if impl == "reference" or x.device.type != "cpu":
         if lanes.sums is not None and target is None:
             return tuple(checked_linear(lanes.sums, x, w, b) for w, b in zip(weights, biases, strict=True))
+        if (later is None or target is None) and len(weights) > 1 and impl != "reference":
+            several: tuple[torch.Tensor, ...] = _Projections.apply(len(weights), x, *weights, *biases)
+            return several
         if later is None or target is None:
             return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
         return tuple(later_linear(x, w, b, later) for w, b in zip(weights, biases, strict=True))
@@ -87,6 +90,31 @@ def _parts(rows: int, widths: Sequence[int]) -> list[_Part]:
     return [
         _Part(i, r, c) for i, width in enumerate(widths) for r in _ranges(rows, ROWS) for c in _ranges(width, COLUMNS)
     ]
+
+
+class _Projections(torch.autograd.Function):
+    """Several projections of one input on a device: its gradient is added up by the products themselves, not by passes over memory between them."""
+
+    @staticmethod
+    def forward(ctx: Any, num: int, x: torch.Tensor, *operands: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        weights, biases = operands[:num], operands[num:]
+        ctx.save_for_backward(x, *weights)
+        ctx.has_bias = [bias is not None for bias in biases]
+        pairs = zip(weights, biases, strict=True)
+        return tuple(F.linear(x, weight, bias) for weight, bias in pairs if weight is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        x_TH, flat = x.reshape(-1, x.shape[-1]), [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        dx_TH = None
+        if ctx.needs_input_grad[1]:
+            dx_TH = flat[0] @ weights[0]
+            for dy_TO, weight_OH in zip(flat[1:], weights[1:], strict=True):
+                dx_TH.addmm_(dy_TO, weight_OH)
+        d_weights = [dy_TO.T @ x_TH for dy_TO in flat]
+        d_biases = [dy_TO.sum(0) if has else None for dy_TO, has in zip(flat, ctx.has_bias, strict=True)]
+        return None, None if dx_TH is None else dx_TH.view(x.shape), *d_weights, *d_biases
 
 
 class _CpuLinear(torch.autograd.Function):

@@ -13,7 +13,7 @@ from phalanx.simulate.memory import activations as act
 from phalanx.simulate.memory.activations import INDEX, Local
 
 LOSS_CHUNK_BYTES = 512 << 20
-"""`kernels/device/cross_entropy.py: CHUNK_BYTES`: logits of a chunk."""
+"""`kernels/device/cross_entropy.py: CHUNK_BYTES`: logits of a chunk, where all tokens are not one."""
 LOSS_CHUNK_TOKENS = 1024
 """Its `TOKENS`: a chunk has whole thousands."""
 LOSS_WEIGHT_PARTS = 2
@@ -104,7 +104,8 @@ def head_forward(x: Local) -> list[int]:
     """`cross_entropy.losses_and_gradients` at its largest: a chunk's logits beside what collects, or the gradient of the weight in both types."""
     rows, weight = x.attended, x.vocab * x.spec.hidden
     fit = LOSS_CHUNK_BYTES // (x.vocab * x.item) // LOSS_CHUNK_TOKENS * LOSS_CHUNK_TOKENS
-    chunk = min(rows, max(LOSS_CHUNK_TOKENS, fit))
+    at_once = x.spec.hidden * x.wide // x.item
+    chunk = rows if rows <= at_once else min(rows, max(LOSS_CHUNK_TOKENS, fit))
     logits = chunk * x.vocab * x.item
     here = [x.gathered(), *([x.gathered()] if x.folding.tp > 1 else [])]
     if chunk >= rows:
