@@ -169,6 +169,13 @@ def test_norm_of_rows_that_are_apart() -> None:
     assert all(close(a, b, 1e-12) for a, b in zip(got, want, strict=True))
 
 
+def test_the_norm_is_of_the_rounded_stream() -> None:
+    """So a block that is run again from the stream alone finds the same bits."""
+    x, delta, w = (normal(3, 40, seed=i).to(torch.bfloat16) / 3 for i in range(3))
+    stream, out = fused_norm(x, delta, w[0], 1e-6)
+    assert torch.equal(out, fused_norm(stream, None, w[0], 1e-6)[1])
+
+
 def test_stream_alone_has_a_gradient() -> None:
     x, delta, w = (normal(3, 4, seed=i).requires_grad_() for i in range(3))
     stream, _ = fused_norm(x, delta, w[0], 1e-6)

@@ -92,6 +92,18 @@ def test_extreme_logits(programs: bool) -> None:
 
 
 @PROGRAMS
+def test_a_shard_far_below_another(programs: bool) -> None:
+    """Logits 0 here, and 1,000 on the other rank, which has the label or has not."""
+    h = torch.ones(2, 1)
+    other = torch.tensor([[[1000.0, 1.0, 0.0], [1000.0, 1.0, 1000.0]]])  # largest logit, sum, the label's logit
+    how = LossWork(ignore=IGNORE, programs=programs, gather=lambda own: torch.cat([own.unsqueeze(0), other]))
+    weight = torch.zeros(1, 1).requires_grad_()
+    loss = device_cross_entropy(h, weight, torch.tensor([0, 1]), how)
+    assert loss.item() == 1000.0
+    assert torch.autograd.grad(loss, weight)[0].item() == -1.0
+
+
+@PROGRAMS
 def test_the_upstream_gradient_is_not_rounded(programs: bool) -> None:
     """1/1019 rounded to bf16 first would be off by 3e-3, the same way everywhere."""
     h, w = (x.to(torch.bfloat16).requires_grad_() for x in (normal(64, 16), normal(50, 16, seed=1)))
