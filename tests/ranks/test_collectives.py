@@ -436,6 +436,29 @@ def test_ranks_of_several_machines_listen_at_one_address(monkeypatch):
             world._listen("node0", port)
 
 
+def test_ranks_of_several_machines_meet_where_torchrun_listens(monkeypatch, capfd):
+    """None of them listens itself, and gloo takes the interface towards the first machine."""
+    agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    pids = []
+    for rank in range(2):
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                init_world(read_world({**env, "RANK": str(rank)}), timeout_s=60)
+                x = torch.full((1,), float(rank + 1))
+                torch.distributed.all_reduce(x)
+                code = 0 if x == 3 and os.environ["GLOO_SOCKET_IFNAME"] == "lo" else 2
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
+    assert "[E" not in capfd.readouterr().err
+
+
 def test_read_world_names_every_problem():
     with pytest.raises(ConfigError) as info:
         read_world({"RANK": "x", "MASTER_PORT": "-1"})

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from phalanx.core.events import Emit
+from phalanx.runtime.membership import supervisor
 from phalanx.runtime.membership.supervisor import SupervisorSettings
 from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
+from phalanx.runtime.processes.world import WorldInfo
 from phalanx_lab.bench.storm.chaos_cluster import ChaosCluster, read_events, users_of
 from phalanx_lab.bench.storm.check import problems_of
 from phalanx_lab.bench.storm.members import ToyStormArgs, storm, worker
@@ -35,7 +39,7 @@ def arena_of(
 ) -> ChaosCluster:
     def settings(host: str) -> SupervisorSettings:
         said = {"slots": slots, "wanted": hosts * slots, "limit_s": 2.0, "gather_s": 2.0, **rest}
-        return SupervisorSettings(host=host, agent=AgentSettings(timeout_s=60.0), **said)  # type: ignore[arg-type]
+        return SupervisorSettings(host=host, **{"agent": AgentSettings(timeout_s=60.0), **said})  # type: ignore[arg-type]
 
     run = main or worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")
     return ChaosCluster(run, settings, hosts=hosts, slots=slots, folder=tmp_path, board=board)  # type: ignore[arg-type]
@@ -132,3 +136,31 @@ def test_a_stop_does_not_wait_for_a_worker_that_is_in_no_generation_yet(tmp_path
         cluster.wait_for_end(90.0)
         assert time.monotonic() - begin_s < 40.0
         assert cluster.codes == {"h0": 0}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_worker_may_be_silent_until_it_has_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Making CUDA's context holds Python's lock, so that no thread sends a heartbeat; on a CPU nothing may."""
+    sleep, first = ctypes.PyDLL(None).sleep, tmp_path / "first"
+
+    def make_context(info: WorldInfo, device: str) -> torch.device:
+        if not first.exists():
+            first.touch()
+            sleep(3)
+        return torch.device("cpu")
+
+    def main(agent: WorkerAgent, place: int, tell: Emit) -> int:
+        agent.announce(plan_hash="toy", version="1")
+        time.sleep(0.5)
+        return 0
+
+    monkeypatch.setattr(supervisor, "own_device", make_context)
+    agent = AgentSettings(timeout_s=60.0, device=device)
+    with arena_of(tmp_path, ToyBoard(1), hosts=1, slots=1, main=main, limit_s=1.2, agent=agent) as cluster:
+        cluster.wait_for_end(90.0)
+        assert cluster.codes == {"h0": 0}
+    lost = [e["why"] for e in read_events(tmp_path) if e["kind"] == "MemberLost"]
+    assert bool(lost) == (device == "cpu") and all("was silent for" in why for why in lost)

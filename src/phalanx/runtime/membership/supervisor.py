@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 
 from phalanx.core.clock import now_s
@@ -39,7 +40,7 @@ from phalanx.runtime.membership.service import END_S, HUNG_S, StoreProcess, star
 from phalanx.runtime.membership.watcher import AgentSettings, too_few
 from phalanx.runtime.membership.worker import STALE_CODE, Worker, fork_worker
 from phalanx.runtime.membership.worker_agent import WorkerAgent
-from phalanx.runtime.processes import STOP_SIGNALS, STOPPED, leave_terminal, on_stop
+from phalanx.runtime.processes import STOP_SIGNALS, STOPPED, WorldInfo, leave_terminal, on_stop, own_device
 
 TICK_S = 0.05
 """Longest time between two looks at what no handle announces."""
@@ -386,8 +387,9 @@ class Supervisor:
 
     def _find_hung_joiner(self, worker: Worker, now: float) -> None:
         """One that is in no generation holds nothing."""
-        silent_s, limit_s = now - worker.last_read_s, self.settings.agent.timeout_s
-        if silent_s > self.settings.limit_s:
+        silent_s, limit_s, agent = now - worker.last_read_s, self.settings.agent.timeout_s, self.settings.agent
+        begins = agent.device != "cpu" and not worker.was_heard  # it has no device yet (`_work`)
+        if silent_s > (max(self.settings.limit_s, agent.meet_s) if begins else self.settings.limit_s):
             self._put_out(worker, f"was silent for {silent_s:.1f} s")
         elif worker.still_since_s and now - worker.still_since_s > limit_s:
             still_s = now - worker.still_since_s
@@ -497,17 +499,18 @@ class Supervisor:
         uid = f"{self.settings.host}.{slot}.{secrets.token_hex(3)}"
         sys.stdout.flush()
         sys.stderr.flush()
-        worker = fork_worker(
-            self._work, Member(uid=uid, host=self.settings.host), slot=slot, close=[w.pipe for w in self.workers]
-        )
+        member, pipes = Member(uid=uid, host=self.settings.host), [w.pipe for w in self.workers]
+        worker = fork_worker(partial(self._work, slot), member, slot=slot, close=pipes)
         self.workers.append(worker)
         self.started += 1
         self.tell(MemberStarted(uid=uid, host=self.settings.host, slot=slot, pid=worker.pid, at_s=now_s()))
 
-    def _work(self, member: Member, pipe: int) -> int:
-        """Does the worker's part in the forked process."""
+    def _work(self, slot: int, member: Member, pipe: int) -> int:
+        """Does the worker's part in the forked process. Heartbeats begin once it has its device: making CUDA's context holds Python's lock for seconds, on all ranks at once for longer."""
         for fd in (self._wake, self._waker):
             os.close(fd)
+        slots = self.settings.slots
+        own_device(WorldInfo(rank=slot, world=slots, local_rank=slot, local_world=slots), self.settings.agent.device)
         with WorkerAgent(member, self.service, pipe=pipe, settings=self.settings.agent) as agent:
             signal.signal(signal.SIGTERM, lambda number, frame: agent.leave())
             signal.signal(signal.SIGINT, signal.SIG_IGN)

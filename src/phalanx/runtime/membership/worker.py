@@ -39,6 +39,8 @@ class Worker:
         self.member, self.slot, self.pid, self.pipe = member, slot, pid, pipe
         self.uid = member.uid
         self.last_read_s = time.monotonic()
+        self.was_heard = False
+        """It has written something."""
         self.waits_since_s = self.still_since_s = 0.0
         """Since when its own thread waits for other ranks, or neither waits nor comes on; 0: it does not."""
         self.quick = False
@@ -89,7 +91,7 @@ class Worker:
             os.close(self.pipe)  # its end: the worker has closed it
             self.pipe = -1
         if data:
-            self.last_read_s = time.monotonic()
+            self.last_read_s, self.was_heard = time.monotonic(), True
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"."):

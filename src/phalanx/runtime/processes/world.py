@@ -45,6 +45,8 @@ class WorldInfo:
     meeting: Path | None = None
     """Our own launcher: where the ranks of one machine meet, a file in a folder that only their user can reach. None: they agree on one by `master_port`, or, on
     several machines, meet at `master_addr`."""
+    agent_listens: bool = False
+    """torchrun's agent listens at `master_addr` already, for the ranks of all machines."""
 
 
 def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
@@ -86,6 +88,7 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
         local_world=local_world,
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
+        agent_listens=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
@@ -140,9 +143,10 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
             store: dist.Store = dist.FileStore(str(meeting), info.world)
             store.set_timeout(timeout)
         else:
-            at = info.master_addr, info.master_port
-            listener = _listen(*at) if info.rank == 0 else None
-            store = dist.TCPStore(*at, info.world, info.rank == 0, timeout=timeout, master_listen_fd=listener)
+            use_interface_to(info.master_addr)
+            at, listens = (info.master_addr, info.master_port), info.rank == 0 and not info.agent_listens
+            listener = _listen(*at) if listens else None
+            store = dist.TCPStore(*at, info.world, listens, timeout=timeout, master_listen_fd=listener)
         dist.init_process_group(
             "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=store,
