@@ -42,10 +42,10 @@ def permute(dtype: torch.dtype) -> None:
     combine_rows(rows, rows_of_token, token_of_row_M=token_of_row)
 
 
-def loss(dtype: torch.dtype, vocab: int, *, programs: bool, ranks: int = 1) -> None:
+def loss(dtype: torch.dtype, vocab: int, *, programs: bool, ranks: int = 1, chunk: int | None = None) -> None:
     hidden, weight = empty(TOKENS, HIDDEN, dtype=dtype), empty(vocab // ranks, HIDDEN, dtype=dtype)
     gather = (lambda x: x.new_empty(ranks, *x.shape)) if ranks > 1 else None
-    how = LossWork(ignore=IGNORE, gather=gather, programs=programs)
+    how = LossWork(ignore=IGNORE, gather=gather, programs=programs, chunk=chunk)
     value, *gradients = losses_and_gradients(hidden, weight, empty(TOKENS, dtype=torch.int64), how, needs=(True, True))
     for gradient in gradients:
         scaled(gradient, value, programs=programs)
@@ -95,6 +95,7 @@ def calls() -> dict[str, Callable[[], object]]:
         found[f"rope of a latent {name}"] = partial(rope, dtype, 128, 1, 64)
         for rows, width in ((TOKENS, HIDDEN), (32 * TOKENS, 128), (TOKENS, 7168)):
             found[f"norm {width} {name}"] = partial(norm, dtype, rows, width)
+        found[f"loss in chunks {name}"] = partial(loss, dtype, 151_936, programs=True, chunk=TOKENS // 4)
         for vocab in (151_936, 32_000):
             found[f"loss {vocab} {name}"] = partial(loss, dtype, vocab, programs=True)
             found[f"plain loss {vocab} {name}"] = partial(loss, dtype, vocab, programs=False)

@@ -5,6 +5,7 @@ same command goes on with a run that was stopped. Without a recipe every setting
 
   --section.key VALUE   changes a setting, as in --train.steps 1000 --launch.ranks 2
   --dry-run             print ranks, groups, parameters, memory per rank and steps; start nothing
+  --card-gb N           with it: whether tensors fit a GPU of so many GB, and the nearest run that does
   --trust               let the recipe file write anywhere, name a membership service, listen to other machines and send to Weights & Biases;
                         else it may only write below the present folder, and the command line says the rest
   --help                this text
@@ -15,6 +16,7 @@ Ctrl-C finishes the step, saves and ends; a second one, or one before training h
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -47,6 +49,8 @@ class Request:
     recipe_path: str | None
     overrides: tuple[str, ...]
     dry_run: bool
+    card_gb: float | None = None
+    """Memory of a GPU in GB, for a dry run where there is none."""
     trust: bool = False
     """The recipe file may say what else only the command line may (`_trust_problems`)."""
 
@@ -85,14 +89,15 @@ def _train(request: Request) -> int:
     several = launched is not None and launched.local_world < launched.world
     recipe = read_recipe(request, world=launched.world if launched else None, several_machines=several)
     if request.dry_run:
-        _show(recipe, launched)
+        _show(recipe, launched, request.card_gb)
         return 0
     return start(recipe, os.environ)
 
 
-def _show(recipe: Recipe, launched: WorldInfo | None) -> None:
+def _show(recipe: Recipe, launched: WorldInfo | None, card_gb: float | None) -> None:
     from rich.console import Console
 
+    from phalanx.cli.predicting.cards import card_gb_here
     from phalanx.cli.predicting.dry_run import Machine, available_bytes, dry_run
     from phalanx.core.processor import this_processor
     from phalanx.runtime.processes import threads_per_rank
@@ -104,6 +109,7 @@ def _show(recipe: Recipe, launched: WorldInfo | None) -> None:
         available_bytes=available_bytes(),
         processor=this_processor(),
         launched=launched is not None,
+        card_gb=card_gb or (card_gb_here() if recipe.launch.device == "cuda" else None),
     )
     dry_run(recipe, machine, world=launched.world if launched else wanted_ranks(recipe), console=Console())
 
@@ -111,9 +117,27 @@ def _show(recipe: Recipe, launched: WorldInfo | None) -> None:
 def read_args(args: Sequence[str]) -> Request:
     """A recipe first, if any; then overrides. Raises `ConfigError` for anything else."""
     rest = [a for a in args if a not in ("--dry-run", "--trust")]
+    card_gb = _take_card(rest, is_dry="--dry-run" in args)
     path = rest.pop(0) if rest and not rest[0].startswith("-") else None
     flags = {"dry_run": "--dry-run" in args, "trust": "--trust" in args}
-    return Request(recipe_path=path, overrides=tuple(rest), **flags)
+    return Request(recipe_path=path, overrides=tuple(rest), card_gb=card_gb, **flags)
+
+
+def _take_card(rest: list[str], *, is_dry: bool) -> float | None:
+    """The number that follows `--card-gb`, if that is among the arguments; both are taken out of them."""
+    at = next((i for i, word in enumerate(rest) if word == "--card-gb" or word.startswith("--card-gb=")), None)
+    if at is None:
+        return None
+    word = rest.pop(at)
+    text = word.split("=", 1)[1] if "=" in word else rest.pop(at) if at < len(rest) else ""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    rule = "must be the memory of a GPU in GB" if is_dry else "goes with --dry-run alone"
+    if not is_dry or not 1 <= number <= 10_000:
+        raise ConfigError([Problem(where="--card-gb", value=text, rule=rule, hint="80")], subject="the arguments")
+    return number
 
 
 def read_recipe(request: Request, *, world: int | None, several_machines: bool = False) -> Recipe:

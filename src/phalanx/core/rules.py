@@ -596,6 +596,9 @@ def _inexact(recipe: Recipe) -> Iterator[tuple[str, object, str, str]]:
     if recipe.dispatch.transport != "all_to_all":
         rule = f"sums per rank {beside}, so results depend on expert placement"
         yield "dispatch.transport", recipe.dispatch.transport, rule, 'use "all_to_all"'
+    if recipe.optim.zero == 2:
+        rule = f"reduces gradients once a micro-batch, which {beside} are added up in fixed point first"
+        yield "optim.zero", 2, rule, "use 1"
     if recipe.pipeline.schedule in DIVIDED_BACKWARD:
         rule = f"defers weight gradients, which {beside} are summed where they are made"
         yield "pipeline.schedule", recipe.pipeline.schedule, rule, 'use "1f1b"'

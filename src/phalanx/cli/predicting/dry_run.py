@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from phalanx.cli.predicting.cards import check_card
 from phalanx.core.config import DataConfig, Recipe
 from phalanx.core.errors import DataError
 from phalanx.core.processor import MULTIPLIES_BF16, Processor
@@ -40,6 +41,8 @@ class Machine:
     processor: Processor = MULTIPLIES_BF16
     launched: bool = False
     """Another program starts and ends the ranks."""
+    card_gb: float | None = None
+    """Memory of a GPU in GB (10^9); None: there is none here, and nobody said."""
 
 
 def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -> None:
@@ -54,6 +57,13 @@ def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -
     console.print(memory_table(estimates))
     for line in memory_notes(recipe, estimates, machine, world=world):
         console.print(line, highlight=False, soft_wrap=True)
+    if recipe.launch.device == "cuda":
+        spec, _ = _shape(recipe, world=world)
+        told = check_card(
+            recipe, spec, world=world, peak_bytes=_fullest(estimates).peak_bytes, card_gb=machine.card_gb,
+            peak=lambda other: _fullest(rank_estimates(other, machine, world=world)).peak_bytes,
+        )  # fmt: skip
+        console.print(told, highlight=False, soft_wrap=True)
 
 
 def describe(recipe: Recipe, *, world: int, local_ranks: int | None = None) -> str:
@@ -358,7 +368,7 @@ def memory_notes(recipe: Recipe, estimates: list[MemoryEstimate], machine: Machi
         stages = ", ".join(f"{i}: {format_bytes(e.peak_bytes)}" for i, e in enumerate(estimates))
         lines.append(f"stages       {stages}")
     if recipe.launch.device == "cuda":
-        return [*lines, "machine      tensors of a GPU alone, as its allocator counts them; not measured on one yet"]
+        return lines
     need = machine.local_ranks * fullest.peak_bytes
     ranks = "1 rank needs" if machine.local_ranks == 1 else f"{machine.local_ranks} ranks need"
     if machine.available_bytes is None:

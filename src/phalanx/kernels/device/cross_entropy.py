@@ -18,7 +18,7 @@ from phalanx.kernels.device.launch import block_of, warps_of, wide_of
 
 CHUNK_BYTES = 512 << 20
 """Bytes of the logits of a chunk, which has whole thousands of tokens, one at least. Plain operations make one copy of them in the wide type. All tokens are one chunk where their
-logits take no more than the sum in the wide type that several chunks need for the weight's gradient."""
+logits take no more than the sum in the wide type that several chunks need for the gradient of the weight (of programs alone)."""
 TOKENS = 1024
 WEIGHT_PARTS = 2
 """Products by which a chunk's part of the weight's gradient comes, so that the whole of it is not there twice."""
@@ -114,7 +114,7 @@ class _Calculation:
         self.wide = torch.promote_types(hidden_TH.dtype, torch.float32)
         fit = CHUNK_BYTES // (vocab * hidden_TH.element_size()) // TOKENS * TOKENS
         at_once = hidden_TH.shape[1] * self.wide.itemsize // hidden_TH.element_size()
-        fit = num_tokens if num_tokens <= at_once else max(TOKENS, fit)
+        fit = num_tokens if how.programs and num_tokens <= at_once else max(TOKENS, fit)
         self.size = max(1, min(num_tokens, fit if how.chunk is None else how.chunk))
         self.losses_T = torch.empty(num_tokens, dtype=self.wide, device=hidden_TH.device)
         self.d_hidden_TH = torch.empty_like(hidden_TH, memory_format=torch.contiguous_format) if needs[0] else None

@@ -11,6 +11,8 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.simulate.step.device_memory import (
+        FIXED_BYTES as FIXED_BYTES,
+        WASTE as WASTE,
         StageMemory as StageMemory,
         fits as fits,
         usable_bytes as usable_bytes,

@@ -1,0 +1,139 @@
+"""Whether a run fits the memory of a GPU, and what would have to change if it does not.
+
+The nearest run that fits has the fewest changes: of what the optimizer and the layers keep first, then of the micro-batch, then of the mapping. Predicted as the dry run predicts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.units import format_bytes
+from phalanx.plan import run_problems
+from phalanx.plan.mapping import Folding, legal_foldings
+from phalanx.plan.model import ModelSpec
+from phalanx.simulate.step import FIXED_BYTES, WASTE
+
+CHANGES: Mapping[str, tuple[tuple[Any, int], ...]] = {
+    "optim.state_dtype": (("bfloat16", 1),),
+    "optim.zero": ((2, 1),),
+    "train.recompute": (("selective", 1), ("full", 3)),
+}
+"""Setting -> values that take less memory, and how far each is from the other value."""
+Peak = Callable[[Recipe], int]
+"""Bytes of tensors of the fullest rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Settings that would fit, as on a command line, and the tensors of the fullest rank then."""
+
+    settings: Mapping[str, Any]
+    peak_bytes: int
+
+    @property
+    def words(self) -> str:
+        return " ".join(f"--{name} {value}" for name, value in self.settings.items())
+
+
+def room_of(card_gb: float) -> int:
+    """Bytes that a card of so many GB (10^9) leaves for tensors: less its context and buffers of NCCL, and holes between blocks."""
+    return int(card_gb * 1e9 * (1 - WASTE) - FIXED_BYTES)
+
+
+def card_gb_here() -> float | None:
+    """Memory of the first GPU of this machine; None where there is none."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else None
+
+
+def check_card(
+    recipe: Recipe, spec: ModelSpec, *, world: int, peak_bytes: int, card_gb: float | None, peak: Peak
+) -> str:
+    """A line about the card. Raises `ConfigError` where the run does not fit, with the nearest one that does."""
+    words = f"machine      tensors of a GPU take {format_bytes(peak_bytes)} (predicted, not measured on one yet)"
+    if card_gb is None:
+        return f"{words}; there is none here: --card-gb 80 says whether that fits an H100"
+    room = room_of(card_gb)
+    if peak_bytes <= room:
+        return f"{words}, of {format_bytes(room)} that a card of {card_gb:.0f} GB leaves"
+    found = nearest_fit(recipe, spec, world=world, room=room, peak=peak)
+    hint = f"{found.words} takes {format_bytes(found.peak_bytes)}" if found else "use more GPUs, or a smaller model"
+    rule = f"is more than the {format_bytes(room)} that a card of {card_gb:.0f} GB leaves"
+    problem = Problem(where="tensors of a GPU", value=format_bytes(peak_bytes), rule=rule, hint=hint)
+    raise ConfigError([problem], subject="the memory of the cards")
+
+
+def nearest_fit(recipe: Recipe, spec: ModelSpec, *, world: int, room: int, peak: Peak) -> Fit | None:
+    """The run with the fewest changes of which the tensors fit; None where none does."""
+    for settings in _ways(recipe):
+        found = _tried(recipe, settings, world=world, peak=peak)
+        if found is not None and found.peak_bytes <= room:
+            return found
+    for degrees in _mappings(recipe, spec, world=world):
+        least = _tried(recipe, {**degrees, **_least(recipe)}, world=world, peak=peak)
+        if least is None or least.peak_bytes > room:
+            continue
+        ways = ({**degrees, **settings} for settings in ({}, *_ways(recipe)))
+        tried = (_tried(recipe, settings, world=world, peak=peak) for settings in ways)
+        return next(found for found in tried if found is not None and found.peak_bytes <= room)
+    return None
+
+
+def _ways(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Changes of the same mapping, the smallest first."""
+    micro, halves = recipe.train.micro_batch, list[tuple[Any, int]]()
+    while micro % 2 == 0:
+        micro //= 2
+        halves.append((micro, 2 * (len(halves) + 1)))
+    options = [
+        [(name, None, 0), *((name, value, far) for value, far in values if _value(recipe, name) != value)]
+        for name, values in {**CHANGES, "train.micro_batch": tuple(halves)}.items()
+    ]
+    ways = sorted(itertools.product(*options), key=lambda way: sum(far for *_, far in way))
+    for way in ways:
+        settings = {name: value for name, value, _ in way if value is not None}
+        if settings:
+            yield settings
+
+
+def _least(recipe: Recipe) -> dict[str, Any]:
+    return list(_ways(recipe))[-1]
+
+
+def _mappings(recipe: Recipe, spec: ModelSpec, *, world: int) -> Iterator[dict[str, Any]]:
+    """Degrees of other mappings, those with the fewest changes first."""
+    config = recipe.folding
+    now = {"tp": config.tp, "cp": config.cp, "pp": config.pp, "ep": config.ep, "etp": config.etp}
+
+    def changed(folding: Folding) -> dict[str, Any]:
+        return {f"folding.{axis}": n for axis in now if (n := getattr(folding, axis)) != now[axis]}
+
+    legal = legal_foldings(world, spec, seq_len=recipe.train.seq_len, cp_method=config.cp_method)
+    yield from sorted((c for folding in legal if (c := changed(folding))), key=lambda c: (len(c), max(c.values())))
+
+
+def _tried(recipe: Recipe, settings: Mapping[str, Any], *, world: int, peak: Peak) -> Fit | None:
+    """None where such a run is refused."""
+    changed = with_settings(recipe, settings)
+    if run_problems(changed, world=world):
+        return None
+    return Fit(settings=settings, peak_bytes=peak(changed))
+
+
+def _value(recipe: Recipe, name: str) -> Any:
+    section, field = name.split(".")
+    return getattr(getattr(recipe, section), field)
+
+
+def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe with `section.field` values in place of its own."""
+    for name, value in settings.items():
+        section, field = name.split(".")
+        recipe = replace(recipe, **{section: replace(getattr(recipe, section), **{field: value})})
+    return recipe

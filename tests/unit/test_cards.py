@@ -1,0 +1,109 @@
+"""Whether a run fits a GPU: the room of a card, the nearest run that fits, and a refusal that names it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.cli.predicting.cards import check_card, nearest_fit, room_of, with_settings
+from phalanx.cli.train import read_args
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError
+from phalanx.core.recipe import load_recipe
+from phalanx.plan.mapping import plain_placement, resolve_mapping
+from phalanx.plan.model import PRESETS
+from phalanx.simulate.memory import estimate_memory
+
+SPEC = PRESETS["qwen3-30b-a3b"]
+WORLD = 8
+
+
+def recipe_of(*words: str) -> Recipe:
+    base = "--model.preset qwen3-30b-a3b --train.seq_len 4096 --train.micro_batch 2 --train.global_batch 16 --folding.ep 8 --launch.ranks 8"
+    return load_recipe(None, [*base.split(), "--launch.device", "cuda", "--train.dtype", "bfloat16", *words])
+
+
+def peak(recipe: Recipe) -> int:
+    folding = resolve_mapping(recipe.folding, SPEC, world=WORLD, seq_len=recipe.train.seq_len)
+    placement = plain_placement(SPEC.num_experts, folding.of_rank(0))
+    return estimate_memory(recipe, SPEC, folding, placement=placement).peak_bytes
+
+
+def test_a_card_keeps_some_for_itself() -> None:
+    assert 70e9 < room_of(80) < 76e9 and room_of(40) < room_of(80) / 1.9
+
+
+def test_what_fits_is_told_and_a_card_that_is_not_known_asked_for() -> None:
+    how = {"world": WORLD, "peak_bytes": 10**10, "peak": peak}
+    assert "of 69.3 GiB that a card of 80 GB leaves" in check_card(recipe_of(), SPEC, card_gb=80.0, **how)
+    assert "--card-gb 80" in check_card(recipe_of(), SPEC, card_gb=None, **how)
+
+
+def test_the_nearest_run_changes_as_little_as_it_can() -> None:
+    recipe = recipe_of()
+    found = nearest_fit(recipe, SPEC, world=WORLD, room=room_of(80), peak=peak)
+    assert found is not None and found.peak_bytes == peak(with_settings(recipe, found.settings)) <= room_of(80)
+    for name in found.settings:
+        kept = {n: value for n, value in found.settings.items() if n != name}
+        assert peak(with_settings(recipe, kept)) > room_of(80), f"{name} need not change"
+    assert not any(name.startswith("folding") for name in found.settings)
+
+
+def test_another_mapping_is_the_last_way() -> None:
+    """Experts of one rank do not fit whatever else it saves, until they are spread further."""
+    recipe = recipe_of("--folding.ep", "2")
+    saved = {"optim.state_dtype": "bfloat16", "optim.zero": 2, "train.recompute": "full", "train.micro_batch": 1}
+    room = peak(with_settings(recipe, saved)) - 1
+    found = nearest_fit(recipe, SPEC, world=WORLD, room=room, peak=peak)
+    assert found is not None and found.peak_bytes <= room
+    assert any(name.startswith("folding.") for name in found.settings)
+
+
+def test_what_cannot_fit_is_said() -> None:
+    assert nearest_fit(recipe_of(), SPEC, world=WORLD, room=10**9, peak=peak) is None
+    with pytest.raises(ConfigError, match="use more GPUs"):
+        check_card(recipe_of(), SPEC, world=WORLD, peak_bytes=10**12, card_gb=4.0, peak=peak)
+
+
+def test_a_refusal_names_the_run_that_fits() -> None:
+    recipe = recipe_of()
+    with pytest.raises(
+        ConfigError, match=r"of 80 GB leaves; --optim.state_dtype bfloat16 .*--train.recompute selective takes"
+    ):
+        check_card(recipe, SPEC, world=WORLD, peak_bytes=peak(recipe), card_gb=80.0, peak=peak)
+
+
+def test_a_run_that_would_be_refused_is_not_named() -> None:
+    """Exact mode has no sharded gradients."""
+    recipe = recipe_of("--resilience.mode", "exact", "--launch.device", "cpu", "--launch.threads", "1")
+    tried: list[Recipe] = []
+
+    def remember(other: Recipe) -> int:
+        tried.append(other)
+        return 10**10
+
+    nearest_fit(recipe, SPEC, world=WORLD, room=10**9, peak=remember)
+    assert tried and not any(other.optim.zero == 2 for other in tried)
+    assert with_settings(recipe, {"optim.zero": 2}) == replace(recipe, optim=replace(recipe.optim, zero=2))
+
+
+@pytest.mark.parametrize("words", [["--card-gb", "80"], ["--card-gb=80"]])
+def test_the_size_of_a_card_is_an_argument_of_a_dry_run(words: list[str]) -> None:
+    request = read_args(["tiny.toml", "--dry-run", *words, "--train.steps", "3"])
+    assert request.card_gb == 80 and request.recipe_path == "tiny.toml" and request.overrides == ("--train.steps", "3")
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--card-gb", "80"], "goes with --dry-run alone"),
+        (["--dry-run", "--card-gb", "big"], "memory of a GPU"),
+        (["--dry-run", "--card-gb"], "memory of a GPU"),
+        (["--dry-run", "--card-gb", "nan"], "memory of a GPU"),
+        (["--dry-run", "--card-gb", "0"], "memory of a GPU"),
+    ],
+)
+def test_a_size_that_is_none_is_refused(words: list[str], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        read_args(words)
