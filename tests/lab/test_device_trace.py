@@ -97,6 +97,8 @@ MEASURED = {
     "few": Case(base=QWEN, words="--model.num_layers 2", world=8),
     "more": Case(base=QWEN, words="--model.num_layers 3", world=8),
     "twice": Case(base=QWEN, words="--model.num_layers 2", world=8, more={"samples": 16}),
+    "few, selective": Case(base=QWEN, words="--model.num_layers 2 --train.recompute selective", world=8),
+    "more, selective": Case(base=QWEN, words="--model.num_layers 3 --train.recompute selective", world=8),
 }
 WORLDS = {
     "1,024 ranks": Case(
@@ -190,6 +192,11 @@ BUDGETS = {
 def test_a_layer_stays_within_its_budget(traces: Traces, what: str) -> None:
     found = per_layer(*(traces["measured"][name][0] for name in ("few", "more", "twice")))
     assert 0 < found[what] <= BUDGETS[what]
+
+
+def test_selective_recomputation_keeps_half(traces: Traces) -> None:
+    few, more = (traces["measured"][name][0] for name in ("few, selective", "more, selective"))
+    assert (more["kept_bytes"] - few["kept_bytes"]) / few["tokens"] <= 60e3
 
 
 @pytest.mark.parametrize("name", SHAPES)

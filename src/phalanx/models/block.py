@@ -7,6 +7,8 @@ Legend: T tokens of this rank, H hidden.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 
@@ -17,6 +19,7 @@ from phalanx.models.latent import LatentAttention
 from phalanx.models.layers import RMSNorm
 from phalanx.models.mlp import Mlp
 from phalanx.models.moe import MoE
+from phalanx.models.recompute import normed_again
 
 
 class Block(nn.Module):
@@ -26,6 +29,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(ctx, at + "attention_norm")
         self.attention = Attention(ctx, layer) if ctx.spec.mla is None else LatentAttention(ctx, layer)
         self.ffn_norm = RMSNorm(ctx, at + "ffn_norm")
+        self.recomputes = ctx.recompute == "selective"
         self.moe: MoE | None = None
         self.mlp: Mlp | None = None
         if layer in ctx.spec.moe_layers:
@@ -50,9 +54,19 @@ class Block(nn.Module):
             y_TH, stats = (torch.zeros_like(x_TH), None) if self.moe is None else self.moe(x_TH, info, batch)
             return x_TH, y_TH, stats
         x_TH, h_TH = self.attention_norm.after(x_TH, delta_TH)
-        x_TH, h_TH = self.ffn_norm.after(x_TH, self.attention(h_TH, table=table, info=info, batch=batch))
-        if self.moe is not None:
-            y_TH, stats = self.moe(h_TH, info, batch)
-            return x_TH, y_TH, stats
-        assert self.mlp is not None  # one of the two, by construction
-        return x_TH, self.mlp(h_TH, info, batch), None
+        with self._again(h_TH, self.attention_norm, x_TH):
+            a_TH = self.attention(h_TH, table=table, info=info, batch=batch)
+        del h_TH
+        x_TH, h_TH = self.ffn_norm.after(x_TH, a_TH)
+        with self._again(h_TH, self.ffn_norm, x_TH):
+            if self.moe is not None:
+                y_TH, stats = self.moe(h_TH, info, batch)
+                return x_TH, y_TH, stats
+            assert self.mlp is not None  # one of the two, by construction
+            return x_TH, self.mlp(h_TH, info, batch), None
+
+    def _again(self, y_TH: torch.Tensor, norm: RMSNorm, x_TH: torch.Tensor) -> AbstractContextManager[None]:
+        """With selective recomputation on a device what is normed is made again; on a CPU it would cost more time than it saves memory."""
+        if self.recomputes and x_TH.device.type != "cpu" and torch.is_grad_enabled():
+            return normed_again(y_TH, norm, x_TH)
+        return nullcontext()

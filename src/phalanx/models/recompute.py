@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
@@ -24,6 +25,27 @@ def again(run: Callable[..., torch.Tensor], info: ForwardInfo, *inputs: torch.Te
 
     out: torch.Tensor = checkpoint(once, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out
+
+
+@contextmanager
+def normed_again(
+    y_TH: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor], x_TH: torch.Tensor
+) -> Iterator[None]:
+    """Whatever is kept of `y = norm(x)` in here for a backward pass is made again there, of `x`, which the norm itself keeps: one pass over memory for half of what a layer keeps
+    of the residual stream."""
+    storage, kept_TH = y_TH.untyped_storage()._cdata, x_TH.detach()
+
+    def pack(saved: torch.Tensor) -> torch.Tensor | torch.Size:
+        return saved.shape if saved.untyped_storage()._cdata == storage else saved
+
+    def unpack(packed: torch.Tensor | torch.Size) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        with torch.no_grad():
+            return norm(kept_TH).view(packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def attend(

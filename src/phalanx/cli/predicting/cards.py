@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.rules import recipe_problems
 from phalanx.core.units import format_bytes
 from phalanx.plan import run_problems
 from phalanx.plan.mapping import Folding, legal_foldings
@@ -121,7 +122,7 @@ def _mappings(recipe: Recipe, spec: ModelSpec, *, world: int) -> Iterator[dict[s
 def _tried(recipe: Recipe, settings: Mapping[str, Any], *, world: int, peak: Peak) -> Fit | None:
     """None where such a run is refused."""
     changed = with_settings(recipe, settings)
-    if run_problems(changed, world=world):
+    if recipe_problems(changed, given=(), world=world) or run_problems(changed, world=world):
         return None
     return Fit(settings=settings, peak_bytes=peak(changed))
 

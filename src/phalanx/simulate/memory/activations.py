@@ -207,7 +207,7 @@ def kept_attention(x: Local) -> list[int]:
     return [*kept, q, kv, kv, q, x.attended * x.heads * x.wide]
 
 
-def _kept_mlp(x: Local, width: int) -> list[int]:
+def kept_mlp(x: Local, width: int) -> list[int]:
     """`Mlp`: gate and up projection, and what goes into the way back."""
     local = width // x.folding.tp
     return [x.attended * 2 * local * x.item, x.attended * local * x.item]
@@ -215,7 +215,7 @@ def _kept_mlp(x: Local, width: int) -> list[int]:
 
 def kept_dense(x: Local) -> list[int]:
     """The second half of a dense block."""
-    return [x.stream(), x.tokens * x.wide, x.gathered(), *_kept_mlp(x, x.spec.dense_ffn)]
+    return [x.stream(), x.tokens * x.wide, x.gathered(), *kept_mlp(x, x.spec.dense_ffn)]
 
 
 def kept_router(x: Local) -> list[int]:
@@ -262,7 +262,7 @@ def kept_shared(x: Local) -> list[int]:
     s = x.spec
     if not s.shared_ffn:
         return []
-    kept = _kept_mlp(x, s.shared_ffn)
+    kept = kept_mlp(x, s.shared_ffn)
     if x.folding.tp > 1:
         kept.append(x.gathered())
     if s.shared_gate:

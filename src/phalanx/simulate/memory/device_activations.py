@@ -22,12 +22,12 @@ SCALE = 4
 """Bytes of what a norm keeps of a row."""
 
 kept_table, kept_norm, kept_loss = act.kept_table, act.kept_norm, act.kept_loss
-kept_dense, kept_router, head_backward = act.kept_dense, act.kept_router, act.head_backward
+kept_router, head_backward = act.kept_router, act.head_backward
 
 
 def kept_attention(x: Local) -> list[int]:
     """`Block.forward` up to the attention's output; with selective recomputation up to its operands (`models/recompute.py: attend`)."""
-    norm = [x.stream(), x.tokens * SCALE, x.gathered(), *([x.stream()] if x.folding.tp > 1 else [])]
+    norm = [x.stream(), x.tokens * SCALE, *_normed(x, gathered=True)]
     if x.spec.mla is not None:
         return norm + _kept_latent(x, x.spec.mla)
     q, kv = (x.attended * heads * x.spec.head_dim * x.item for heads in (x.heads, x.kv_heads))
@@ -46,6 +46,19 @@ def kept_attention(x: Local) -> list[int]:
     if x.spec.qk_norm == "head":
         return [*kept, q, kv, x.attended * (x.heads + x.kv_heads) * SCALE]
     return [*kept, q, kv, 2 * x.attended * SCALE] if x.spec.qk_norm == "hidden" else kept
+
+
+def _normed(x: Local, *, gathered: bool) -> list[int]:
+    """What is normed, here and as it was gathered; with selective recomputation it is made again (`models/recompute.py: normed_again`)."""
+    selective = x.recompute == "selective"
+    if not gathered or x.folding.tp == 1:
+        return [] if selective else [x.stream()]
+    return [x.gathered(), *([] if selective else [x.stream()])]
+
+
+def kept_dense(x: Local) -> list[int]:
+    """The second half of a dense block."""
+    return [x.stream(), x.tokens * SCALE, *_normed(x, gathered=True), *act.kept_mlp(x, x.spec.dense_ffn)]
 
 
 def _kept_latent(x: Local, mla: MlaSpec) -> list[int]:
@@ -75,7 +88,8 @@ def kept_rows(x: Local) -> list[int]:
 def kept_moe(x: Local) -> list[int]:
     """The second half of a block with experts."""
     beside = act.kept_shared(x)
-    return [x.stream(), x.tokens * SCALE, x.stream(), *kept_router(x), *kept_rows(x), *beside]
+    normed = _normed(x, gathered=False)
+    return [x.stream(), x.tokens * SCALE, *normed, *kept_router(x), *kept_rows(x), *beside]
 
 
 def kept_layer(x: Local, layer: int) -> list[int]:
