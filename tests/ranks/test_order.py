@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import in_order as in_order_module
@@ -56,6 +56,7 @@ class Way:
     recompute: str = "none"
     schedule: str = "1f1b"
     holders: int = 1
+    zero: Literal[0, 1, 2] = 1
     slots: int = 0
     """Of a rank, for experts with replicas."""
 
@@ -66,7 +67,12 @@ class Way:
     @property
     def setup(self) -> Setup:
         router = RouterSpec(**{"aux_loss": 0.05, **self.router})
-        return Setup(label="order", spec=small_model("order", router=router, **self.model), dispatch=self.dispatch)
+        return Setup(
+            label="order",
+            spec=small_model("order", router=router, **self.model),
+            dispatch=self.dispatch,
+            zero=self.zero,
+        )
 
 
 WAYS = {
@@ -90,6 +96,9 @@ WAYS = {
     "pp, zbv": Way(world=4, samples=9, degrees={"pp": 2, "ep": 2}, model={"num_layers": 4}, schedule="zbv"),
     "pp, divided backward": Way(world=4, samples=7, degrees={"pp": 2, "ep": 2}, schedule="zero_bubble"),
     "shards with copies": Way(world=4, samples=7, degrees={"ep": 2}, holders=2),
+    "sharded gradients": Way(world=4, samples=7, degrees={"ep": 2}, zero=2),
+    "sharded gradients, equal": Way(world=4, samples=8, degrees={"ep": 2}, zero=2),
+    "sharded gradients, pp": Way(world=4, samples=7, degrees={"pp": 2, "ep": 2}, schedule="zero_bubble", zero=2),
     "all of it": Way(world=8, samples=3, degrees={"pp": 2, "tp": 2, "ep": 4}),
     "cp and etp": Way(world=8, samples=3, degrees={"pp": 2, "cp": 2, "etp": 2, "ep": 2}),
     "eight": Way(world=8, samples=13, degrees={"ep": 4}, holders=2),
