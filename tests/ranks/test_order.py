@@ -192,6 +192,17 @@ def test_every_communicator_sees_one_order(name: str, tmp_path: Path) -> None:
         assert stuck(tmp_path) == []
 
 
+def losses_of(rank: int, cache: GroupCache, way: Way, ordered: bool) -> list[float]:
+    parts = build(rank, cache, way, ordered=ordered)
+    return [train_step(parts, batches_of(parts, way), step=step, lr=3e-3).loss for step in range(2)]
+
+
+def test_sharded_gradients_of_unequal_shares_end_on_a_cpu_too() -> None:
+    """Within a pass a rank waits for the reduction before the last one, and the rank with an empty micro-batch has started none yet."""
+    way = WAYS["sharded gradients"]
+    assert run_ranks(4, losses_of, way, False) == run_ranks(4, losses_of, way, True)
+
+
 def test_one_communicator_for_all_is_found(tmp_path: Path) -> None:
     with pytest.raises(RankError) as failed:
         run_ranks(4, steps, WAYS["ep"], tmp_path, "one group")

@@ -233,7 +233,9 @@ class _TrainingPasses:
             i: [p.name for p in stage_params(runner.model.spec, [stage])] for i, stage in self.stages.items()
         }
         self._last = self._last_gradients()
-        self._leave_early = runner.groups.step is None or not _some_are_empty(infos, runner.groups)
+        self._are_alike = not _some_are_empty(infos, runner.groups)
+        """Whether all ranks of a stage make the same gradients in each pass: else sharded ones leave at its end, for within it a rank waits for those that left before (`ShardedSums.settle`)."""
+        self._leave_early = runner.groups.step is None or self._are_alike
         """Whether gradients leave as soon as they are complete. Not where messages match by their order and a rank has an empty micro-batch: it would post them at another place among the
         exchanges of layers, and NCCL asks for one order on all ranks, of different communicators too."""
 
@@ -300,7 +302,7 @@ class _TrainingPasses:
         """The last pass of a micro-batch on a stage begins; `of`: all that it may make gradients of, None: everything."""
         names = self._names[index]
         made = names if of is None else [name for name in names if name in of]
-        self.buffers.pass_begins(names, made, self.runner.groups, self.runner.comms, early=self._leave_early)
+        self.buffers.pass_begins(names, made, self.runner.groups, self.runner.comms, early=self._are_alike)
 
     def _announce(self, action: Action) -> None:
         names = self._last.get(action)
