@@ -71,8 +71,8 @@ def attend(
         return run(*tensors) if in_steps else sequence.told("core", info, run, *tensors)
 
     def both(*given: Any) -> torch.Tensor:
-        attended, info = told(*given), given[-1]
-        return out(attended) if info.phase == "re" else sequence.told("out", info, out, attended)
+        attended = told(*given)
+        return sequence.told("out", info, out, attended) if given[-1] is info else out(attended)  # of the second run
 
     if not (recompute and torch.is_grad_enabled()):
         return both(*inputs, info)

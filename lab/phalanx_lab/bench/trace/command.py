@@ -32,7 +32,8 @@ from phalanx.core.units import format_bytes
 from phalanx.kernels.native import user_folder
 from phalanx.plan.mapping import plain_placement
 from phalanx.plan.model import PRESETS
-from phalanx.simulate.memory import Balance, MemoryEstimate, estimate_memory
+from phalanx.simulate.memory import MemoryEstimate, estimate_memory
+from phalanx.simulate.memory.balance import Balance
 from phalanx_lab.bench.trace.order import differences
 from phalanx_lab.bench.trace.shim import run_traces
 from phalanx_lab.bench.trace.steps import TracedCase, recipe_of, shape_of

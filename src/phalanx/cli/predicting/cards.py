@@ -30,7 +30,7 @@ Peak = Callable[[Recipe], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class FittingRun:
     """Settings that would fit, as on a command line, and the tensors of the fullest rank then."""
 
     settings: Mapping[str, Any]
@@ -70,7 +70,7 @@ def check_card(
     raise ConfigError([problem], subject="the memory of the cards")
 
 
-def nearest_fit(recipe: Recipe, spec: ModelSpec, *, world: int, room: int, peak: Peak) -> Fit | None:
+def nearest_fit(recipe: Recipe, spec: ModelSpec, *, world: int, room: int, peak: Peak) -> FittingRun | None:
     """The run with the fewest changes of which the tensors fit; None where none does."""
     for settings in _ways(recipe):
         found = _tried(recipe, settings, world=world, peak=peak)
@@ -119,12 +119,12 @@ def _mappings(recipe: Recipe, spec: ModelSpec, *, world: int) -> Iterator[dict[s
     yield from sorted((c for folding in legal if (c := changed(folding))), key=lambda c: (len(c), max(c.values())))
 
 
-def _tried(recipe: Recipe, settings: Mapping[str, Any], *, world: int, peak: Peak) -> Fit | None:
+def _tried(recipe: Recipe, settings: Mapping[str, Any], *, world: int, peak: Peak) -> FittingRun | None:
     """None where such a run is refused."""
     changed = with_settings(recipe, settings)
     if recipe_problems(changed, given=(), world=world) or run_problems(changed, world=world):
         return None
-    return Fit(settings=settings, peak_bytes=peak(changed))
+    return FittingRun(settings=settings, peak_bytes=peak(changed))
 
 
 def _value(recipe: Recipe, name: str) -> Any:

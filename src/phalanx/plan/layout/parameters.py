@@ -207,7 +207,7 @@ class FlatLayout:
     @property
     def adds_in_shards(self) -> bool:
         """Whether a rank can add up less than the whole buffer: experts with replicas are summed over their holders instead."""
-        return self.num_shards > 1 and self.holders is None
+        return self.num_shards > 1 and self.holders is None and self.rule.sum_over[-1:] == (self.rule.shard_over,)
 
     @property
     def scattered(self) -> HolderPlan | None:

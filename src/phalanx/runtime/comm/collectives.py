@@ -734,7 +734,7 @@ class Collectives:
                 there_s = self._wait(work, call, axis)
             self._note(op, axis, call, begin_s, wait_s, there_s)
 
-        return Exchange(finish)
+        return Exchange(finish, poll=work.is_completed)
 
     def _run(self, op: str, axis: Axis, call: Call, launch: Callable[[], Any]) -> None:
         begin_s = self._posted(call)

@@ -48,9 +48,21 @@ class Exchange:
     On a device `wait` orders the stream that it is called on, and `again` a further one.
     """
 
-    def __init__(self, finish: Callable[[], None], *, again: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        finish: Callable[[], None],
+        *,
+        again: Callable[[], None] | None = None,
+        poll: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`poll`: whether all is there already; an exchange without it only knows once it has been waited for."""
         self._finish: Callable[[], None] | None = finish
-        self._again = again
+        self._again, self._poll = again, poll
+
+    @property
+    def is_there(self) -> bool:
+        """Whether `wait` would return at once, as far as that is known."""
+        return self._finish is None or self._poll()
 
     def wait(self) -> None:
         """Return when all messages are there and gone; on a host at once from the second call on. Raises `PeerError`."""
@@ -136,6 +148,9 @@ class _Several:
     def wait(self, timeout: timedelta) -> None:
         for work in self._works:
             work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 @contextmanager

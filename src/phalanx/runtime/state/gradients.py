@@ -231,6 +231,8 @@ class GradientBuffers:
         """A backward pass begins, which makes a gradient of each of `made`, and after which none of `names` is owed any of its micro-batch. All ranks of a stage say it at
         the same point. `early`: reductions may start within it."""
         self._reach = groups, comms
+        while self._under_way:  # of an earlier pass, which all ranks end without this one
+            self._under_way.pop(0).settle()
         self._awaited = [
             part for part in self._in_order if isinstance(part, ShardedSums) and part.awaits(names, made, early=early)
         ]
@@ -242,14 +244,19 @@ class GradientBuffers:
             part.missing = 0
         self._start_awaited()
 
+    def _settle_what_is_there(self) -> None:
+        """So that a buffer or two are alive, and not one for each layout. Nothing is waited for within a pass: another rank may start a reduction at its end alone, and may need
+        rows of this one until then."""
+        while self._under_way and self._under_way[0].is_there:
+            self._under_way.pop(0).settle()
+
     def _start_awaited(self) -> None:
         while self._awaited and self._awaited[0].missing <= 0:
             assert self._reach is not None  # given with the names
             part = self._awaited.pop(0)
             part.start(*self._reach)
             self._under_way.append(part)
-            if len(self._under_way) > 1:  # so that two buffers are alive, and not one for each layout
-                self._under_way.pop(0).settle()
+            self._settle_what_is_there()
 
     def reduce(self, groups: Groups, comms: Collectives) -> ReducedGradients:
         """Sum over the groups of each layout's rule. Collective; the collected gradients may be overwritten."""

@@ -87,6 +87,11 @@ class ShardedSums:
         """Whether all that was collected in this step is."""
         return self._started is not None or (self._cycles > 0 and self._room is None)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether `settle` would not wait."""
+        return self._started is None or self._started.is_there
+
     def awaits(self, names: Collection[str], made: Collection[str], *, early: bool) -> bool:
         """Whether a pass is the last of its micro-batch for any of these gradients; how many of them it makes is what is missing, and its end if it is not `early`."""
         self.missing = len(self._names.intersection(made)) + (not early)
