@@ -1,6 +1,6 @@
 """What proves Phalanx and is not needed to use it: benchmarks, an emulated cluster, planted faults, published measurements.
 
-The commands `phalanx bench`, `phalanx testbed`, `phalanx verify --plant` and `phalanx simulate validate` come here through `part`.
+The commands `phalanx bench`, `phalanx gpu-check`, `phalanx testbed`, `phalanx verify --plant` and `phalanx simulate validate` come here through `part`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 PARTS = {
     "bench": ("phalanx_lab.bench.commands", "main"),
+    "gpu-check": ("phalanx_lab.gpu_check.command", "main"),
     "testbed": ("phalanx_lab.testbed.command", "main"),
     "faults": ("phalanx_lab.faults.faults", None),
     "validation": ("phalanx_lab.publications.validation", "validation"),

@@ -26,6 +26,7 @@ from phalanx.train.step.transaction import eval_loss, train_step
 from phalanx_lab.bench.workload import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, WorkloadShape, batch_of
 
 OPTIM = OptimConfig(beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM)
+HOST = torch.device("cpu")
 
 
 class OurRun:
@@ -49,6 +50,7 @@ class OurRun:
         num_microbatches: int = 1,
         pair_passes: bool = False,
         overlap: str = "serial",
+        device: torch.device = HOST,
     ) -> None:
         keep_freed_memory(threads=threads)
         groups = groups or build_groups(make_folding(world=1), rank=0, cache=GroupCache())
@@ -60,10 +62,11 @@ class OurRun:
             groups=groups,
             comms=comms or Collectives(),
             dtype=dtype,
-            device=torch.device("cpu"),
+            device=device,
             kernels=kernels,
             lanes=Lanes(threads, rows=compiled_rows() if native else None),
         )
+        self.device = device
         self.shape, self.rate, self.lanes, self.groups = shape, rate, ctx.lanes, groups
         pipeline = make_pipeline(PipelineConfig(pair_passes=pair_passes), spec, pp=1, seq_len=shape.seq_len)
         self.num_microbatches = num_microbatches
@@ -108,4 +111,4 @@ class OurRun:
         positions = torch.arange(self.shape.seq_len).expand(self.shape.batch, -1)
         segments = ((self.shape.seq_len,),) * self.shape.batch
         batch = TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, segments)
-        return part_of(batch, self.groups.folding, self.groups.rank)
+        return part_of(batch.on(self.device), self.groups.folding, self.groups.rank)

@@ -17,7 +17,7 @@ GROUP = "phalanx.lab"
 
 
 def lab_part(name: str, *, needed_by: str) -> Any:
-    """A part of the lab by its name: `bench`, `testbed`, `faults`, `validation`. Raises `RunError`, naming `needed_by`, where the lab is not installed."""
+    """A part of the lab by its name: `bench`, `gpu-check`, `testbed`, `faults`, `validation`. Raises `RunError`, naming `needed_by`, where the lab is not installed."""
     lab = _lab()
     if lab is None:
         raise RunError(

@@ -38,6 +38,7 @@ COMMANDS = (
     Command("sync", "deliver the weights of a run to an inference mesh of another layout"),
     Command("verify", "prove a mapping against one rank: loss, every gradient, norm and step"),
     Command("bench", "measure speed against a baseline in the same run", in_lab=True),
+    Command("gpu-check", "check that it is right and fast on this machine's GPU", in_lab=True),
     Command("plan", "check and draw a mapping or a pipeline schedule, count a model: no process, no torch"),
     Command("simulate", "predict a step, its memory and failures on a cluster that is not here"),
     Command("search", "find the best mapping of a model on a cluster"),

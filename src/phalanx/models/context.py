@@ -5,7 +5,7 @@ Legend: B sequences, S sequence length, T = B*S tokens of this rank's micro-batc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -100,6 +100,12 @@ class TokenBatch:
     @property
     def num_sequences(self) -> int:
         return self.tokens_BS.shape[0]
+
+    def on(self, device: torch.device) -> TokenBatch:
+        """A whole micro-batch with its tensors on `device`."""
+        tokens_BS, labels_BS, positions_BS = (x.to(device) for x in (self.tokens_BS, self.labels_BS, self.positions_BS))
+        part_T = None if self.part_T is None else self.part_T.to(device)
+        return replace(self, tokens_BS=tokens_BS, labels_BS=labels_BS, positions_BS=positions_BS, part_T=part_T)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

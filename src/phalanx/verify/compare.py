@@ -82,7 +82,9 @@ def errors(boxes: Iterable[BoxTensor], want: Mapping[str, torch.Tensor], *, floo
         logical = want[box.name]
         if box.name not in sizes:  # a tensor comes in many boxes
             sizes[box.name] = max(logical.abs().max().item(), floor, torch.finfo(torch.float64).tiny)
-        difference = (box.tensor.to(torch.float64) - logical[box.box.slices()].to(torch.float64)).abs().max().item()
+        difference = (
+            (box.tensor.to("cpu", torch.float64) - logical[box.box.slices()].to(torch.float64)).abs().max().item()
+        )
         error = difference / sizes[box.name] if difference == difference else float("inf")
         out[box.name] = max(out.get(box.name, 0.0), error)
     return out
@@ -100,7 +102,7 @@ def _unequal(boxes: Iterable[BoxTensor], want: Mapping[str, torch.Tensor], what:
     return [
         f"{what} {box.name} {box_text(box.box)} is not equal"
         for box in boxes
-        if not torch.equal(box.tensor, want[box.name][box.box.slices()])
+        if not torch.equal(box.tensor.cpu(), want[box.name][box.box.slices()])
     ]
 
 

@@ -47,6 +47,7 @@ rounded, and that tips the rounding of what they are added to), so a decision th
 NOISY_COPIES = (3, 16)
 """Few find most doubtful tokens; the larger number is for data that the few find nothing in."""
 ALONE = make_folding(world=1)
+HOST = torch.device("cpu")
 MAX_PATCHES = 400
 FREELY = 4
 
@@ -92,6 +93,7 @@ def context(
     comms: Collectives,
     *,
     dtype: torch.dtype,
+    device: torch.device = HOST,
     placement: AnyPlacement | None = None,
 ) -> ModelContext:
     """`placement`: of experts with replicas; None: plain."""
@@ -103,7 +105,7 @@ def context(
         groups=groups,
         comms=comms,
         dtype=dtype,
-        device=torch.device("cpu"),
+        device=device,
         kernels="reference" if setup.kernels == "reference" else "fast",
         lanes=Lanes(1, rows=compiled_rows() if setup.kernels == "compiled" else None),
         recompute=setup.recompute,

@@ -32,7 +32,15 @@ from phalanx.train.step import StepParts
 from phalanx.verify.compare import TOLERANCE, RankReport, compare, not_saved_once, uncovered
 from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.planted import HEALTHY, Fault
-from phalanx.verify.reference import Reference, context, model_boxes, partition, reference_run, run_step
+from phalanx.verify.reference import (
+    HOST,
+    Reference,
+    context,
+    model_boxes,
+    partition,
+    reference_run,
+    run_step,
+)
 from phalanx.verify.replicas import NEARER, Listener, must_exercise, placement_of, train_on
 from phalanx.verify.setups import Case, ReplicaSetup, Setup
 from phalanx.verify.store import load_outline, load_reference, save_reference
@@ -61,6 +69,8 @@ class VerifyJob:
     world: int
     dtype: torch.dtype
     timeout_s: float = TIMEOUT_S
+    device: str = "cpu"
+    """Where the mappings run: `cpu` or `cuda`. The one-rank run is the host's."""
 
 
 @dataclass(kw_only=True)
@@ -82,8 +92,10 @@ class CaseReport:
     """Where the planner placed replicas for skewed loads: the busiest rank's rows over the mean, with them and without."""
 
 
-def run_job(job: VerifyJob, *, progress: Callable[[int], None] | None = None) -> list[CaseReport]:
-    """Run all cases. Call it before any tensor operation of this process (it forks). `progress` hears how many cases are done."""
+def run_job(
+    job: VerifyJob, *, progress: Callable[[int], None] | None = None, run: Callable[..., int] = run_local
+) -> list[CaseReport]:
+    """Run all cases. Call it before any tensor operation of this process (it forks). `progress` hears how many cases are done; `run` starts the ranks, as `run_local` does."""
     reports: list[CaseReport] = []
     import_early()
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as name:
@@ -95,7 +107,7 @@ def run_job(job: VerifyJob, *, progress: Callable[[int], None] | None = None) ->
                 text = "not run: too many cases ended the ranks"
                 reports += [CaseReport(task=task, failures=[text]) for task in rest.tasks]
                 break
-            reports += _run_until_crash(rest, folder)
+            reports += _run_until_crash(rest, folder, run)
             if progress is not None:
                 progress(len(reports))
     return reports
@@ -107,11 +119,11 @@ def import_early() -> None:
         importlib.import_module(name)
 
 
-def _run_until_crash(job: VerifyJob, folder: Path) -> list[CaseReport]:
+def _run_until_crash(job: VerifyJob, folder: Path, run: Callable[..., int]) -> list[CaseReport]:
     """Reports of the cases up to the first one that ended the ranks, that one included."""
     trouble = ""
     try:
-        code = run_local(lambda info, stop: _rank_main(job, folder, info, stop), ranks=job.world, threads=1)
+        code = run(lambda info, stop: _rank_main(job, folder, info, stop), ranks=job.world, threads=1)
         if code == STOPPED:
             raise KeyboardInterrupt
     except PhalanxError as error:
@@ -139,7 +151,7 @@ def _read(path: Path) -> list[RankReport]:
 
 
 def _rank_main(job: VerifyJob, folder: Path, info: WorldInfo, stop: StopRequest) -> int:
-    init_world(info, timeout_s=job.timeout_s)
+    device = init_world(info, device=job.device, timeout_s=job.timeout_s)
     cache = GroupCache(timeout_s=job.timeout_s)
     paths, values = _reference_paths(job, folder), StartingValues()
     _make_references(dict.fromkeys(paths), job, stop, values)
@@ -150,7 +162,7 @@ def _rank_main(job: VerifyJob, folder: Path, info: WorldInfo, stop: StopRequest)
             if isinstance(want, PhalanxError):
                 report = RankReport(case=i, rank=info.rank, unequal=[str(want)])
             else:
-                report = run_case(job, task, want, index=i, rank=info.rank, cache=cache, values=values)
+                report = run_case(job, task, want, index=i, rank=info.rank, cache=cache, values=values, device=device)
             out.write(json.dumps(vars(report)) + "\n")
             out.flush()
     _barrier(job, info, cache)
@@ -164,7 +176,15 @@ def _barrier(job: VerifyJob, info: WorldInfo, cache: GroupCache) -> None:
 
 
 def run_case(
-    job: VerifyJob, task: CaseTask, want: Reference, *, index: int, rank: int, cache: GroupCache, values: StartingValues
+    job: VerifyJob,
+    task: CaseTask,
+    want: Reference,
+    *,
+    index: int,
+    rank: int,
+    cache: GroupCache,
+    values: StartingValues,
+    device: torch.device = HOST,
 ) -> RankReport:
     """This rank's part of one case. Collective."""
     fault, setup, pipeline = task.fault, task.case.setup, task.case.pipeline
@@ -177,7 +197,7 @@ def run_case(
     stages = pipeline.stages.of_rank(groups.folding.coord(rank, "pp"))
     placement = placement_of(setup, task.case.folding, stages, rank, loads_LE=want.result.counts_LE)
     parts = assemble(
-        context(setup, groups, comms, dtype=job.dtype, placement=placement),
+        context(setup, groups, comms, dtype=job.dtype, device=device, placement=placement),
         optim=setup.optim,
         num_microbatches=each,
         pipeline=pipeline,
@@ -186,7 +206,8 @@ def run_case(
     )
     initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in model_boxes(parts)]
     mine = range(replica * each, (replica + 1) * each)
-    batches = [fault.cut(microbatch(setup, j, patches=want.patches[j]), groups.folding, rank) for j in mine]
+    whole = [microbatch(setup, j, patches=want.patches[j]).on(device) for j in mine]
+    batches = [fault.cut(batch, groups.folding, rank) for batch in whole]
     listener = Listener()
     if setup.replicas is not None:
         must_exercise(parts)
@@ -197,7 +218,7 @@ def run_case(
 
         def later(step: int) -> list[TokenBatch]:
             first = (step + 1) * len(want.patches)
-            return [fault.cut(microbatch(setup, first + j), groups.folding, rank) for j in mine]
+            return [fault.cut(microbatch(setup, first + j).on(device), groups.folding, rank) for j in mine]
 
         _watch_replicas(report, parts, listener, setup.replicas, later)
     return report

@@ -1,0 +1,94 @@
+"""B: speed of one MoE layer and of its products, against the dense rate of the same run."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from phalanx_lab.gpu_check.here import Here
+from phalanx_lab.gpu_check.layer import PARTS, LayerPart, LayerRun, forward, make_layer, passes
+from phalanx_lab.gpu_check.timing import dense_flops_per_s, seconds_of
+
+CLASSES = {
+    "products": ("gemm", "cutlass", "nvjet", "grouped", "matmul", "aten::mm", "_mm"),
+    "copies": ("memcpy", "memset", "copy", "fill"),
+    "sorting": ("sort", "scan", "topk", "radix"),
+    "rows": ("gather", "combine", "index", "scatter", "rows"),
+}
+"""Class of a kernel -> words in its name; the first that fits."""
+LEAST_GROUPED = 0.8
+
+
+def check_qwen3(here: Here) -> None:
+    """B1.qwen3."""
+    _check_layer(here, PARTS["qwen3-30b-a3b"])
+
+
+def check_mixtral(here: Here) -> None:
+    """B1.mixtral."""
+    _check_layer(here, PARTS["mixtral-8x7b"])
+
+
+def check_deepseek(here: Here) -> None:
+    """B1.deepseek."""
+    _check_layer(here, PARTS["deepseek-v3"])
+
+
+def _check_layer(here: Here, part: LayerPart) -> None:
+    dense = dense_flops_per_s(here)
+    run = make_layer(part, here)
+    forward_s = seconds_of(partial(_forward_only, run), here)
+    both_s = seconds_of(partial(passes, run), here)
+    here.tell("dense TFLOP/s", dense / 1e12)
+    here.tell("forward ms", 1e3 * forward_s)
+    here.tell("forward and backward ms", 1e3 * both_s)
+    here.tell_rate("of the dense rate", run.flops / both_s / dense, least=part.least_mfu)
+    begin_s = time.perf_counter()
+    passes(run)
+    here.tell("host ms", 1e3 * (time.perf_counter() - begin_s))
+    here.tell("ms by class", _classes(here, run))
+
+
+def _forward_only(run: LayerRun) -> None:
+    with torch.no_grad():
+        forward(run)
+
+
+def _classes(here: Here, run: LayerRun) -> dict[str, float]:
+    """Milliseconds of a forward and a backward pass by class of kernel, and the number of kernels."""
+    activity = ProfilerActivity.CUDA if here.on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as found:
+        passes(run)
+        if here.on_gpu:
+            torch.cuda.synchronize()
+    out: Counter[str] = Counter()
+    for event in found.key_averages():
+        us = event.self_device_time_total if here.on_gpu else event.self_cpu_time_total
+        out[_class_of(event.key)] += us / 1e3
+        out["kernels"] += event.count
+    return dict(out)
+
+
+def _class_of(name: str) -> str:
+    lower = name.lower()
+    return next((kind for kind, words in CLASSES.items() if any(w in lower for w in words)), "other")
+
+
+def check_grouped(here: Here) -> None:
+    """B2: `F.grouped_mm` with even and skewed groups against one dense product of the same work, shapes of Mixtral's first product."""
+    experts, rows, width, hidden = here.pick((8, 16_384, 28_672, 4096), (4, 64, 32, 16))
+    x = torch.randn(rows, hidden, device=here.device, dtype=torch.bfloat16)
+    weight = torch.randn(experts, width, hidden, device=here.device, dtype=torch.bfloat16)
+    dense_s = seconds_of(lambda: x @ weight[0].T, here)
+    here.tell("dense ms", 1e3 * dense_s)
+    even = [rows // experts] * experts
+    half = [rows // 2, 0, *[rows // 2 // (experts - 2)] * (experts - 3)]
+    for name, counts in (("even", even), ("skewed", [*half, rows - sum(half)])):
+        ends = torch.tensor(counts, device=here.device).cumsum(0).to(torch.int32)
+        seconds = seconds_of(partial(F.grouped_mm, x, weight.transpose(1, 2), offs=ends), here)
+        here.tell_rate(f"{name}, of dense", dense_s / seconds, least=LEAST_GROUPED)

@@ -1,0 +1,331 @@
+"""A3: each kernel by itself on the device, in fp32 and bf16, against its plain reference in fp64 on the CPU: outputs and every gradient.
+
+Calls the public functions of `kernels/cpu` alone, whatever stands behind them on the device. Memory is poisoned first, so that elements which a kernel leaves unwritten show.
+
+Legend: B sequences, S length, A query heads, G key/value heads, D head dim, T tokens, K choices of a token, M rows, H hidden, F expert width, E experts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu import attention, cross_entropy, grouped, norm, permute, rope, swiglu
+from phalanx.kernels.cpu.adamw import adamw_
+from phalanx.kernels.cpu.block_attention import PartialAttention, SavedAttention, attend, attend_backward
+from phalanx.kernels.cpu.square_sum import square_sums
+from phalanx.kernels.cpu.words import on_host, word_sum
+from phalanx.plan.attention import AttentionBlock
+from phalanx_lab.gpu_check.here import Here
+
+MOST = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Largest difference relative to the largest element; bf16 rounds each of several steps by up to 4e-3."""
+Tensors = Sequence[torch.Tensor]
+Kernel = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KernelCase:
+    """A kernel with its inputs in fp64: `run(impl, *inputs)`. Inputs are leaves; whatever else it needs moves to their device."""
+
+    name: str
+    run: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+    inputs: Tensors
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    wide: frozenset[int] = frozenset()
+    """Inputs that stay in fp32 where the others are bf16."""
+
+
+def normal(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    """fp64 numbers that bf16 holds exactly, the same on every machine."""
+    rng = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=rng) * scale).to(torch.bfloat16).to(torch.float64)
+
+
+def poison(device: torch.device, *, most_bytes: int) -> None:
+    """Fill memory with NaN and give it back, in blocks of all sizes, so that what is allocated next holds NaN until it is written."""
+    size, held = 1 << 10, []
+    while size <= most_bytes:
+        held += [torch.full((size // 4,), torch.nan, device=device) for _ in range(4)]
+        size *= 4
+
+
+def check_case(here: Here, case: KernelCase) -> None:
+    """Tell the largest error of a kernel in each type."""
+    want = _outcome(partial(case.run, "reference"), case, torch.float64, torch.device("cpu"))
+    for dtype in case.dtypes:
+        poison(here.device, most_bytes=here.pick(1 << 30, 1 << 20))
+        name = f"{case.name} {str(dtype).removeprefix('torch.')}"
+        got = _outcome(partial(case.run, "fast"), case, dtype, here.device)
+        here.tell(name, max(map(error, got, want)), most=MOST[dtype])
+
+
+def _outcome(kernel: Kernel, case: KernelCase, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Outputs, then gradients of all inputs for random gradients of the outputs, in fp64 on the CPU."""
+    leaves = []
+    for i, x in enumerate(case.inputs):
+        own = torch.promote_types(dtype, torch.float32) if i in case.wide else dtype
+        leaves.append(x.to(device, own, copy=True).requires_grad_())  # the case keeps its own
+    out = kernel(*leaves)
+    outputs = out if isinstance(out, tuple) else (out,)
+    upstream = [normal(*y.shape, seed=99 + i).to(y.device, y.dtype) for i, y in enumerate(outputs)]
+    torch.autograd.backward(list(outputs), upstream)
+    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+    return [x.detach().cpu().to(torch.float64) for x in (*outputs, *grads)]
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest difference over the largest element; infinite where something is not a number."""
+    if want.numel() == 0:
+        return 0.0
+    found = ((got - want).abs().max() / want.abs().max().clamp(min=1e-3)).item()
+    return found if found == found else float("inf")
+
+
+def check_cases(here: Here, cases: Sequence[KernelCase]) -> None:
+    for case in cases:
+        check_case(here, case)
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------------------
+
+
+def attention_cases(here: Here) -> list[KernelCase]:
+    """Whole sequences, packed documents, shared key/value heads, and heads of 192 as in latent attention."""
+    length, heads, dim = here.pick((640, 8, 128), (40, 4, 16))
+
+    def case(name: str, kv: int, dim: int, segments: tuple[tuple[int, ...], ...]) -> KernelCase:
+        shape = (len(segments), length)
+        inputs = [normal(*shape, n, dim, seed=i) for i, n in enumerate((heads, kv, kv))]
+
+        def run(impl: Impl, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attention.causal_attention(q, k, v, segments, impl=impl)
+
+        return KernelCase(name=name, run=run, inputs=inputs)
+
+    whole, packed = ((length,),) * 2, ((length // 4, 1, length - length // 4 - 1), (length,))
+    return [
+        case("one document", heads, dim, whole),
+        case("packed, shared heads", heads // 4, dim, packed),
+        case("heads of 192", heads, here.pick(192, 24), whole),
+    ]
+
+
+def attend_cases(here: Here) -> list[KernelCase]:
+    """What a rank of a ring computes: its second half of a sequence, block by block, forward and backward by hand."""
+    length, heads, kv, dim = here.pick((512, 8, 2, 128), (48, 4, 2, 16))
+    half = length // 2
+    parts = [
+        (slice(half, length), AttentionBlock(0, half, 0, half, True)),
+        (slice(0, half), AttentionBlock(0, half, 0, half, False)),
+    ]
+
+    def run(impl: Impl, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if impl == "reference":
+            return attention.causal_attention(q, k, v, ((length,),), impl=impl)[:, half:]
+        out: torch.Tensor = _Ring.apply(q, k, v, half, parts)
+        return out
+
+    inputs = [normal(1, length, n, dim, seed=i) for i, n in enumerate((heads, kv, kv))]
+    return [KernelCase(name="ring", run=run, inputs=inputs)]
+
+
+class _Ring(torch.autograd.Function):
+    """Queries of the second half over the keys of `parts`, as `runtime/comm/context_parallel.py` computes them."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, half: int, parts: Any) -> torch.Tensor:
+        own = q[:, half:].contiguous()
+        partial = PartialAttention.empty(own)
+        for keys, block in parts:
+            attend((own, k[:, keys].contiguous(), v[:, keys].contiguous()), ((block,),), partial)
+        ctx.save_for_backward(own, k, v, partial.out_BLAD, partial.lse_BAL)
+        ctx.half, ctx.parts = half, parts
+        return partial.out_BLAD.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        own, k, v, out, lse = ctx.saved_tensors
+        known = SavedAttention.of(out.to(own.dtype), lse, d_out.contiguous())
+        dq, dk, dv = (torch.zeros_like(x, dtype=out.dtype) for x in (own, k, v))
+        for keys, block in ctx.parts:
+            qkv, grads = (own, k[:, keys].contiguous(), v[:, keys].contiguous()), (dq, dk[:, keys], dv[:, keys])
+            attend_backward(qkv, ((block,),), known, grads)
+        whole = torch.cat([torch.zeros_like(dq), dq], dim=1)
+        return whole.to(own.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def check_attention(here: Here) -> None:
+    """A3.attention."""
+    check_cases(here, [*attention_cases(here), *attend_cases(here)])
+
+
+def check_backends(here: Here) -> None:
+    """A3.backends: torch's own attention by each backend that takes these shapes; one that refuses says so and is no failure."""
+    length, heads, dim = here.pick((512, 8, 128), (40, 4, 16))
+    inputs = [normal(1, heads, length, dim, seed=i) for i in range(3)]
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+
+        def run(
+            impl: Impl, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: SDPBackend = backend
+        ) -> torch.Tensor:
+            with sdpa_kernel(SDPBackend.MATH if impl == "reference" else backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        case = KernelCase(name=backend.name.lower(), run=run, inputs=inputs, dtypes=(torch.bfloat16,))
+        _if_it_takes(here, case)
+
+
+def _if_it_takes(here: Here, case: KernelCase) -> None:
+    try:
+        check_case(here, case)
+    except (RuntimeError, ImportError, TypeError, NotImplementedError) as error:
+        here.tell(f"{case.name} refused", str(error).strip().splitlines()[0][:120])
+
+
+# ---- experts, rows -------------------------------------------------------------------------------------------------------------
+
+
+def expert_cases(here: Here) -> list[KernelCase]:
+    """Full groups, empty ones in all places, and no row at all."""
+    hidden, width = here.pick((512, 256), (16, 24))
+    cases = []
+    for name, counts in (("even", (64,) * 4), ("empty groups", (0, 100, 0, 0, 7, 0)), ("no rows", (0, 0))):
+        inputs = [
+            normal(sum(counts), hidden, seed=1),
+            normal(len(counts), 2, width, hidden, seed=2, scale=hidden**-0.5),
+            normal(len(counts), hidden, width, seed=3, scale=width**-0.5),
+            normal(sum(counts), seed=4).abs() + 0.25,
+        ]
+
+        def run(impl: Impl, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weight: torch.Tensor, counts: tuple[int, ...] = counts) -> torch.Tensor:  # fmt: skip
+            return grouped.expert_ffn(x, w13, w2, counts, row_weights_M=weight, impl=impl)
+
+        cases.append(KernelCase(name=f"experts, {name}", run=run, inputs=inputs, wide=frozenset({3})))
+    return cases
+
+
+def check_experts(here: Here) -> None:
+    """A3.experts."""
+    check_cases(here, expert_cases(here))
+
+
+def row_cases(here: Here) -> list[KernelCase]:
+    """Rows to experts and back, with pairs that were dropped; SwiGLU with row weights; rotation; norms."""
+    tokens, top_k, hidden = here.pick((1000, 8, 2048), (11, 3, 32))
+    places = torch.randperm(tokens * top_k, generator=torch.Generator().manual_seed(7)).view(tokens, top_k)
+    places[::5, 0] = -1
+    token_of_row = torch.full((tokens * top_k,), -1)
+    kept = places >= 0
+    token_of_row[places[kept]] = torch.arange(tokens).unsqueeze(1).expand_as(places)[kept]
+
+    def gather(impl: Impl, x: torch.Tensor) -> torch.Tensor:
+        where = token_of_row.to(x.device), places.to(x.device)
+        return permute.gather_rows(x, where[0], rows_of_token_TK=where[1], impl=impl)
+
+    def combine(impl: Impl, y: torch.Tensor) -> torch.Tensor:
+        where = places.to(y.device), token_of_row.to(y.device)
+        return permute.combine_rows(y, where[0], token_of_row_M=where[1], impl=impl)
+
+    x_TH, y_MH = normal(tokens, hidden, seed=1), normal(tokens * top_k, hidden, seed=2)
+    return [
+        KernelCase(name="gather rows", run=gather, inputs=[x_TH]),
+        KernelCase(name="combine rows", run=combine, inputs=[y_MH]),
+        *_elementwise_cases(here, tokens, hidden),
+    ]
+
+
+def _elementwise_cases(here: Here, tokens: int, hidden: int) -> list[KernelCase]:
+    heads, dim = here.pick((8, 128), (2, 8))
+    positions_BS = torch.arange(tokens).unsqueeze(0) * here.pick(37, 3)
+
+    def gated(impl: Impl, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return swiglu.swiglu(x, row_weights_M=weight, impl=impl)
+
+    def turned(impl: Impl, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = rope.rope_table(positions_BS.to(q.device), head_dim=dim, theta=1e4, dtype=q.dtype)
+        return rope.apply_rope(q, k, table=table, impl=impl)
+
+    def normed(impl: Impl, x: torch.Tensor, delta: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return norm.residual_norm(x, delta, w, 1e-6, impl=impl)
+
+    def norm_only(impl: Impl, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return norm.rms_norm(x, w, 1e-6, impl=impl)
+
+    x_TH, delta_TH = normal(tokens, hidden, seed=1), normal(tokens, hidden, seed=2)
+    weight_H = 1 + normal(hidden, seed=3, scale=0.1)
+    gate_up = [normal(tokens, 2, hidden // 2, seed=4), normal(tokens, seed=5).abs()]
+    q_and_k = [normal(1, tokens, n, dim, seed=6 + n) for n in (heads, heads // 2)]
+    return [
+        KernelCase(name="swiglu", run=gated, inputs=gate_up, wide=frozenset({1})),
+        KernelCase(name="rope", run=turned, inputs=q_and_k),
+        KernelCase(name="norm", run=norm_only, inputs=[x_TH, weight_H]),
+        KernelCase(name="residual norm", run=normed, inputs=[x_TH, delta_TH, weight_H]),
+    ]
+
+
+def check_rows(here: Here) -> None:
+    """A3.rows."""
+    check_cases(here, row_cases(here))
+
+
+# ---- loss, state ---------------------------------------------------------------------------------------------------------------
+
+
+def loss_cases(here: Here) -> list[KernelCase]:
+    """Two vocabularies, tokens that are not predicted, and the way of tp ranks (with one of them)."""
+    tokens, hidden = here.pick((512, 256), (9, 16))
+    cases = []
+    for vocab, sharded in here.pick(((32_000, False), (151_936, False), (32_000, True)), ((40, False), (40, True))):
+        labels_T = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(vocab))
+        labels_T[::7] = cross_entropy.IGNORE
+
+        def run(impl: Impl, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, labels_T: torch.Tensor = labels_T, sharded: bool = sharded) -> torch.Tensor:  # fmt: skip
+            alone = cross_entropy.VocabShard(0, weight_VH.shape[0], lambda x: x.unsqueeze(0))
+            shard = alone if sharded and impl == "fast" else None
+            labels = labels_T.to(hidden_TH.device)
+            return cross_entropy.linear_cross_entropy(hidden_TH, weight_VH, labels, shard=shard, impl=impl)
+
+        inputs = [normal(tokens, hidden, seed=1), normal(vocab, hidden, seed=2, scale=hidden**-0.5)]
+        cases.append(KernelCase(name=f"loss, V {vocab}{', by tp' if sharded else ''}", run=run, inputs=inputs))
+    return cases
+
+
+def check_loss(here: Here) -> None:
+    """A3.loss."""
+    check_cases(here, loss_cases(here))
+
+
+def check_state(here: Here) -> None:
+    """A3.state: AdamW with gradients of both types, sums of squares, and the sums of bits by which a device's state is compared."""
+    length = here.pick(3_000_001, 1001)
+    master, grad, avg = (normal(length, seed=i) for i in range(3))
+    square = normal(length, seed=4).square()
+    for dtype in (torch.float32, torch.bfloat16):
+        want = _adamw(master, grad, avg, square, grad_dtype=torch.float64, device=torch.device("cpu"), impl="reference")
+        got = _adamw(master, grad, avg, square, grad_dtype=dtype, device=here.device, impl="fast")
+        name = str(dtype).removeprefix("torch.")
+        here.tell(f"adamw, gradient {name}", max(map(error, got[:3], want[:3])), most=1e-5)
+        here.tell(f"adamw, rounded copy, gradient {name}", error(got[3], want[3]), most=1e-2)
+        tensors = [x.to(here.device, dtype) for x in (master, grad)]
+        total = square_sums(tensors).cpu().to(torch.float64)
+        here.tell(f"square sums {name}", error(total, master.square().sum() + grad.square().sum()), most=1e-5)
+        sums = on_host([word_sum(x) for x in (*tensors, *(x.cpu() for x in tensors))])
+        here.tell(f"word sums differ {name}", sum(sums[i] != sums[i + 2] for i in range(2)), most=0)
+
+
+def _adamw(*state: torch.Tensor, grad_dtype: torch.dtype, device: torch.device, impl: Impl) -> list[torch.Tensor]:
+    """Masters, moments and the bf16 copy after a step, in fp64 on the CPU."""
+    wide = torch.float64 if impl == "reference" else torch.float32
+    master, avg, square = (state[i].to(device, wide, copy=True) for i in (0, 2, 3))
+    out = torch.empty_like(master, dtype=torch.float64 if impl == "reference" else torch.bfloat16)
+    rule: dict[str, float] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    adamw_(master, state[1].to(device, grad_dtype), avg, square, out, **rule, step=3, scale=0.5, impl=impl)  # type: ignore[arg-type]
+    return [x.cpu().to(torch.float64) for x in (master, avg, square, out)]

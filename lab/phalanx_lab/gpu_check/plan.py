@@ -1,0 +1,56 @@
+"""Which checks there are, in the order of their value per second, and what is known where time ends between two stages.
+
+Imports nothing of torch: `--list` and `--help` answer at once.
+"""
+
+from __future__ import annotations
+
+from phalanx_lab.gpu_check.checks import GpuCheck
+
+STAGES = {
+    "A": "right: a program of one rank computes on this GPU what a CPU computes",
+    "B": "fast: the table of layers of MoE is measured",
+    "C": "together: NCCL between ranks computes what one rank computes",
+}
+"""Stage -> what is known after it."""
+
+
+def _check(name: str, run: str, seconds: float, title: str, *, limit_s: float | None = None) -> GpuCheck:
+    return GpuCheck(name=name, title=title, run=run, seconds=seconds, limit_s=limit_s or 3 * seconds)
+
+
+CHECKS = (
+    _check("A1", "right:check_device", 20, "the device, versions, dense and copy rates"),
+    _check("A2.nccl", "together:check_sharing", 20, "two ranks share the card: all-reduce and uneven all-to-all"),
+    _check("A3.experts", "parity:check_experts", 25, "grouped products: empty groups, no rows"),
+    _check("A3.attention", "parity:check_attention", 30, "attention: documents, shared heads, a ring by hand"),
+    _check("A3.rows", "parity:check_rows", 25, "rows to experts and back, SwiGLU, rotation, norms"),
+    _check("A3.loss", "parity:check_loss", 25, "projection and cross-entropy"),
+    _check("A3.state", "parity:check_state", 15, "AdamW, sums of squares, sums of bits"),
+    _check("A3.backends", "parity:check_backends", 20, "torch's attention by each backend"),
+    _check("A4.step", "right:check_step", 120, "train_step with every option, fp32, against one rank on the CPU"),
+    _check("A4.bf16", "right:check_curve", 40, "losses of 50 steps in bf16 beside those of the CPU"),
+    _check("A5.waits", "right:check_waits", 20, "undeclared host synchronisations of a MoE layer"),
+    _check("B1.qwen3", "fast:check_qwen3", 40, "a MoE layer of Qwen3-30B-A3B"),
+    _check("B1.mixtral", "fast:check_mixtral", 40, "a MoE layer of Mixtral 8x7B"),
+    _check("B1.deepseek", "fast:check_deepseek", 40, "a MoE layer of DeepSeek-V3"),
+    _check("B2", "fast:check_grouped", 30, "grouped products against dense ones of the same work"),
+    _check("C1.two", "together:check_two", 180, "mappings of 2 ranks over NCCL against one rank, fp32"),
+    _check("C1.four", "together:check_four", 180, "mappings of 4 ranks over NCCL against one rank, fp32"),
+)
+
+
+def plan_text() -> str:
+    """The order in which to use a lent half hour."""
+    lines = []
+    for stage, known in STAGES.items():
+        own = [c for c in CHECKS if c.stage == stage]
+        lines.append(
+            f"{stage}  about {sum(c.seconds for c in own):.0f} s: phalanx gpu-check --stage {stage} --json {stage.lower()}.json"
+        )
+        lines += [f"   {c.name:<13}{c.seconds:5.0f} s  {c.title}" for c in own]
+        lines.append(f"   cut off here, it is known that it is {known}")
+    lines.append(
+        "D  about 540 s: benchmarks/gpu/overlap.py --json overlap.json: kernels that overlap messages and products"
+    )
+    return "\n".join(lines)

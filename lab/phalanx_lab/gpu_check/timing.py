@@ -1,0 +1,42 @@
+"""Seconds of a piece of work on the device: medians of device events, the L2 cache flushed in between. On a CPU the clock, for the self-test."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from phalanx_lab.gpu_check.here import Here
+
+L2_BYTES = 1 << 28
+"""More than the cache of any device holds."""
+
+
+def seconds_of(work: Callable[[], object], here: Here, *, repeats: int = 15) -> float:
+    """Median time of `work`, after three runs that are not counted."""
+    if not here.on_gpu:
+        begin_s = time.perf_counter()
+        work()
+        return time.perf_counter() - begin_s
+    flush = torch.empty(L2_BYTES, dtype=torch.int8, device=here.device)
+    for _ in range(3):
+        work()
+    found = []
+    for _ in range(repeats):
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(found)
+
+
+def dense_flops_per_s(here: Here) -> float:
+    """Rate of `a @ b`, bf16, 8192 cubed, random data."""
+    n = here.pick(8192, 64)
+    a, b = (torch.randn(n, n, device=here.device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * n**3 / seconds_of(lambda: a @ b, here)

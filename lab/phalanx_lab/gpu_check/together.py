@@ -1,0 +1,45 @@
+"""A2 and C: several ranks on the one card, over NCCL (gloo in the self-test)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from phalanx.runtime.processes import StopRequest, WorldInfo, close_world, init_world
+from phalanx_lab.gpu_check.here import Here
+from phalanx_lab.gpu_check.right import compare
+from phalanx_lab.gpu_check.shared_card import run_shared
+
+JOIN_S = 30.0
+
+
+def check_sharing(here: Here) -> None:
+    """A2.nccl: what all of stage C needs."""
+    code = run_shared(lambda info, stop: _share(here, info, stop), ranks=2, threads=1)
+    here.tell("exit status of the ranks", code, most=0)
+
+
+def _share(here: Here, info: WorldInfo, stop: StopRequest) -> int:
+    device = init_world(info, device=here.device.type, timeout_s=JOIN_S)
+    rank, total = info.rank, torch.full((1000,), float(info.rank + 1), device=device)
+    dist.all_reduce(total)
+    sizes = [[1, 3], [0, 2]]  # rows from each rank to each
+    sent = torch.arange(sum(sizes[rank]), device=device, dtype=torch.float32) + 10 * rank
+    coming = [row[rank] for row in sizes]
+    got = torch.full((sum(coming),), torch.nan, device=device)
+    dist.all_to_all_single(got, sent, coming, sizes[rank])
+    want = [[0.0], [1.0, 2.0, 3.0, 10.0, 11.0]][rank]
+    here.tell(f"all-reduce wrong, rank {rank}", int((total != 3).sum()), most=0)
+    here.tell(f"all-to-all wrong, rank {rank}", int(got.cpu().tolist() != want), most=0)
+    close_world()
+    return 0
+
+
+def check_two(here: Here) -> None:
+    """C1.two."""
+    compare(here, world=2, most_cases=here.pick(20, 2))
+
+
+def check_four(here: Here) -> None:
+    """C1.four."""
+    compare(here, world=4, most_cases=here.pick(12, 1))

@@ -1,0 +1,138 @@
+"""`phalanx gpu-check` where there is no GPU: each check runs, tiny, and what is wrong is told, whatever way it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.cli.main import run_command
+from phalanx.kernels.cpu import swiglu
+from phalanx_lab.gpu_check import parity
+from phalanx_lab.gpu_check.checks import CheckLine, GpuCheck
+from phalanx_lab.gpu_check.here import Here
+from phalanx_lab.gpu_check.plan import CHECKS
+from phalanx_lab.gpu_check.runner import run_all
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_TYRO = "import sys; sys.modules['tyro'] = None; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
+ONLY_ON_A_GPU = {"A5.waits"}
+
+
+def program(*args: str) -> subprocess.CompletedProcess[str]:
+    """The command as on a lent machine: from the sources, without tyro."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'lab'}"}
+    line = [sys.executable, "-c", WITHOUT_TYRO, "gpu-check", *args]
+    return subprocess.run(line, capture_output=True, text=True, timeout=280, env=env)
+
+
+def run(tmp_path: Path, work: Callable[[Here], None], *, limit_s: float = 30.0) -> CheckLine:
+    """The line of a check that does `work`, found by its module as all are."""
+    check = GpuCheck(name="A9", title="drawn up", run="parity:planned", seconds=1, limit_s=limit_s)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parity, "planned", work, raising=False)
+        here = Here(device=torch.device("cpu"), told=Path(os.devnull))
+        (line,) = run_all([check], here, out=tmp_path / "lines.json", limit_s=60)
+    (written,) = (tmp_path / "lines.json").read_text().splitlines()
+    assert json.loads(written) == vars(line)
+    return line
+
+
+@pytest.mark.parametrize("stages", ["A", "B C"])
+def test_each_check_runs_here_without_tyro(tmp_path: Path, stages: str) -> None:
+    file = tmp_path / "lines.json"
+    done = program("--self-test", "--json", str(file), "--stage", *stages.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(text) for text in file.read_text().splitlines()]
+    assert [x["check"] for x in lines] == [c.name for c in CHECKS if c.stage in stages.split()]
+    assert {x["check"] for x in lines if x["status"] != "pass"} <= ONLY_ON_A_GPU
+    assert all(set(x) == {"check", "status", "value", "bar", "seconds", "why"} for x in lines)
+
+
+def test_the_plan_needs_no_torch() -> None:
+    program_text = f"import sys; sys.modules['torch'] = None; {WITHOUT_TYRO}"
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'lab'}"}
+    line = [sys.executable, "-c", program_text, "gpu-check", "--list"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0, done.stderr
+    assert all(check.name in done.stdout for check in CHECKS)
+
+
+def test_a_check_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    def hang(here: Here) -> None:
+        here.tell("begun", 1.0)
+        here.tell("child", subprocess.Popen(["sleep", "60"]).pid)
+        os.write(1, b"now it hangs\n")
+        time.sleep(60)
+
+    line = run(tmp_path, hang, limit_s=1.5)
+    assert line.status == "error" and line.value["begun"] == 1.0
+    assert "killed after its 1.5 s" in line.why and "now it hangs" in line.why and "in hang" in line.why
+    stat = Path(f"/proc/{line.value['child']}/stat")
+    assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+
+
+def test_a_check_beyond_its_bar_fails_with_its_values(tmp_path: Path) -> None:
+    def slow(here: Here) -> None:
+        here.tell("of dense", 0.5, least=0.8)
+        here.tell("error", float("nan"), most=1e-5)
+        here.tell("fine", 1, most=1)
+
+    line = run(tmp_path, slow)
+    assert line.status == "fail" and line.why == "of dense is 0.5, not >= 0.8; error is nan, not <= 1e-05"
+    assert line.bar == {"of dense": ">= 0.8", "error": "<= 1e-05", "fine": "<= 1"}
+
+
+def test_a_check_that_dies_keeps_what_it_found(tmp_path: Path) -> None:
+    def die(here: Here) -> None:
+        here.tell("found", [1, 2])
+        with here.told.open("a") as file:
+            file.write('{"name": "cut o')
+        os.abort()
+
+    line = run(tmp_path, die)
+    assert line.status == "error" and line.value == {"found": [1, 2]} and "SIGABRT" in line.why
+
+
+def test_an_error_names_its_line(tmp_path: Path) -> None:
+    def wrong(here: Here) -> None:
+        parity.error(torch.ones(2), torch.ones(3))
+
+    line = run(tmp_path, wrong)
+    assert line.status == "error" and "must match" in line.why and "gpu_check/parity.py:" in line.why
+
+
+def test_a_wrong_kernel_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = swiglu.swiglu
+
+    def wrong(x: torch.Tensor, *, row_weights_M: torch.Tensor | None = None, impl: str = "fast") -> torch.Tensor:
+        scale = 1.001 if impl == "fast" else 1.0
+        return scale * right(x, row_weights_M=row_weights_M, impl=impl)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(swiglu, "swiglu", wrong)
+    line = run(tmp_path, parity.check_rows)
+    assert line.status == "fail" and "swiglu float32" in line.why and "rope" not in line.why
+
+
+def test_what_is_unwritten_is_found() -> None:
+    assert parity.error(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
+
+
+def test_checks_after_the_limit_are_told(tmp_path: Path) -> None:
+    here = Here(device=torch.device("cpu"), told=Path(os.devnull))
+    lines = run_all(CHECKS[:2], here, out=None, limit_s=-1.0)
+    assert [x.status for x in lines] == ["skip", "skip"] and "--only A1" in lines[0].why
+    assert not torch.cuda.is_initialized()
+
+
+def test_a_name_of_no_check_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("gpu-check", ["--only", "A7"], debug=False) == 2
+    said = capsys.readouterr().err
+    assert "--only" in said and "'A7'" in said and "A3.loss" in said
