@@ -45,7 +45,7 @@ def run(tmp_path: Path, work: Callable[[Here], None], *, limit_s: float = 30.0) 
     return line
 
 
-@pytest.mark.parametrize("stages", ["A", "B C"])
+@pytest.mark.parametrize("stages", ["A", "B C D"])
 def test_each_check_runs_here_without_tyro(tmp_path: Path, stages: str) -> None:
     file = tmp_path / "lines.json"
     done = program("--self-test", "--json", str(file), "--stage", *stages.split())
@@ -123,6 +123,14 @@ def test_a_wrong_kernel_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_unwritten_is_found() -> None:
     assert parity.error(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
+
+
+def test_the_time_of_all_bounds_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = GpuCheck(name="A9", title="long", run="parity:planned", seconds=1, limit_s=60.0)
+    monkeypatch.setattr(parity, "planned", lambda here: time.sleep(60), raising=False)
+    here = Here(device=torch.device("cpu"), told=Path(os.devnull))
+    lines = run_all([check, check], here, out=tmp_path / "lines.json", limit_s=1.0)
+    assert [x.status for x in lines] == ["error", "skip"] and lines[0].seconds < 30
 
 
 def test_checks_after_the_limit_are_told(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """phalanx gpu-check: is Phalanx right and fast on this GPU? One GPU is enough; half an hour is enough for all of it.
 
-    phalanx gpu-check --stage A --json a.json      stages: A right, B fast, C several ranks on the one card
+    phalanx gpu-check --stage A --json a.json      stages: A right, B fast, C several ranks on the one card, D kernels
     phalanx gpu-check --only A3 B1 --json b.json   checks by the beginning of their names
     phalanx gpu-check --list                       the order in which to use a lent half hour
     phalanx gpu-check --self-test                  the same checks on a CPU, tiny: proves the checks, not a GPU
@@ -55,10 +55,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="phalanx gpu-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stage", nargs="+", choices=list(STAGES), metavar="STAGE", help="A, B, C; default: A")
+    parser.add_argument("--stage", nargs="+", choices=list(STAGES), metavar="STAGE", help="A, B, C, D; default: A")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="checks whose names begin so")
     parser.add_argument("--json", type=Path, metavar="FILE", help="lines are appended to it")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, metavar="S", help="no check begins later")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=LIMIT_S,
+        metavar="S",
+        help="no check runs longer than that after the first began",
+    )
     parser.add_argument("--self-test", action="store_true", help="on a CPU, tiny")
     parser.add_argument("--list", action="store_true", help="print the plan and run nothing")
     return parser

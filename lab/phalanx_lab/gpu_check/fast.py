@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from phalanx.kernels.cpu.adamw import adamw_
+from phalanx.kernels.cpu.cross_entropy import linear_cross_entropy
+from phalanx.kernels.cpu.words import word_sum
 from phalanx_lab.gpu_check.here import Here
 from phalanx_lab.gpu_check.layer import PARTS, LayerPart, LayerRun, forward, make_layer, passes
 from phalanx_lab.gpu_check.timing import dense_flops_per_s, seconds_of
@@ -92,3 +95,23 @@ def check_grouped(here: Here) -> None:
         ends = torch.tensor(counts, device=here.device).cumsum(0).to(torch.int32)
         seconds = seconds_of(partial(F.grouped_mm, x, weight.transpose(1, 2), offs=ends), here)
         here.tell_rate(f"{name}, of dense", dense_s / seconds, least=LEAST_GROUPED)
+
+
+def check_rest(here: Here) -> None:
+    """B3: what a step does outside layers: the loss of 4,096 tokens over 151,936 words, AdamW, sums of bits, and the way of a checkpoint to the host."""
+    tokens, hidden, vocab = here.pick((4096, 2048, 151_936), (8, 16, 40))
+    hidden_TH = torch.randn(tokens, hidden, device=here.device, dtype=torch.bfloat16, requires_grad=True)
+    weight_VH = torch.randn(vocab, hidden, device=here.device, dtype=torch.bfloat16, requires_grad=True)
+    labels_T = torch.randint(0, vocab, (tokens,), device=here.device)
+    loss_s = seconds_of(lambda: linear_cross_entropy(hidden_TH, weight_VH, labels_T).sum().backward(), here)
+    here.tell("loss, forward and backward ms", 1e3 * loss_s)
+    here.tell("loss, of the dense rate", 3 * 2.0 * tokens * hidden * vocab / loss_s / dense_flops_per_s(here))
+    length = here.pick(200_000_000, 1000)
+    master, grad, avg, square = (torch.rand(length, device=here.device) for _ in range(4))
+    out = torch.empty(length, device=here.device, dtype=torch.bfloat16)
+    rule: dict[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    adamw_s = seconds_of(lambda: adamw_(master, grad, avg, square, out, step=3, **rule), here)  # type: ignore[arg-type]
+    here.tell("AdamW GB/s", (7 * 4 + 2) * length / adamw_s / 1e9)
+    here.tell("sums of bits GB/s", master.nbytes / seconds_of(lambda: word_sum(master), here) / 1e9)
+    held = torch.empty(length, pin_memory=here.on_gpu)
+    here.tell("to the host GB/s", master.nbytes / seconds_of(lambda: held.copy_(master, non_blocking=True), here) / 1e9)

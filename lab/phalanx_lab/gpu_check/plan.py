@@ -8,9 +8,10 @@ from __future__ import annotations
 from phalanx_lab.gpu_check.checks import GpuCheck
 
 STAGES = {
-    "A": "right: a program of one rank computes on this GPU what a CPU computes",
-    "B": "fast: the table of layers of MoE is measured",
-    "C": "together: NCCL between ranks computes what one rank computes",
+    "A": "a program of one rank computes on this GPU what a CPU computes",
+    "B": "how fast layers of MoE, their products, the loss and the optimizer are, beside the dense rate",
+    "C": "NCCL between ranks computes what one rank computes",
+    "D": "how much of its messages a layer of fused kernels hides",
 }
 """Stage -> what is known after it."""
 
@@ -35,8 +36,10 @@ CHECKS = (
     _check("B1.mixtral", "fast:check_mixtral", 40, "a MoE layer of Mixtral 8x7B"),
     _check("B1.deepseek", "fast:check_deepseek", 40, "a MoE layer of DeepSeek-V3"),
     _check("B2", "fast:check_grouped", 30, "grouped products against dense ones of the same work"),
+    _check("B3", "fast:check_rest", 30, "loss, AdamW, sums of bits, the way to the host"),
     _check("C1.two", "together:check_two", 180, "mappings of 2 ranks over NCCL against one rank, fp32"),
     _check("C1.four", "together:check_four", 180, "mappings of 4 ranks over NCCL against one rank, fp32"),
+    _check("D1", "kernels:check_overlap", 480, "benchmarks/gpu/overlap.py", limit_s=560),
 )
 
 
@@ -45,12 +48,8 @@ def plan_text() -> str:
     lines = []
     for stage, known in STAGES.items():
         own = [c for c in CHECKS if c.stage == stage]
-        lines.append(
-            f"{stage}  about {sum(c.seconds for c in own):.0f} s: phalanx gpu-check --stage {stage} --json {stage.lower()}.json"
-        )
+        seconds = sum(c.seconds for c in own)
+        lines.append(f"{stage}  about {seconds:.0f} s: phalanx gpu-check --stage {stage} --json {stage.lower()}.json")
         lines += [f"   {c.name:<13}{c.seconds:5.0f} s  {c.title}" for c in own]
-        lines.append(f"   cut off here, it is known that it is {known}")
-    lines.append(
-        "D  about 540 s: benchmarks/gpu/overlap.py --json overlap.json: kernels that overlap messages and products"
-    )
+        lines.append(f"   what is known then: {known}")
     return "\n".join(lines)

@@ -31,17 +31,18 @@ SHOWN = 1200
 
 
 def run_all(checks: Sequence[GpuCheck], here: Here, *, out: Path | None, limit_s: float) -> list[CheckLine]:
-    """The lines of all checks, each written to `out` (appended) and printed when its check ends. A check that would begin after `limit_s` is skipped."""
+    """The lines of all checks, each written to `out` (appended) and printed when its check ends. A check that would begin after `limit_s` is skipped, one that still runs then is killed and told."""
     begin_s, lines = time.monotonic(), []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-gpu-check-")))
         file = stack.enter_context(out.open("a")) if out is not None else None
         for check in checks:
-            if time.monotonic() - begin_s > limit_s:
+            left_s = limit_s - (time.monotonic() - begin_s)
+            if left_s <= 0:
                 why = f"{limit_s:g} s had passed: run it by itself with --only {check.name}"
                 line = CheckLine(check=check.name, status="skip", value={}, bar={}, seconds=0.0, why=why)
             else:
-                line = run_check(check, here, folder=folder)
+                line = run_check(replace(check, limit_s=min(check.limit_s, left_s)), here, folder=folder)
             lines.append(line)
             _write(line, file)
     return lines
@@ -135,7 +136,9 @@ def _line(check: GpuCheck, told: Path, said: Path, *, status: int | None, second
     failed = [r for r in values if r["failed"]]
     if ended is None:
         last = _last_words(said.read_text(errors="replace")) if said.exists() else ""
-        how = f"killed after its {check.limit_s:g} s" if status is None else f"its process ended with {_words(status)}"
+        how = (
+            f"killed after its {check.limit_s:.3g} s" if status is None else f"its process ended with {_words(status)}"
+        )
         ended = {"ended": "error", "why": f"{how}; it printed: {last or 'nothing'}"}
     why = ended["why"]
     if ended["ended"] in ("pass", "skip") and failed:
