@@ -448,7 +448,7 @@ def test_all_mappings_of_two_ranks_agree_with_one(dtype: str, limit: float, tmp_
 
 @pytest.mark.parametrize(
     ("value", "counts"),
-    [("serial", (144, 0, 0, 0, 0)), ("fine", (50, 53, 22, 10, 9)), ("coarse:3", (69, 53, 22, 0, 0))],
+    [("serial", (165, 0, 0, 0, 0)), ("fine", (56, 70, 17, 14, 8)), ("coarse:3", (78, 70, 17, 0, 0))],
 )
 def test_overlap_is_forced_where_it_can_apply_and_the_rest_is_counted(value: str, counts: tuple[int, ...]) -> None:
     cases = default_cases(4)
