@@ -484,7 +484,8 @@ class _Run:
                 "activations": sum(moment.kept),
                 "working memory": sum(moment.working),
                 "heap holes": int(idle),
-                "gradients": self._borrowed_bytes(moment.done) + self._rooms_bytes,
+                "gradients": self._borrowed_bytes(moment.done)
+                + self._rooms_bytes(experts="experts" not in moment.name),
             }
             yield self._moment(when + moment.name, terms, copy=copy)
         apart = self.on_device and self.recipe.optim.zero < 2  # gloo's shard is a view
@@ -524,12 +525,15 @@ class _Run:
         )
         return pass_moments(passes)
 
-    @cached_property
-    def _rooms_bytes(self) -> int:
-        """`Rooms` on a device, where a buffer is there for as long as it is filled and reduced."""
+    def _rooms_bytes(self, *, experts: bool) -> int:
+        """`Rooms` on a device, where a buffer is there for as long as it is filled and reduced; that of `experts` only once their gradients are made."""
         if not self.on_device or self.recipe.optim.zero < 2 or self.is_exact:
             return 0
-        layouts = (x for key, x in self.layouts.items() if x.adds_in_shards and key not in self.borrowed)
+        layouts = (
+            x
+            for key, x in self.layouts.items()
+            if x.adds_in_shards and key not in self.borrowed and (experts or x.rule.family != "expert")
+        )
         return room_elements(layouts) * max(4, self.item)
 
     def _borrowed_bytes(self, layers: Sequence[int]) -> int:
