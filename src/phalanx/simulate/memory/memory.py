@@ -484,8 +484,7 @@ class _Run:
                 "activations": sum(moment.kept),
                 "working memory": sum(moment.working),
                 "heap holes": int(idle),
-                "gradients": self._borrowed_bytes(moment.done)
-                + self._rooms_bytes(experts="experts" not in moment.name),
+                "gradients": self._borrowed_bytes(moment.done) + self._rooms_bytes(moment.name),
             }
             yield self._moment(when + moment.name, terms, copy=copy)
         apart = self.on_device and self.recipe.optim.zero < 2  # gloo's shard is a view
@@ -525,10 +524,11 @@ class _Run:
         )
         return pass_moments(passes)
 
-    def _rooms_bytes(self, *, experts: bool) -> int:
-        """`Rooms` on a device, where a buffer is there for as long as it is filled and reduced; that of `experts` only once their gradients are made."""
-        if not self.on_device or self.recipe.optim.zero < 2 or self.is_exact:
+    def _rooms_bytes(self, moment: str) -> int:
+        """`Rooms` on a device, where a buffer is there for as long as it is filled and reduced: in backward passes, that of experts only once their gradients are made."""
+        if not self.on_device or self.recipe.optim.zero < 2 or self.is_exact or "forward" in moment:
             return 0
+        experts = "experts" not in moment and "head" not in moment
         layouts = (
             x
             for key, x in self.layouts.items()
