@@ -29,6 +29,8 @@ COMMANDS = {
     "bench storm-members": ("phalanx_lab.bench.storm.members", "storm"),
     "bench heal-cost": ("phalanx_lab.bench.heal_cost", "measure"),
     "bench fuzz": ("phalanx_lab.bench.fuzz.command", "all_readers"),
+    "bench trace": ("phalanx_lab.bench.trace.command", "measure"),
+    "simulate traced trace.json": ("phalanx.cli.predicting.traced", "read_step"),
     "bench flips": ("phalanx_lab.bench.flips", "measure"),
     "bench robust": ("phalanx_lab.bench.robust.command", "measure"),
     "bench pipeline": ("phalanx_lab.bench.pipeline.command", "measure"),

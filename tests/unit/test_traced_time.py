@@ -73,6 +73,7 @@ def test_the_command_prints_a_line_for_each_file(tmp_path: Path, capsys: pytest.
         ([], "it is no trace"),
         ({"step": 3}, "it is no trace"),
         ({"step": STEP | {"model": "nobody"}}, "is no known model"),
+        ({"step": STEP | {"model": []}}, "is no known model"),
         ({"step": STEP | {"tokens": 0}}, "tokens"),
         ({"step": STEP | {"phases": []}}, "must be a table of phases"),
         ({"step": STEP | {"phases": {"forward": PHASE | {"launches": -1}}}}, "phases.forward.launches"),

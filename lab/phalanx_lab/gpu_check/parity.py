@@ -170,7 +170,7 @@ def check_attention(here: Here) -> None:
 def check_backends(here: Here) -> None:
     """A3.backends: torch's own attention by each backend that takes these shapes; one that refuses says so and is no failure."""
     length, heads, dim = here.pick((512, 8, 128), (40, 4, 16))
-    inputs = [normal(1, heads, length, dim, seed=i) for i in range(3)]
+    inputs, taken = [normal(1, heads, length, dim, seed=i) for i in range(3)], 0
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
 
         def run(
@@ -180,14 +180,26 @@ def check_backends(here: Here) -> None:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
         case = KernelCase(name=backend.name.lower(), run=run, inputs=inputs, dtypes=(torch.bfloat16,))
-        _if_it_takes(here, case)
+        taken += _if_it_takes(here, case)
+    if here.on_gpu:
+        here.tell("backends that take them", taken, least=1)
 
 
-def _if_it_takes(here: Here, case: KernelCase) -> None:
+REFUSALS = ("No available kernel", "No viable backend", "not compiled")
+"""How torch says that a backend does not take some shapes."""
+
+
+def _if_it_takes(here: Here, case: KernelCase) -> bool:
+    """Whether it was compared. A backend that refuses these shapes says so; any other error is one."""
     try:
         check_case(here, case)
     except (RuntimeError, ImportError, TypeError, NotImplementedError) as error:
-        here.tell(f"{case.name} refused", str(error).strip().splitlines()[0][:120])
+        words = str(error).strip().splitlines()[0]
+        if isinstance(error, RuntimeError) and not any(said in words for said in REFUSALS):
+            raise
+        here.tell(f"{case.name} refused", words[:120])
+        return False
+    return True
 
 
 # ---- experts, rows -------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections import Counter
 
 import torch
 
+from phalanx.kernels.device import runs_programs
 from phalanx.verify import ROUNDED_AXES, CaseTask, VerifyJob, default_cases, run_job
 from phalanx_lab.bench.ours import OurRun
 from phalanx_lab.bench.workload import WorkloadShape
@@ -37,6 +38,8 @@ def check_device(here: Here) -> None:
         here.tell("triton", triton.__version__)
     except ImportError:
         here.tell("triton", "is not installed")
+    if here.on_gpu:  # else what is checked are the plain versions
+        here.tell("programs of ours run", float(runs_programs(torch.empty(1, device=here.device))), least=1)
     here.tell("dense TFLOP/s", dense_flops_per_s(here) / 1e12)
     source = torch.randn(here.pick(1 << 28, 1 << 12), device=here.device)
     target = torch.empty_like(source)

@@ -31,7 +31,7 @@ SHOWN = 1200
 
 
 def run_all(checks: Sequence[GpuCheck], here: Here, *, out: Path | None, limit_s: float) -> list[CheckLine]:
-    """The lines of all checks, each written to `out` (appended) and printed when its check ends. A check that would begin after `limit_s` is skipped, one that still runs then is killed and told."""
+    """The lines of all checks, each written to `out` (appended) and printed when its check ends. A check that would begin after `limit_s` does not and counts as an error, one that still runs then is killed and told."""
     begin_s, lines = time.monotonic(), []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-gpu-check-")))
@@ -40,7 +40,7 @@ def run_all(checks: Sequence[GpuCheck], here: Here, *, out: Path | None, limit_s
             left_s = limit_s - (time.monotonic() - begin_s)
             if left_s <= 0:
                 why = f"{limit_s:g} s had passed: run it by itself with --only {check.name}"
-                line = CheckLine(check=check.name, status="skip", value={}, bar={}, seconds=0.0, why=why)
+                line = CheckLine(check=check.name, status="error", value={}, bar={}, seconds=0.0, why=why)
             else:
                 line = run_check(replace(check, limit_s=min(check.limit_s, left_s)), here, folder=folder)
             lines.append(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,16 +34,22 @@ def normed_again(
 ) -> Iterator[None]:
     """Whatever is kept of `y = norm(x)` in here for a backward pass is made again there, of `x`, which the norm itself keeps: one pass over memory for half of what a layer keeps
     of the residual stream."""
-    storage, kept_TH = y_TH.untyped_storage()._cdata, x_TH.detach()
+    storage, size, kept_TH = y_TH.untyped_storage()._cdata, y_TH.numel(), x_TH.detach()
+    made: list[weakref.ref[torch.Tensor]] = []
 
     def pack(saved: torch.Tensor) -> torch.Tensor | torch.Size:
-        return saved.shape if saved.untyped_storage()._cdata == storage else saved
+        is_all = saved.untyped_storage()._cdata == storage and saved.numel() == size and saved.is_contiguous()
+        return saved.shape if is_all else saved
 
     def unpack(packed: torch.Tensor | torch.Size) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        with torch.no_grad():
-            return norm(kept_TH).view(packed)
+        again_TH = made[-1]() if made else None  # one for all who need it at a time
+        if again_TH is None:
+            with torch.no_grad():
+                again_TH = norm(kept_TH)
+            made[:] = [weakref.ref(again_TH)]
+        return again_TH.view(packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

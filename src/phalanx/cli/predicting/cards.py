@@ -6,7 +6,7 @@ The nearest run that fits has the fewest changes: of what the optimizer and the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +20,11 @@ from phalanx.plan.model import ModelSpec
 from phalanx.simulate.step import FIXED_BYTES, WASTE
 
 CHANGES: Mapping[str, tuple[tuple[Any, int], ...]] = {
-    "optim.state_dtype": (("bfloat16", 1),),
-    "optim.zero": ((2, 1),),
-    "train.recompute": (("selective", 1), ("full", 3)),
+    "optim.state_dtype": (("float32", 0), ("bfloat16", 1)),
+    "optim.zero": ((0, 0), (1, 1), (2, 2)),
+    "train.recompute": (("none", 0), ("selective", 1), ("full", 3)),
 }
-"""Setting -> values that take less memory, and how far each is from the other value."""
+"""Setting -> values, each of which takes less memory than those before it, and how far it is from the first."""
 Peak = Callable[[Recipe], int]
 """Bytes of tensors of the fullest rank."""
 
@@ -77,10 +77,11 @@ def nearest_fit(recipe: Recipe, spec: ModelSpec, *, world: int, room: int, peak:
         if found is not None and found.peak_bytes <= room:
             return found
     for degrees in _mappings(recipe, spec, world=world):
-        least = _tried(recipe, {**degrees, **_least(recipe)}, world=world, peak=peak)
+        ways = [{**degrees, **settings} for settings in ({}, *_ways(recipe))]
+        tried = (_tried(recipe, settings, world=world, peak=peak) for settings in reversed(ways))
+        least = next((found for found in tried if found is not None), None)  # of what this mapping allows
         if least is None or least.peak_bytes > room:
             continue
-        ways = ({**degrees, **settings} for settings in ({}, *_ways(recipe)))
         tried = (_tried(recipe, settings, world=world, peak=peak) for settings in ways)
         return next(found for found in tried if found is not None and found.peak_bytes <= room)
     return None
@@ -92,9 +93,10 @@ def _ways(recipe: Recipe) -> Iterator[dict[str, Any]]:
     while micro % 2 == 0:
         micro //= 2
         halves.append((micro, 2 * (len(halves) + 1)))
+    further = {name: _further(values, _value(recipe, name)) for name, values in CHANGES.items()}
     options = [
-        [(name, None, 0), *((name, value, far) for value, far in values if _value(recipe, name) != value)]
-        for name, values in {**CHANGES, "train.micro_batch": tuple(halves)}.items()
+        [(name, None, 0), *((name, value, far) for value, far in values)]
+        for name, values in {**further, "train.micro_batch": tuple(halves)}.items()
     ]
     ways = sorted(itertools.product(*options), key=lambda way: sum(far for *_, far in way))
     for way in ways:
@@ -103,8 +105,10 @@ def _ways(recipe: Recipe) -> Iterator[dict[str, Any]]:
             yield settings
 
 
-def _least(recipe: Recipe) -> dict[str, Any]:
-    return list(_ways(recipe))[-1]
+def _further(values: Sequence[tuple[Any, int]], now: Any) -> list[tuple[Any, int]]:
+    """Values beyond the present one, and how far each is from it."""
+    at = next(i for i, (value, _) in enumerate(values) if value == now)
+    return [(value, far - values[at][1]) for value, far in values[at + 1 :]]
 
 
 def _mappings(recipe: Recipe, spec: ModelSpec, *, world: int) -> Iterator[dict[str, Any]]:

@@ -49,7 +49,7 @@ def read_step(path: Path) -> TracedTime:
 
 def _problems(step: Mapping[str, Any], where: str) -> list[Problem]:
     found = []
-    if step.get("model") not in PRESETS:
+    if not isinstance(step.get("model"), str) or step["model"] not in PRESETS:
         found.append(
             Problem(where=f"{where}: model", value=step.get("model"), rule="is no known model", hint="qwen3-30b-a3b")
         )

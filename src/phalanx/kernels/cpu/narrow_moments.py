@@ -62,7 +62,8 @@ def rounded(x: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
     """fp32 `x`, finite, in bf16: one of its two neighbours, the nearer the likelier; itself where it is a number of bf16. `salt`, fp32 of the same shape: what else decides."""
     bits = x.contiguous().view(torch.int32)
     drawn = _hash(bits ^ _hash(salt.contiguous().view(torch.int32)))
-    return ((bits + (drawn & 0xFFFF)) & -0x10000).view(torch.float32).to(NARROW)
+    found = ((bits + (drawn & 0xFFFF)) & -0x10000).view(torch.float32)
+    return torch.where(x == x, found, x).to(NARROW)  # what is no number stays none
 
 
 def _hash(bits: torch.Tensor) -> torch.Tensor:

@@ -177,6 +177,7 @@ class GradientBuffers:
         self._parts |= self._sharded
         self._awaited: list[ShardedSums] = []
         self._under_way: list[ShardedSums] = []
+        self._may_order = False
         if fixed is not None:
             fixed.take((params[name], total) for part in self._fixed for name, total in part.by_name())
         self._in_order = _backward_order(self._parts, list(params))
@@ -230,7 +231,7 @@ class GradientBuffers:
     ) -> None:
         """A backward pass begins, which makes a gradient of each of `made`, and after which none of `names` is owed any of its micro-batch. All ranks of a stage say it at
         the same point. `early`: reductions may start within it."""
-        self._reach = groups, comms
+        self._reach, self._may_order = (groups, comms), early
         while self._under_way:  # of an earlier pass, which all ranks end without this one
             self._under_way.pop(0).settle()
         self._awaited = [
@@ -245,9 +246,12 @@ class GradientBuffers:
         self._start_awaited()
 
     def _settle_what_is_there(self) -> None:
-        """So that a buffer or two are alive, and not one for each layout. Nothing is waited for within a pass: another rank may start a reduction at its end alone, and may need
-        rows of this one until then."""
-        while self._under_way and self._under_way[0].is_there:
+        """So that a buffer or two are alive, and not one for each layout. On a CPU nothing is waited for within a pass: another rank may start a reduction at its end alone, and may
+        need rows of this one until then. On a device a wait orders what comes after it, and where ranks are alike they start theirs at the same places."""
+        while self._under_way:
+            part = self._under_way[0]
+            if not part.is_there and not (self._may_order and part.device.type != "cpu" and len(self._under_way) > 1):
+                return
             self._under_way.pop(0).settle()
 
     def _start_awaited(self) -> None:

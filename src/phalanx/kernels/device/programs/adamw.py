@@ -24,8 +24,9 @@ def adamw(
         factor = tl.load(scale).to(tl.float32)
     else:
         factor = scale
-    first = start + tl.program_id(0).to(tl.int64) * BLOCK
-    end = tl.minimum(first + BLOCK, start + size)
+    done = tl.program_id(0).to(tl.int64) * BLOCK
+    first = start + done
+    end = first + tl.minimum(BLOCK, size - done)
     if HAS_RUNS:
         run = tl.full((), 0, tl.int32)
         high = run + num_runs
@@ -67,7 +68,8 @@ def narrowed(x_B, salt_B):
     """`narrow_moments.rounded`: fp32 numbers of which bf16 has room for all bits that are left."""
     bits_B = x_B.to(tl.int32, bitcast=True)
     drawn_B = scattered(bits_B ^ scattered(salt_B.to(tl.int32, bitcast=True)))
-    return ((bits_B + (drawn_B & 0xFFFF)) & -0x10000).to(tl.float32, bitcast=True)
+    found_B = ((bits_B + (drawn_B & 0xFFFF)) & -0x10000).to(tl.float32, bitcast=True)
+    return tl.where(x_B == x_B, found_B, x_B)
 
 
 @triton.jit
