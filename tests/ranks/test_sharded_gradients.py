@@ -15,7 +15,7 @@ from phalanx.plan.mapping.placement import plain_placement
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.state.gradients import GradientBuffers
-from phalanx.runtime.state.sharded_gradients import ShardedSums
+from phalanx.runtime.state.sharded_gradients import Rooms, ShardedSums
 from ranks import run_ranks
 
 NAMES = [s.name for s in TABLE]
@@ -38,6 +38,7 @@ def _steps(
     placed = plain_placement(NUM_EXPERTS, groups.folding)
     layouts = flat_layouts(TABLE, groups.folding, placed, rank, zero=zero, bucket_elements=30, holders=holders)
     buffers = GradientBuffers(params, layouts, dtype=torch.float64, zero=zero)
+    alive = _watched(next(iter(buffers._sharded.values())).rooms) if buffers._sharded else []
     if forgetful:
         for part in buffers._sharded.values():
             part.settle = partial(_forgetful, part)  # type: ignore[method-assign]
@@ -63,7 +64,7 @@ def _steps(
 
     made = [step(number) for number in range(STEPS)]
     ids = [e.op_id for e in seen]
-    rooms = max((p.rooms.most_alive for p in buffers._sharded.values()), default=0)
+    rooms = max(alive, default=0)
     step(STEPS, spoiled=True)
     return made, ids, rooms, buffers.non_finite()
 
@@ -90,6 +91,23 @@ def test_all_ranks_reduce_in_one_order_whatever_one_of_them_lacks() -> None:
     results = run_ranks(4, _steps, 2, {}, 1, True)
     orders = [[i for i in ids if i.startswith("gradient/")] for _, ids, _, _ in results]
     assert orders[0] == orders[1] == orders[2] == orders[3]
+
+
+def _watched(rooms: Rooms) -> list[int]:
+    """How many are alive, each time that one is taken."""
+    alive, take, give, now = list[int](), rooms.take, rooms.give, [0]
+
+    def taken(length: int, device: torch.device) -> torch.Tensor:
+        now[0] += 1
+        alive.append(now[0])
+        return take(length, device)
+
+    def given(room: torch.Tensor) -> None:
+        now[0] -= 1
+        give(room)
+
+    rooms.take, rooms.give = taken, given  # type: ignore[method-assign]
+    return alive
 
 
 def _forgetful(part: ShardedSums) -> None:

@@ -16,16 +16,14 @@ C columns, D = nope + rope dims of a query or key, R rope dims, V value dims, W 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.rope import RopeTable, apply_rope
+from phalanx.kernels.device import padded
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm
 from phalanx.models.parallel import SequenceParallel, context_parallel
@@ -127,26 +125,6 @@ class LatentAttention(nn.Module):
         q = torch.cat((q_still, q_turned), dim=-1)
         k = torch.cat((k_still, key_BS1R.expand(-1, -1, k_still.shape[2], -1)), dim=-1)
         return q if self.query_factor == 1.0 else q * self.query_factor, k, v_BSAV
-
-
-def padded(
-    q_BSAD: torch.Tensor,
-    k_BSAD: torch.Tensor,
-    v_BSAV: torch.Tensor,
-    attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Causal attention whose values are narrower or wider than its queries; (B, S, A, V).
-
-    The kernels know one width, so the narrower side is filled up with zeros: they change no score and no value.
-    """
-    dim, value_dim = q_BSAD.shape[-1], v_BSAV.shape[-1]
-    if dim == value_dim:
-        return attention(q_BSAD, k_BSAD, v_BSAV)
-    width = max(dim, value_dim)
-    if width > dim:
-        q_BSAD = q_BSAD * math.sqrt(width / dim)  # the kernel divides the scores by the root of the width
-    q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q_BSAD, k_BSAD, v_BSAV))
-    return attention(q, k, v)[..., :value_dim]
 
 
 def _latent_norm(ctx: ModelContext, name: str) -> RMSNorm:

@@ -290,9 +290,8 @@ class _Logits(torch.autograd.Function):
         ctx.save_for_backward(x_TH, w_EH)
         ctx.lanes = lanes
         wide = torch.promote_types(x_TH.dtype, torch.float32)
-        if (
-            x_TH.is_cuda and x_TH.dtype == w_EH.dtype == torch.bfloat16 and lanes.sums is None
-        ):  # products of bf16 are exact in fp32
+        is_narrow = x_TH.dtype == w_EH.dtype == torch.bfloat16  # whose products are exact in fp32
+        if x_TH.is_cuda and is_narrow and lanes.sums is None:
             return torch.mm(x_TH, w_EH.T, out_dtype=torch.float32)
         w_HE = w_EH.to(wide).T
         logits_TE = x_TH.new_empty((x_TH.shape[0], w_EH.shape[0]), dtype=wide)

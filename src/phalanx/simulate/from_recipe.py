@@ -19,6 +19,7 @@ from phalanx.plan.moe import DispatchSpec, rows_of_source
 from phalanx.plan.moe.overlap import parse_overlap
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import replicas_of
+from phalanx.plan.recovery import moment_bytes
 from phalanx.simulate.hardware import GpuCluster, span_of
 from phalanx.simulate.mapping import (
     AnyMapping,
@@ -109,7 +110,7 @@ def _of_folding(
         precision=PRECISIONS[t.dtype],
         cp_method=recipe.folding.cp_method,
         sharding=SHARDING[recipe.optim.zero],
-        moment_bytes=2 if recipe.optim.state_dtype == "bfloat16" else 4,
+        moment_bytes=moment_bytes(recipe),
         dispatch="all_gather" if recipe.dispatch.transport == "all_gather" else "all_to_all",
         routing=_plain_routing(recipe) if replicated else _routing(recipe, spec, folding.ep, micro_batch),
         drop=_drop(recipe) if spec.moe_layers else None,

@@ -353,7 +353,7 @@ def _plan_s(spec: ModelSpec) -> float:
     facts = [replace(fact, descriptor=begun.state_descriptor(rank)) for rank, fact in enumerate(begun.members)][:3]
     begin_s = time.monotonic()
     plan = planner.plan(facts)
-    moves = [*(replace(m, name=f"{kind}/{m.name}") for kind in STATE_KINDS for m in plan.params), *plan.buffers]
+    moves = plan.moves
     reshard = plan_reshard(moves, equal_hosts([0, 0, 0]))
     rank_program(reshard, 0)
     _ = plan.hash, plan.decision, reshard.hash

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         fused_adamw as fused_adamw,
         has_adamw as has_adamw,
     )
-    from phalanx.kernels.device.attention import device_attention as device_attention
+    from phalanx.kernels.device.attention import device_attention as device_attention, padded as padded
     from phalanx.kernels.device.cross_entropy import (
         LossWork as LossWork,
         device_cross_entropy as device_cross_entropy,

@@ -11,8 +11,9 @@ Legend: B sequences, S sequence length, A query heads, G key/value heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -29,19 +30,38 @@ def device_attention(
     q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGV: torch.Tensor, segments: Segments
 ) -> torch.Tensor:
     """(B, S, A, V)."""
-    dim, width = q_BSAD.shape[-1], v_BSGV.shape[-1]
-    if dim != width and not takes_widths(q_BSAD, v_BSGV, packed=_are_packed(segments)):
-        most = max(dim, width)
-        if most > dim:
-            q_BSAD = q_BSAD * (most / dim) ** 0.5  # the kernels divide the scores by the root of the width
-        q_BSAD, k_BSGD, v_BSGV = (F.pad(x, (0, most - x.shape[-1])) for x in (q_BSAD, k_BSGD, v_BSGV))
+    attention = partial(_by_documents, segments=segments)
+    if takes_widths(q_BSAD, v_BSGV, packed=_are_packed(segments)):
+        return attention(q_BSAD, k_BSGD, v_BSGV)
+    return padded(q_BSAD, k_BSGD, v_BSGV, attention)
+
+
+def padded(
+    q_BSAD: torch.Tensor,
+    k_BSAD: torch.Tensor,
+    v_BSAV: torch.Tensor,
+    attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Causal attention whose values are narrower or wider than its queries; (B, S, A, V).
+
+    The kernels know one width, so the narrower side is filled up with zeros: they change no score and no value.
+    """
+    dim, value_dim = q_BSAD.shape[-1], v_BSAV.shape[-1]
+    if dim == value_dim:
+        return attention(q_BSAD, k_BSAD, v_BSAV)
+    width = max(dim, value_dim)
+    if width > dim:
+        q_BSAD = q_BSAD * math.sqrt(width / dim)  # the kernel divides the scores by the root of the width
+    q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q_BSAD, k_BSAD, v_BSAV))
+    return attention(q, k, v)[..., :value_dim]
+
+
+def _by_documents(
+    q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGV: torch.Tensor, *, segments: Segments
+) -> torch.Tensor:
     if not _are_packed(segments):
-        out = _whole(q_BSAD, k_BSGD, v_BSGV)
-    elif takes_runs(q_BSAD):
-        out = _runs(q_BSAD, k_BSGD, v_BSGV, segments)
-    else:
-        out = _one_by_one(q_BSAD, k_BSGD, v_BSGV, segments)
-    return out[..., :width]
+        return _whole(q_BSAD, k_BSGD, v_BSGV)
+    return (_runs if takes_runs(q_BSAD) else _one_by_one)(q_BSAD, k_BSGD, v_BSGV, segments)
 
 
 def takes_runs(q_BSAD: torch.Tensor) -> bool:
@@ -51,7 +71,7 @@ def takes_runs(q_BSAD: torch.Tensor) -> bool:
 
 def takes_widths(q_BSAD: torch.Tensor, v_BSGV: torch.Tensor, *, packed: bool) -> bool:
     """Whether values may be of another width than keys: cuDNN's kernel takes some widths, of whole sequences."""
-    if packed or not _prefers_cudnn(q_BSAD.device):
+    if packed or q_BSAD.shape[-1] == v_BSGV.shape[-1] or not _prefers_cudnn(q_BSAD.device):
         return False
     q, v = (x.transpose(1, 2) for x in (q_BSAD, v_BSGV))
     params = torch.backends.cuda.SDPAParams(q, q, v, None, 0.0, True, False)

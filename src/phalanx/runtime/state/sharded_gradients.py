@@ -33,27 +33,21 @@ class Rooms:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._free: list[torch.Tensor] = []
-        self.alive = self.most_alive = 0
 
     def take(self, length: int, device: torch.device) -> torch.Tensor:
         """`length` elements of whatever values: the smallest of the rooms that are large enough, or a new one."""
-        self.alive += 1
-        self.most_alive = max(self.most_alive, self.alive)
         fitting = [i for i, room in enumerate(self._free) if len(room) >= length]
         if not fitting:
             return torch.empty(length, dtype=self.dtype, device=device)
         return self._free.pop(min(fitting, key=lambda i: len(self._free[i])))
 
     def give(self, room: torch.Tensor) -> None:
-        self.alive -= 1
         if room.device.type == "cpu":
             self._free = [*self._free[-KEPT_ROOMS + 1 :], room]
 
 
 class ShardedSums:
     """The gradients of one layout; `missing`: those that the pass under way still has to make."""
-
-    sums_of_holders = None
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ class Mapping:
     """Sharded parameters are spread over the ranks of cp as well as over those of dp."""
     gradient_bytes: Literal[2, 4] = 4
     """Width of gradients as they are kept and reduced."""
-    moment_bytes: Literal[2, 4] = 4
+    moment_bytes: int = 4
     """Width of both moments of the optimizer."""
     dispatch: Literal["all_to_all", "dedup", "all_gather"] = "all_to_all"
     """Rows to the ranks of their experts, one row of a token for each host, or every token to every rank."""

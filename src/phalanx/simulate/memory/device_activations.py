@@ -1,7 +1,7 @@
 """What a micro-batch leaves in the memory of a GPU, and what is needed only while something runs: `activations.py` for the kernels of devices.
 
 The functions have the names and the results of that module, which has the others too; each mirrors `kernels/device`, or the path that `kernels/cpu` takes on a device.
-tests/lab/test_device_memory.py compares their sums with traces of the real step (`phalanx bench trace`), shapes that nothing was fitted to among them. Nothing was measured on a GPU.
+tests/lab/test_device_trace.py compares their sums with traces of the real step (`phalanx bench trace`), shapes that nothing was fitted to among them. Nothing was measured on a GPU.
 
 Legend: as of `activations.py`.
 """
@@ -33,14 +33,8 @@ def kept_attention(x: Local) -> list[int]:
     q, kv = (x.attended * heads * x.spec.head_dim * x.item for heads in (x.heads, x.kv_heads))
     if x.recompute == "selective":
         return [*norm, q, kv, kv]
-    kept = [
-        *norm,
-        kv,
-        q,
-        kv,
-        q,
-        x.attended * x.heads * 4,
-    ]  # values; turned queries and keys; the output and its log-sum-exp
+    # values; turned queries and keys; the output and its log-sum-exp
+    kept = [*norm, kv, q, kv, q, x.attended * x.heads * 4]
     if x.swaps_heads:
         kept.append(q)
     if x.spec.qk_norm == "head":
