@@ -27,6 +27,7 @@ from phalanx_lab.bench.workload import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_D
 
 OPTIM = OptimConfig(beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM)
 HOST = torch.device("cpu")
+Recompute = Literal["none", "selective", "full"]
 
 
 class OurRun:
@@ -51,6 +52,7 @@ class OurRun:
         pair_passes: bool = False,
         overlap: str = "serial",
         device: torch.device = HOST,
+        recompute: Recompute = "none",
     ) -> None:
         keep_freed_memory(threads=threads)
         groups = groups or build_groups(make_folding(world=1), rank=0, cache=GroupCache())
@@ -64,6 +66,7 @@ class OurRun:
             dtype=dtype,
             device=device,
             kernels=kernels,
+            recompute=recompute,
             lanes=Lanes(threads, rows=compiled_rows() if native else None),
         )
         self.device = device

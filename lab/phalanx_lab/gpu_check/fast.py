@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,7 +16,9 @@ from phalanx.kernels.cpu.adamw import adamw_
 from phalanx.kernels.cpu.cross_entropy import linear_cross_entropy
 from phalanx.kernels.cpu.words import word_sum
 from phalanx_lab.gpu_check.here import Here
-from phalanx_lab.gpu_check.layer import PARTS, LayerPart, LayerRun, forward, make_layer, passes
+from phalanx.plan.model import flops_per_token
+from phalanx_lab.bench.ours import OurRun, Recompute
+from phalanx_lab.gpu_check.layer import PARTS, LayerPart, LayersOf, LayerRun, forward, make_layer, passes
 from phalanx_lab.gpu_check.timing import dense_flops_per_s, seconds_of
 
 CLASSES = {
@@ -25,6 +29,8 @@ CLASSES = {
 }
 """Class of a kernel -> words in its name; the first that fits."""
 LEAST_GROUPED = 0.8
+SHOWN, NAME = 24, 90
+"""Kernels, and characters of their names, that are told."""
 
 
 def check_qwen3(here: Here) -> None:
@@ -54,7 +60,7 @@ def _check_layer(here: Here, part: LayerPart) -> None:
     begin_s = time.perf_counter()
     passes(run)
     here.tell("host ms", 1e3 * (time.perf_counter() - begin_s))
-    here.tell("ms by class", _classes(here, run))
+    _tell_kernels(here, partial(passes, run))
 
 
 def _forward_only(run: LayerRun) -> None:
@@ -62,24 +68,53 @@ def _forward_only(run: LayerRun) -> None:
         forward(run)
 
 
-def _classes(here: Here, run: LayerRun) -> dict[str, float]:
-    """Milliseconds of a forward and a backward pass by class of kernel, and the number of kernels."""
+def _tell_kernels(here: Here, work: Callable[[], object]) -> None:
+    """Milliseconds of `work` by class of kernel, the number of kernels, and the kernels that take the longest: [ms, launches]."""
     activity = ProfilerActivity.CUDA if here.on_gpu else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as found:
-        passes(run)
+        work()
         if here.on_gpu:
             torch.cuda.synchronize()
-    out: Counter[str] = Counter()
+    classes: Counter[str] = Counter()
+    each: dict[str, list[float]] = {}
     for event in found.key_averages():
-        us = event.self_device_time_total if here.on_gpu else event.self_cpu_time_total
-        out[_class_of(event.key)] += us / 1e3
-        out["kernels"] += event.count
-    return dict(out)
+        ms = (event.self_device_time_total if here.on_gpu else event.self_cpu_time_total) / 1e3
+        classes[_class_of(event.key)] += ms
+        classes["kernels"] += event.count
+        own = each.setdefault(event.key[:NAME], [0.0, 0])
+        own[0], own[1] = own[0] + ms, own[1] + event.count
+    here.tell("ms by class", dict(classes))
+    longest = sorted(each.items(), key=lambda item: -item[1][0])[:SHOWN]
+    here.tell("longest kernels", dict(longest))
 
 
 def _class_of(name: str) -> str:
     lower = name.lower()
     return next((kind for kind, words in CLASSES.items() if any(w in lower for w in words)), "other")
+
+
+def check_whole(here: Here) -> None:
+    """B4: whole steps of four layers of Qwen3-30B-A3B with the experts of one rank of eight: MFU of a micro-batch of 4,096 tokens, by recomputation."""
+    part = PARTS["qwen3-30b-a3b"]
+    shape = LayersOf(
+        vocab=here.pick(part.spec().vocab, 64), batch=1, seq_len=here.pick(4096, 32), part=part, tiny=not here.on_gpu
+    )
+    dense = dense_flops_per_s(here)
+    flops = flops_per_token(shape.spec(), shape.seq_len) * shape.tokens
+    policies: tuple[Recompute, ...] = ("none", "selective", "full")
+    for recompute in policies:
+        run = OurRun(shape, threads=1, native=False, device=here.device, recompute=recompute)
+        run.run(3)
+        if here.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = statistics.median(run.run(here.pick(10, 1))[0])
+        here.tell(f"{recompute}: step ms", 1e3 * seconds)
+        here.tell(f"{recompute}: of the dense rate", flops / seconds / dense)
+        if here.on_gpu:
+            here.tell(f"{recompute}: peak GB", torch.cuda.max_memory_allocated() / 1e9)
+        if recompute == "none":
+            _tell_kernels(here, partial(run.run, 1))
+        del run
 
 
 def check_grouped(here: Here) -> None:

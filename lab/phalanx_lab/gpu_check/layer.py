@@ -20,6 +20,7 @@ from phalanx.plan.model import PRESETS, ModelSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
+from phalanx_lab.bench.workload import WorkloadShape
 from phalanx_lab.gpu_check.here import Here
 
 
@@ -47,6 +48,23 @@ PARTS: Mapping[str, LayerPart] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayersOf(WorkloadShape):
+    """Four whole layers of a model, as a shape of the training benchmarks."""
+
+    part: LayerPart
+    tiny: bool = False
+
+    def spec(self) -> ModelSpec:
+        spec = dataclasses.replace(self.part.spec(), vocab=self.vocab)
+        return _narrow(spec) if self.tiny else spec
+
+
+def _narrow(spec: ModelSpec) -> ModelSpec:
+    """Widths of the self-test."""
+    return dataclasses.replace(spec, hidden=32, expert_ffn=16, shared_ffn=16 if spec.shared_ffn else 0)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerRun:
     """A layer and what it is given."""
@@ -63,7 +81,7 @@ def make_layer(part: LayerPart, here: Here) -> LayerRun:
     """In bf16 with random weights; widths of the self-test are tiny."""
     spec = part.spec()
     if not here.on_gpu:
-        spec = dataclasses.replace(spec, hidden=32, expert_ffn=16, shared_ffn=16 if spec.shared_ffn else 0)
+        spec = _narrow(spec)
     tokens = here.pick(part.tokens, 64)
     groups = build_groups(make_folding(world=1), rank=0, cache=GroupCache())
     ctx = ModelContext(

@@ -37,6 +37,7 @@ CHECKS = (
     _check("B1.deepseek", "fast:check_deepseek", 40, "a MoE layer of DeepSeek-V3"),
     _check("B2", "fast:check_grouped", 30, "grouped products against dense ones of the same work"),
     _check("B3", "fast:check_rest", 30, "loss, AdamW, sums of bits, the way to the host"),
+    _check("B4", "fast:check_whole", 40, "whole steps of four layers of Qwen3-30B-A3B"),
     _check("C1.two", "together:check_two", 180, "mappings of 2 ranks over NCCL against one rank, fp32"),
     _check("C1.four", "together:check_four", 180, "mappings of 4 ranks over NCCL against one rank, fp32"),
     _check("D1", "kernels:check_overlap", 480, "benchmarks/gpu/overlap.py", limit_s=560),

@@ -98,7 +98,7 @@ def check_waits(here: Here) -> None:
             passes(layer)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [w for w in found if "synchroniz" in str(w.message)]
+    waits = [w for w in found if "called a synchronizing" in str(w.message)]
     undeclared = [w for w in waits if "SYNC:" not in linecache.getline(w.filename, w.lineno)]
     here.tell("waits", len(waits))
     here.tell("undeclared", Counter(f"{w.filename.split('phalanx', 1)[-1]}:{w.lineno}" for w in undeclared))
