@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -450,14 +451,25 @@ def main() -> None:
             if name == "first":
                 state["rank"] = OneRank.make(ARGS.rows)
             at = time.perf_counter()
-            result[name] = section(state)
+            try:
+                result[name] = section(state)
+            except Exception as error:  # what other sections found is kept
+                traceback.print_exc()
+                result[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
             result[name]["section_s"] = time.perf_counter() - at
-            print(f"{name}: {result[name]['section_s']:.1f} s", file=sys.stderr, flush=True)
+            print(f"{name}: {json.dumps(result[name])}", file=sys.stderr, flush=True)
+            write(result)
     result["wall_s"] = time.perf_counter() - begin_s
-    text = json.dumps(result, indent=1)
+    write(result)
+    print(json.dumps(result, indent=1))
+    if any("error" in part for part in result.values() if isinstance(part, dict)):
+        raise SystemExit(1)
+
+
+def write(result: dict[str, Any]) -> None:
+    """As far as it is known: a section that hangs takes nothing with it."""
     if ARGS.json is not None:
-        ARGS.json.write_text(text + "\n")
-    print(text)
+        ARGS.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

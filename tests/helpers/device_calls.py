@@ -17,6 +17,8 @@ from phalanx.kernels.device.adamw import AdamRule, RunTable, fused_adamw
 from phalanx.kernels.device.cross_entropy import LossWork, losses_and_gradients, scaled
 from phalanx.kernels.device.norm import norm_backward, norm_forward
 from phalanx.kernels.device.rope import turn
+from phalanx.kernels.device.router import RouterRule, choice_backward, fused_choice
+from phalanx.kernels.device.sorting import sort_keys
 from phalanx.kernels.device.sums import device_checksums
 from phalanx.kernels.device.swiglu import swiglu_backward
 
@@ -66,6 +68,20 @@ def norm(dtype: torch.dtype, rows: int, width: int) -> None:
     norm_backward(x, scale, weight, y, None)
 
 
+def route(experts: int, *, grouped: bool) -> None:
+    rule = RouterRule(
+        top_k=8, sigmoid=grouped, after_topk=False, renormalize=True, scale=1.0, tiny=1e-20, groups=8 if grouped else 1,
+        groups_kept=4 if grouped else 1, group_best=2, counts_free=grouped,
+    )  # fmt: skip
+    logits = empty(TOKENS, experts)
+    choice = fused_choice(logits, rule, sequences=1, bias_E=empty(experts) if grouped else None)
+    choice_backward(logits, choice.experts_TK, rule, 1, (choice.weights_TK, choice.probs_SE, choice.squares))
+
+
+def sort(experts: int) -> None:
+    sort_keys(empty(8 * TOKENS, dtype=torch.int64), experts)
+
+
 def adamw(dtype: torch.dtype) -> None:
     size, rule = 48 * TOKENS * HIDDEN, AdamRule(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7)
     state = (empty(size), empty(size), empty(size))
@@ -101,5 +117,8 @@ def calls() -> dict[str, Callable[[], object]]:
             found[f"plain loss {vocab} {name}"] = partial(loss, dtype, vocab, programs=False)
         found[f"loss of a shard {name}"] = partial(loss, dtype, 151_936, programs=True, ranks=8)
         found[f"plain loss of a shard {name}"] = partial(loss, dtype, 151_936, programs=False, ranks=8)
+        for count in (8, 128, 256):
+            found[f"route {count} {name}"] = partial(route, count, grouped=count == 256)
+            found[f"sort {count} {name}"] = partial(sort, count)
         found |= {f"swiglu {width} {name}": partial(experts, dtype, width) for width in (768, 14336)}
     return found

@@ -66,6 +66,10 @@ def recorded() -> Iterator[list[Launch]]:
             *args, **{k: v for k, v in named.items() if k in self.arg_names}
         )
         assert set(bound.arguments) == set(self.arg_names), f"{self.fn.__name__}: an argument is missing"
+        fixed = [k for k in named if k in self.arg_names]
+        assert fixed == self.arg_names[len(self.arg_names) - len(fixed) :], (
+            f"{self.fn.__name__}: `launch` takes constants in their order"
+        )
         options = {k: v for k, v in named.items() if k not in self.arg_names}
         launches.append(Launch(self.fn.__name__, tuple(grid), self, (dict(bound.arguments), options)))
 

@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 from phalanx.kernels.cpu.adamw import adamw_
 from phalanx.kernels.cpu.cross_entropy import linear_cross_entropy
 from phalanx.kernels.cpu.words import word_sum
-from phalanx_lab.gpu_check.here import Here
 from phalanx.plan.model import flops_per_token
 from phalanx_lab.bench.ours import OurRun, Recompute
-from phalanx_lab.gpu_check.layer import PARTS, LayerPart, LayersOf, LayerRun, forward, make_layer, passes
+from phalanx_lab.gpu_check.here import Here
+from phalanx_lab.gpu_check.layer import PARTS, LayerPart, LayerRun, LayersOf, forward, make_layer, passes
 from phalanx_lab.gpu_check.timing import dense_flops_per_s, seconds_of
 
 CLASSES = {

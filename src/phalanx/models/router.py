@@ -28,6 +28,7 @@ from torch import nn
 from phalanx.core.errors import RunError
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.shapes import cache_blocks
+from phalanx.kernels.device import Choice, RouterRule, fused_choice, runs_programs
 from phalanx.models.context import ForwardInfo, ModelContext
 from phalanx.models.layers import new_parameter
 from phalanx.plan.model import RouterSpec
@@ -64,6 +65,7 @@ class Router(nn.Module):
         self.num_experts, self.top_k = ctx.spec.num_experts, ctx.spec.top_k
         self.layer, self.moe_index = layer, ctx.spec.moe_layers.index(layer)
         self.groups, self.comms, self.seed, self.lanes = ctx.groups, ctx.comms, ctx.seed, ctx.lanes
+        self.fast = ctx.kernels == "fast"
         self.expert_bias: torch.Tensor | None
         bias = torch.zeros(self.num_experts, dtype=torch.float32, device=ctx.device) if self.spec.bias_rate else None
         self.register_buffer("expert_bias", bias)
@@ -81,27 +83,76 @@ class Router(nn.Module):
         `token_index_T`: place of each row in the micro-batch (None: they are all here, in order).
         """
         logits_TE: torch.Tensor = _Logits.apply(x_TH, self.weight, self.lanes)
+        apart = num_sequences if self.spec.aux_loss and self.spec.aux_scope == "sequence" else 1
+        if self.fast and self.spec.force == "none" and runs_programs(logits_TE):
+            choice = fused_choice(logits_TE, self._rule(), sequences=apart, bias_E=self.expert_bias)
+        else:
+            choice = self._plain_choice(logits_TE, info, token_index_T, sequences=apart)
+        balance_E = _over_sequences(choice.free_counts_SE)
+        return Routing(
+            experts_TK=choice.experts_TK,
+            weights_TK=choice.weights_TK,
+            aux_loss=self._aux_loss(choice, len(logits_TE), balance_E, info),
+            z_loss=self._z_loss(choice.squares, len(logits_TE), info),
+            counts_E=balance_E if choice.counts_SE is choice.free_counts_SE else _over_sequences(choice.counts_SE),
+            balance_counts_E=balance_E,
+            entropy_sum=choice.entropy_sum,
+        )
+
+    def _rule(self) -> RouterRule:
+        spec, limited = self.spec, self.spec.num_groups > 1 and self.spec.group_topk < self.spec.num_groups
+        return RouterRule(
+            top_k=self.top_k,
+            sigmoid=spec.score == "sigmoid",
+            after_topk=spec.softmax_order == "after_topk",
+            renormalize=spec.renormalize,
+            scale=spec.scale,
+            tiny=TINY,
+            groups=spec.num_groups if limited else 1,
+            groups_kept=spec.group_topk if limited else 1,
+            group_best=_best_of_group(spec, self.top_k, self.num_experts // spec.num_groups),
+            counts_free=self._counts_free,
+        )
+
+    def _plain_choice(
+        self, logits_TE: torch.Tensor, info: ForwardInfo, token_index_T: torch.Tensor | None, *, sequences: int
+    ) -> Choice:
         scores_TE = torch.sigmoid(logits_TE) if self.spec.score == "sigmoid" else torch.softmax(logits_TE, -1)
         with torch.no_grad():
             experts_TK = self._choose(logits_TE, scores_TE, info, token_index_T)
-            counts_E = count_experts(experts_TK, self.num_experts)
+            counts_SE = counted = self._count(experts_TK, sequences)
+            if self._counts_free:
+                counted = self._count(largest(scores_TE, self.top_k), sequences)
         weights_TK = routing_weights(logits_TE, scores_TE, experts_TK, self.spec)
         probs_TE = scores_TE
         if self.spec.score == "sigmoid":
             probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
-        free_TK = self._choose_freely(scores_TE, experts_TK)
-        balance_E = counts_E if free_TK is experts_TK else count_experts(free_TK, self.num_experts)
         with torch.no_grad():
             entropy_sum = torch.special.entr(probs_TE).sum()
-        return Routing(
+        none = logits_TE.new_zeros(())
+        return Choice(
             experts_TK=experts_TK,
             weights_TK=weights_TK,
-            aux_loss=self._aux_loss(probs_TE, free_TK, balance_E, info, num_sequences),
-            z_loss=self._z_loss(logits_TE, info),
-            counts_E=counts_E,
-            balance_counts_E=balance_E,
+            counts_SE=counts_SE,
+            free_counts_SE=counted,
+            probs_SE=_sums(probs_TE, sequences) if self.spec.aux_loss else none,
+            squares=torch.logsumexp(logits_TE, -1).square().sum() if self.spec.z_loss else none,
             entropy_sum=entropy_sum,
         )
+
+    @property
+    def _counts_free(self) -> bool:
+        """Whether the balance loss counts another choice: by the scores alone, without bias and groups."""
+        limited = self.expert_bias is not None or self.spec.num_groups > 1
+        return bool(self.spec.aux_loss) and limited and self.spec.force == "none"
+
+    def _count(self, experts_TK: torch.Tensor, sequences: int) -> torch.Tensor:
+        """(S, E) int64 pairs of each sequence."""
+        if sequences == 1:
+            return count_experts(experts_TK, self.num_experts).unsqueeze(0)
+        rows = torch.arange(sequences, device=experts_TK.device).repeat_interleave(experts_TK.shape[0] // sequences)
+        shifted_TK = experts_TK + self.num_experts * rows.unsqueeze(1)
+        return count_experts(shifted_TK, sequences * self.num_experts).view(sequences, -1)
 
     @staticmethod
     def wide(x_TH: torch.Tensor) -> torch.dtype:
@@ -125,13 +176,6 @@ class Router(nn.Module):
             logits_TE if by_logits else scores_TE, top_k=self.top_k, spec=self.spec, bias_E=self.expert_bias
         )
 
-    def _choose_freely(self, scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
-        """The choice that the balance loss counts: by the scores alone, without bias and groups."""
-        limited = self.expert_bias is not None or self.spec.num_groups > 1
-        if not self.spec.aux_loss or not limited or self.spec.force != "none":
-            return experts_TK
-        return largest(scores_TE.detach(), self.top_k)
-
     def _forced(self, logits_TE: torch.Tensor, info: ForwardInfo, index_T: torch.Tensor | None) -> torch.Tensor:
         """A workload in place of the choice; each rank takes its tokens' places in the micro-batch."""
         axis, n = self.groups.axis("micro"), logits_TE.shape[0]
@@ -151,35 +195,25 @@ class Router(nn.Module):
 
     # ---- losses --------------------------------------------------------------------------------------------------------
 
-    def _aux_loss(
-        self,
-        probs_TE: torch.Tensor,
-        free_TK: torch.Tensor,
-        balance_E: torch.Tensor,
-        info: ForwardInfo,
-        num_sequences: int,
-    ) -> torch.Tensor:
+    def _aux_loss(self, choice: Choice, num_tokens: int, balance_E: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
         spec, axis = self.spec, self.groups.axis("micro")
         if not spec.aux_loss:
-            return probs_TE.new_zeros(())
-        tokens = max(probs_TE.shape[0] * axis.size, 1)
+            return choice.entropy_sum.new_zeros(())
+        tokens = max(num_tokens * axis.size, 1)
         factor = spec.aux_loss * self.num_experts / self.top_k
         if spec.aux_scope == "global_batch":
             counts_E = self._global_counts(balance_E, info)
             tokens *= info.num_microbatches
-            return factor / tokens**2 * _dot(counts_E, probs_TE.sum(0))
+            return factor / tokens**2 * _dot(counts_E, choice.probs_SE[0])
         if spec.aux_scope == "micro_batch":
             counts_E = self.comms.all_reduce(balance_E.clone(), axis, op_id=self._id(info, "balance"))
-            return factor / (tokens**2 * info.num_microbatches) * _dot(counts_E, probs_TE.sum(0))
+            return factor / (tokens**2 * info.num_microbatches) * _dot(counts_E, choice.probs_SE[0])
+        num_sequences = len(choice.free_counts_SE)
         axis, shares = self.groups.axis("tp_cp"), axis.size // self.groups.axis("tp_cp").size
         per_sequence = max(tokens // (num_sequences * shares), 1)
-        rows = torch.arange(num_sequences, device=free_TK.device).repeat_interleave(free_TK.shape[0] // num_sequences)
-        shifted_TK = free_TK + self.num_experts * rows.unsqueeze(1)
-        counts_BE = count_experts(shifted_TK, num_sequences * self.num_experts).view(num_sequences, -1)
-        counts_BE = self.comms.all_reduce(counts_BE, axis, op_id=self._id(info, "balance"))
-        probs_BE = probs_TE.unflatten(0, (num_sequences, -1)).sum(1)
+        counts_SE = self.comms.all_reduce(choice.free_counts_SE.clone(), axis, op_id=self._id(info, "balance"))
         every = num_sequences * shares * info.num_microbatches
-        return factor / (per_sequence**2 * every) * _dot(counts_BE, probs_BE)
+        return factor / (per_sequence**2 * every) * _dot(counts_SE, choice.probs_SE)
 
     def _global_counts(self, balance_E: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
         """Counts of the whole step: handed in, or (one micro-batch a rank) summed here, or unknown in the pass that finds them."""
@@ -196,11 +230,11 @@ class Router(nn.Module):
             )
         return torch.zeros_like(balance_E)
 
-    def _z_loss(self, logits_TE: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
+    def _z_loss(self, squares: torch.Tensor, num_tokens: int, info: ForwardInfo) -> torch.Tensor:
         if not self.spec.z_loss:
-            return logits_TE.new_zeros(())
-        tokens = max(logits_TE.shape[0] * self.groups.axis("micro").size * info.num_microbatches, 1)
-        return self.spec.z_loss / tokens * torch.logsumexp(logits_TE, -1).square().sum()
+            return squares.new_zeros(())
+        tokens = max(num_tokens * self.groups.axis("micro").size * info.num_microbatches, 1)
+        return self.spec.z_loss / tokens * squares
 
     def _id(self, info: ForwardInfo, what: str) -> str:
         return op_id(f"router.{what}", microbatch=info.microbatch, layer=self.layer, phase=info.phase)
@@ -223,11 +257,16 @@ def choose_experts(
 def _allowed(scores_TE: torch.Tensor, *, top_k: int, spec: RouterSpec) -> torch.Tensor:
     """(T, E) whether the expert's group is among the token's best `group_topk`."""
     grouped_TGe = scores_TE.unflatten(-1, (spec.num_groups, -1))
-    best = {"top2": 2, "max": 1, "sum_topk": max(top_k // spec.group_topk, 1)}[spec.group_score]
-    group_scores_TG = grouped_TGe.topk(min(best, grouped_TGe.shape[-1]), dim=-1).values.sum(-1)
+    best = _best_of_group(spec, top_k, grouped_TGe.shape[-1])
+    group_scores_TG = grouped_TGe.topk(best, dim=-1).values.sum(-1)
     chosen_Tg = largest(group_scores_TG, spec.group_topk)
     allowed_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(-1, chosen_Tg, True)
     return allowed_TG.repeat_interleave(grouped_TGe.shape[-1], dim=-1)
+
+
+def _best_of_group(spec: RouterSpec, top_k: int, size: int) -> int:
+    """So many of a group's scores count for it."""
+    return min({"top2": 2, "max": 1, "sum_topk": max(top_k // spec.group_topk, 1)}[spec.group_score], size)
 
 
 def largest(scores_TE: torch.Tensor, k: int) -> torch.Tensor:
@@ -273,6 +312,15 @@ def update_expert_bias(bias_E: torch.Tensor, counts_E: torch.Tensor, rate: float
     """
     counts_E = counts_E.to(torch.int64)
     bias_E.add_(torch.sign(counts_E.sum() - counts_E * counts_E.numel()).to(bias_E.dtype), alpha=rate)
+
+
+def _sums(probs_TE: torch.Tensor, sequences: int) -> torch.Tensor:
+    """(S, E)."""
+    return probs_TE.sum(0, keepdim=True) if sequences == 1 else probs_TE.unflatten(0, (sequences, -1)).sum(1)
+
+
+def _over_sequences(counts_SE: torch.Tensor) -> torch.Tensor:
+    return counts_SE[0] if len(counts_SE) == 1 else counts_SE.sum(0)
 
 
 def _dot(counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.kernels.device.launch import runs_programs, warps_of
+from phalanx.kernels.device.launch import launch, runs_programs, warps_of
 
 BLOCK = 1024
 """Elements that a program takes at once."""
@@ -62,7 +62,8 @@ def fused_adamw(
     from phalanx.kernels.device.programs import adamw as programs
 
     master = state[0]
-    programs.adamw[(-(-size // BLOCK),)](
+    launch(
+            programs.adamw, (-(-size // BLOCK),),
         *state, grad, master if out is None else out, scale,
         master if table is None else table.runs_R4, 0 if table is None else len(table.runs_R4),
         0 if table is None else table.start, size,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from phalanx.kernels.device.launch import block_of, warps_of, wide_of
+from phalanx.kernels.device.launch import block_of, launch, warps_of, wide_of
 
 CHUNK_BYTES = 512 << 20
 """Bytes of the logits of a chunk, which has whole thousands of tokens, one at least. Plain operations make one copy of them in the wide type. All tokens are one chunk where their
@@ -75,8 +75,16 @@ def scaled(x: torch.Tensor, grad: torch.Tensor, *, programs: bool) -> torch.Tens
     from phalanx.kernels.device.programs import cross_entropy
 
     out = torch.empty_like(x)
-    cross_entropy.scaled[(-(-x.numel() // BLOCK),)](
-        x, grad, out, x.numel(), WIDE=wide_of(x, grad), BLOCK=BLOCK, num_warps=warps_of(BLOCK)
+    launch(
+        cross_entropy.scaled,
+        (-(-x.numel() // BLOCK),),
+        x,
+        grad,
+        out,
+        x.numel(),
+        WIDE=wide_of(x, grad),
+        BLOCK=BLOCK,
+        num_warps=warps_of(BLOCK),
     )
     return out
 
@@ -180,9 +188,10 @@ class _Calculation:
         own_c3 = self.losses_T.new_empty(num_tokens, 3)
         block = block_of(vocab, BLOCK)
         shape: dict[str, Any] = {"WIDE": wide_of(logits_cV), "BLOCK": block, "num_warps": warps_of(block)}
-        programs.token_shares[(num_tokens,)](logits_cV, chunk.labels_c, own_c3, how.first, vocab, **shape)
+        launch(programs.token_shares, (num_tokens,), logits_cV, chunk.labels_c, own_c3, how.first, vocab, **shape)
         shares_Pc3 = own_c3.unsqueeze(0) if how.gather is None else how.gather(own_c3)
-        programs.token_slopes[(num_tokens, -(-vocab // block) if any(self.needs) else 1)](
+        launch(
+            programs.token_slopes, (num_tokens, -(-vocab // block) if any(self.needs) else 1),
             logits_cV, chunk.labels_c, shares_Pc3, chunk.losses_c, how.first, vocab, num_tokens, len(shares_Pc3), how.ignore,
             GRADIENT=any(self.needs), **shape,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from phalanx.kernels.device.launch import block_of, warps_of, wide_of
+from phalanx.kernels.device.launch import block_of, launch, warps_of, wide_of
 from phalanx.kernels.device.rows import dense_rows
 
 WIDEST_NORM = 8192
@@ -45,7 +45,8 @@ def norm_forward(
 
         shape = _shape(width, scale_T)
         delta = x_TH if delta_TH is None else delta_TH.contiguous()
-        programs.norm_forward[(-(-rows // shape["ROWS"]),)](
+        launch(
+            programs.norm_forward, (-(-rows // shape["ROWS"]),),
             x_TH, x_TH.stride(0), delta, w_H, eps, stream_TH, scale_T, out_TH, rows, width,
             ADDS=delta_TH is not None, **shape,
         )  # fmt: skip
@@ -72,11 +73,14 @@ def norm_backward(
     dw_H, dw_PH = torch.empty_like(w_H), scale_T.new_empty(parts, width)
     dy_TH = dy_TH.contiguous()
     d_stream = dy_TH if d_stream_TH is None else d_stream_TH.contiguous()
-    programs.norm_backward[(parts,)](
+    launch(
+            programs.norm_backward, (parts,),
         stream_TH, stream_TH.stride(0), scale_T, w_H, dy_TH, d_stream, dx_TH, dw_PH, rows, width, tiles,
         ADDS=d_stream_TH is not None, **shape,
     )  # fmt: skip
-    programs.sum_parts[(-(-width // COLUMNS),)](dw_PH, dw_H, parts, width, ROWS=SUMS, BLOCK=COLUMNS, num_warps=4)
+    launch(
+        programs.sum_parts, (-(-width // COLUMNS),), dw_PH, dw_H, parts, width, ROWS=SUMS, BLOCK=COLUMNS, num_warps=4
+    )
     return dx_TH, dw_H
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from phalanx.kernels.device.launch import block_of, warps_of, wide_of
+from phalanx.kernels.device.launch import block_of, launch, warps_of, wide_of
 from phalanx.kernels.device.rows import dense_rows
 
 BLOCK = 1024
@@ -37,7 +37,8 @@ def turn(
         of_pairs = block_of(pairs, BLOCK)
         of_heads = min(1 << (max(q_TAD.shape[1], k_TGD.shape[1]) - 1).bit_length(), max(1, BLOCK // of_pairs))
         blocks = sum(-(-x.shape[1] // of_heads) for x in (q_TAD, k_TGD))
-        programs.turned[(len(q_TAD), blocks)](
+        launch(
+            programs.turned, (len(q_TAD), blocks),
             q_TAD, k_TGD, cos_BSN.contiguous(), sin_BSN.contiguous(), *outputs,
             q_TAD.stride(0), q_TAD.stride(1), k_TGD.stride(0), k_TGD.stride(1), q_TAD.shape[1], k_TGD.shape[1], pairs,
             BACK=back, WIDE=wide_of(q_TAD, cos_BSN), HEADS=of_heads, PAIRS=of_pairs, num_warps=warps_of(2 * of_heads * of_pairs),

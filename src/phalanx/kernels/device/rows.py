@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.kernels.device.launch import block_of, warps_of, wide_of
+from phalanx.kernels.device.launch import block_of, launch, warps_of, wide_of
 
 BLOCK = 2048
 """Columns that a program takes at once."""
@@ -21,8 +21,16 @@ def take_rows(x_TH: torch.Tensor, index_M: torch.Tensor) -> torch.Tensor:
 
         rows, width = out_MH.shape
         x_TH, block = dense_rows(x_TH), block_of(width, BLOCK)
-        programs.take_rows[(rows, -(-width // block))](
-            x_TH, x_TH.stride(0), index_M.contiguous(), out_MH, width, BLOCK=block, num_warps=warps_of(block)
+        launch(
+            programs.take_rows,
+            (rows, -(-width // block)),
+            x_TH,
+            x_TH.stride(0),
+            index_M.contiguous(),
+            out_MH,
+            width,
+            BLOCK=block,
+            num_warps=warps_of(block),
         )
     return out_MH
 
@@ -36,7 +44,8 @@ def sum_rows(y_MH: torch.Tensor, places_TK: torch.Tensor, out_TH: torch.Tensor |
         from phalanx.kernels.device.programs import rows as programs
 
         y_MH, block = dense_rows(y_MH), block_of(y_MH.shape[1], BLOCK)
-        programs.sum_rows[(tokens, -(-y_MH.shape[1] // block))](
+        launch(
+            programs.sum_rows, (tokens, -(-y_MH.shape[1] // block)),
             y_MH, y_MH.stride(0), places_TK.contiguous(), out_TH, y_MH.shape[1],
             COPIES=copies, WIDE=wide_of(y_MH), BLOCK=block, num_warps=warps_of(block),
         )  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.kernels.device.launch import warps_of
+from phalanx.kernels.device.launch import launch, warps_of
 
 BLOCK = 1024
 """Elements that a program takes at once."""
@@ -26,7 +26,9 @@ def device_square_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
         for x, (parts, tiles), own in zip(tensors, cuts, parts_P.split([n for n, _ in cuts]), strict=True):
             if parts:
-                programs.square_parts[(parts,)](x, own, x.numel(), tiles, BLOCK=BLOCK, num_warps=warps_of(BLOCK))
+                launch(
+                    programs.square_parts, (parts,), x, own, x.numel(), tiles, BLOCK=BLOCK, num_warps=warps_of(BLOCK)
+                )
     return parts_P.sum()
 
 
@@ -40,8 +42,16 @@ def device_checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             kind = {1: torch.uint8, 2: torch.int16}.get(x.element_size(), torch.int32)
             whole = x.detach().view(-1).view(kind)
             parts, tiles = _cut(whole.numel())
-            programs.add_checksum[(parts,)](
-                whole, total, whole.numel(), tiles, BYTES=whole.element_size(), BLOCK=BLOCK, num_warps=warps_of(BLOCK)
+            launch(
+                programs.add_checksum,
+                (parts,),
+                whole,
+                total,
+                whole.numel(),
+                tiles,
+                BYTES=whole.element_size(),
+                BLOCK=BLOCK,
+                num_warps=warps_of(BLOCK),
             )
     return totals_N
 

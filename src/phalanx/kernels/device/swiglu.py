@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from phalanx.kernels.device.launch import block_of, warps_of, wide_of
+from phalanx.kernels.device.launch import block_of, launch, warps_of, wide_of
 
 BLOCK = 1024
 """Columns that a program takes at once."""
@@ -30,7 +30,8 @@ def swiglu_forward(gate_up_M2F: torch.Tensor, row_weights_M: torch.Tensor | None
 
         block = block_of(width, BLOCK)
         weights_M = gate_up_M2F if row_weights_M is None else row_weights_M
-        programs.swiglu_forward[(rows, -(-width // block))](
+        launch(
+            programs.swiglu_forward, (rows, -(-width // block)),
             gate_up_M2F, weights_M, out_MF, width,
             WEIGHTED=row_weights_M is not None, WIDE=wide_of(gate_up_M2F), BLOCK=block, num_warps=warps_of(block),
         )  # fmt: skip
@@ -49,7 +50,8 @@ def swiglu_backward(
 
         block = block_of(width, BLOCK)
         some = gate_up_M2F  # stands where no weights are
-        programs.swiglu_backward[(rows,)](
+        launch(
+            programs.swiglu_backward, (rows,),
             gate_up_M2F, some if row_weights_M is None else row_weights_M, dy_MF, d_gate_up_M2F,
             some if d_weights_M is None else d_weights_M, width,
             WEIGHTED=row_weights_M is not None, WIDE=wide_of(gate_up_M2F), BLOCK=block, num_warps=warps_of(block),

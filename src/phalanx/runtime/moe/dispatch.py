@@ -35,6 +35,7 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
+from phalanx.kernels.device import SortedKeys, runs_programs, sort_keys
 from phalanx.plan.mapping import Placement
 from phalanx.plan.moe import (
     Chunks,
@@ -301,17 +302,16 @@ class Dispatcher:
         keys_N = experts_TK.reshape(-1)
         if kept_TK is not None:  # dropped pairs sort to the end, behind the last expert
             keys_N = torch.where(kept_TK.reshape(-1), keys_N, self.num_experts)
-        counts_E = count_keys(keys_N, self.num_experts + 1)[: self.num_experts].to(torch.int32)
-        counts_PE, all_told = self._gather_counts(counts_E, told, op_prefix)
+        found = sorted_keys(keys_N, self.num_experts, impl=self.kernels)
+        counts_PE, all_told = self._gather_counts(found.counts_E, told, op_prefix)
         plan = self.plan(counts_PE)
         if self.listen is not None:
             self.listen(plan, counts_PE)
         num_rows = int(counts_PE[self.ep_etp.index].sum())
-        order_N = stable_order(keys_N, self.num_experts)
-        pair_of_row_R = self.by_slot(order_N[:num_rows], plan)
+        pair_of_row_R = self.by_slot(found.order_N[:num_rows], plan)
         dropped = on_device(num_pairs - num_rows, device)
-        rows_of_token_TK = inverse_exact(pair_of_row_R, num_pairs).view(experts_TK.shape)
-        return plan, SendList(pair_of_row_R, rows_of_token_TK, dropped), all_told
+        row_of_pair_N = found.places_N if self.is_plain else inverse_exact(pair_of_row_R, num_pairs)
+        return plan, SendList(pair_of_row_R, row_of_pair_N.view(experts_TK.shape), dropped), all_told
 
     def by_slot(self, pair_of_row_R: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
         """Pairs sorted by expert, sorted by slot."""
@@ -422,6 +422,16 @@ def kept_pairs(weights_TK: torch.Tensor, experts_TK: torch.Tensor, *, rows: int,
 
 
 # ---- index arithmetic on the device ----------------------------------------------------------------------------------------
+
+
+def sorted_keys(keys_N: torch.Tensor, values: int, *, impl: Impl) -> SortedKeys:
+    """Numbers below `values`, and `values` itself for those that have no place."""
+    if impl == "fast" and runs_programs(keys_N):
+        return sort_keys(keys_N.contiguous(), values)
+    counts_E = count_keys(keys_N, values + 1)[:values].to(torch.int32)
+    order_N = stable_order(keys_N, values)
+    places_N = inverse_exact(order_N, len(order_N))
+    return SortedKeys(counts_E, order_N, torch.where(keys_N < values, places_N, FILL))
 
 
 def stable_order(keys_N: torch.Tensor, largest: int) -> torch.Tensor:

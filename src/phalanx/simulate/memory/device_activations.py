@@ -22,7 +22,7 @@ SCALE = 4
 """Bytes of what a norm keeps of a row."""
 
 kept_table, kept_norm, kept_loss = act.kept_table, act.kept_norm, act.kept_loss
-kept_router, head_backward = act.kept_router, act.head_backward
+head_backward = act.head_backward
 
 
 def kept_attention(x: Local) -> list[int]:
@@ -65,6 +65,13 @@ def _kept_latent(x: Local, mla: MlaSpec) -> list[int]:
     if x.recompute == "selective":
         return [*down, made, whole]
     return [*down, made, whole, whole, x.attended * x.heads * (mla.value_dim * x.item + 4)]
+
+
+def kept_router(x: Local) -> list[int]:
+    """`kernels/device/router.py`: choice and logits."""
+    if x.spec.router.force != "none":
+        return act.kept_router(x)
+    return [x.tokens * x.spec.top_k * INDEX, x.tokens * x.spec.num_experts * x.wide]
 
 
 def kept_rows(x: Local) -> list[int]:

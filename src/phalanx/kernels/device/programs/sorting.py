@@ -1,0 +1,51 @@
+"""A stable counting sort of small whole numbers, each program some tiles of them one after the other.
+
+Legend: B numbers of a tile, E their values, P programs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def count_values(keys, counts, size, values, tiles, BLOCK: tl.constexpr, E2: tl.constexpr):
+    """Grid (P,). `counts` (P, values): how often each value below `values` occurs among a program's numbers."""
+    value_1E = tl.arange(0, E2)[None, :]
+    count_E = tl.zeros((E2,), dtype=tl.int32)
+    for tile in range(0, tiles):
+        at_B = (tl.program_id(0) * tiles + tile) * BLOCK + tl.arange(0, BLOCK)
+        key_B1 = tl.load(keys + at_B, mask=at_B < size, other=values)[:, None]
+        count_E += tl.sum((key_B1 == value_1E).to(tl.int32), axis=0)
+    value_E = tl.arange(0, E2)
+    tl.store(counts + tl.program_id(0) * values + value_E, count_E, mask=value_E < values)
+
+
+@triton.jit
+def place_values(
+    keys, counts, order, places, size, values, tiles, programs,
+    BLOCK: tl.constexpr, E2: tl.constexpr, P2: tl.constexpr,
+):  # fmt: skip
+    """Grid (P,). `order[j]` is where the j-th number stands, sorted; `places` its inverse, -1 for a number that is no value."""
+    value_E = tl.arange(0, E2)
+    total_E = tl.zeros((E2,), dtype=tl.int32)
+    before_E = tl.zeros((E2,), dtype=tl.int32)
+    for first in range(0, programs, P2):
+        program_P1 = (first + tl.arange(0, P2))[:, None]
+        here_PE = (program_P1 < programs) & (value_E < values)[None, :]
+        count_PE = tl.load(counts + program_P1 * values + value_E[None, :], mask=here_PE, other=0)
+        total_E += tl.sum(count_PE, axis=0)
+        before_E += tl.sum(tl.where(program_P1 < tl.program_id(0), count_PE, 0), axis=0)
+    next_E = tl.cumsum(total_E, axis=0) - total_E + before_E
+    for tile in range(0, tiles):
+        at_B = (tl.program_id(0) * tiles + tile) * BLOCK + tl.arange(0, BLOCK)
+        here_B = at_B < size
+        key_B = tl.load(keys + at_B, mask=here_B, other=values)
+        is_it_BE = (key_B[:, None] == value_E[None, :]).to(tl.int32)
+        upto_BE = tl.cumsum(is_it_BE, axis=0)
+        place_B = tl.sum(is_it_BE * (next_E[None, :] + upto_BE - 1), axis=1)
+        is_value_B = here_B & (key_B < values)
+        tl.store(places + at_B, tl.where(is_value_B, place_B, -1).to(tl.int64), mask=here_B)
+        tl.store(order + place_B, at_B.to(tl.int64), mask=is_value_B)
+        next_E += tl.sum(is_it_BE, axis=0)

@@ -1,0 +1,52 @@
+"""A stable sort of the experts of routed pairs, in two launches; the host waits for nothing.
+
+Legend: N pairs, E experts, P programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.kernels.device.launch import block_of, launch
+
+TILE = 4096
+"""Comparisons that a program makes at once."""
+PROGRAMS = 128
+"""At most: each of them reads the counts of all."""
+SUMMED = 16
+"""Rows of counts that a program adds up at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class SortedKeys:
+    """Each number's place among all, smaller ones first, equal ones in their order. Numbers from `values` on come last and have no place."""
+
+    counts_E: torch.Tensor
+    """int32."""
+    order_N: torch.Tensor
+    """int64; what is behind the numbers that have a place is not written."""
+    places_N: torch.Tensor
+    """int64, -1 where there is none."""
+
+
+def sort_keys(keys_N: torch.Tensor, values: int) -> SortedKeys:
+    """Of int64 `keys_N` (contiguous, not negative)."""
+    size, wide = len(keys_N), block_of(values, 1 << 14)
+    order_N, places_N = torch.empty_like(keys_N), torch.empty_like(keys_N)
+    block = max(1, min(256, TILE // wide))
+    tiles = max(1, -(-size // (block * PROGRAMS)))
+    programs = -(-size // (block * tiles))
+    counts_PE = torch.empty((programs, values), dtype=torch.int32, device=keys_N.device)
+    if size:
+        from phalanx.kernels.device.programs import sorting as own
+
+        shape = {"BLOCK": block, "E2": wide}
+        launch(own.count_values, (programs,), keys_N, counts_PE, size, values, tiles, **shape, num_warps=4)
+        rows = max(1, min(SUMMED, TILE // wide))
+        launch(
+            own.place_values, (programs,), keys_N, counts_PE, order_N, places_N, size, values, tiles, programs,
+            **shape, P2=rows, num_warps=4,
+        )  # fmt: skip
+    return SortedKeys(counts_PE.sum(0, dtype=torch.int32), order_N, places_N)

@@ -1,0 +1,103 @@
+"""The router's launch under Triton's interpreter against its plain operations: choice, weights, sums and every gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
+
+from kernel_help import close, normal
+from moe_help import context, moe_spec, with_router
+
+from phalanx.kernels.device import router as fused
+from phalanx.kernels.triton.tiles import is_interpreted
+from phalanx.models.context import ForwardInfo
+from phalanx.models.router import Router
+from phalanx.plan.model.model import RouterSpec
+
+pytestmark = pytest.mark.skipif(not is_interpreted(), reason="Triton was told to compile (TRITON_INTERPRET=0)")
+
+E, K, T = 12, 3, 22
+LOSSES = {"aux_loss": 0.1, "z_loss": 0.1}
+SPECS = {
+    "softmax": RouterSpec(**LOSSES),
+    "renormalised": RouterSpec(renormalize=True, scale=1.5, **LOSSES),
+    "top-k first": RouterSpec(softmax_order="after_topk", scale=0.5, **LOSSES),
+    "sequences": RouterSpec(aux_scope="sequence", renormalize=True, **LOSSES),
+    "sigmoid, softmax of the chosen": RouterSpec(
+        score="sigmoid", softmax_order="after_topk", bias_rate=1e-3, **LOSSES
+    ),
+    "groups": RouterSpec(num_groups=4, group_topk=2, group_score="max", **LOSSES),
+    "groups of logits": RouterSpec(softmax_order="after_topk", num_groups=2, group_topk=1),
+    "DeepSeek-V3": RouterSpec(
+        score="sigmoid", renormalize=True, scale=2.5, num_groups=4, group_topk=2, group_score="top2", bias_rate=1e-3,
+        aux_scope="sequence", **LOSSES,
+    ),
+}  # fmt: skip
+
+
+def both(spec: RouterSpec, logits_TE: torch.Tensor, *, top_k: int = K) -> list[list[torch.Tensor]]:
+    """Of the launch and of plain operations: what came out, then the gradient of the logits for random ones of all that has one."""
+    experts = logits_TE.shape[1]
+    model = with_router(moe_spec(num_experts=experts, top_k=top_k, hidden=experts), **vars(spec))
+    router = Router(context(model, dtype=logits_TE.dtype), 0)
+    if router.expert_bias is not None:
+        router.expert_bias.copy_(torch.arange(experts) % 3 * 0.25)
+    sequences = 2 if spec.aux_scope == "sequence" else 1
+
+    def plain(x: torch.Tensor) -> fused.Choice:
+        return router._plain_choice(x, ForwardInfo(), None, sequences=sequences)
+
+    def launched(x: torch.Tensor) -> fused.Choice:
+        return fused.fused_choice(x, router._rule(), sequences=sequences, bias_E=router.expert_bias)
+
+    out = []
+    for choose in (launched, plain):
+        x = logits_TE.clone().requires_grad_()
+        choice = choose(x)
+        loss = (choice.weights_TK * normal(*choice.weights_TK.shape, seed=5)).sum()
+        if spec.aux_loss:
+            loss = loss + (choice.probs_SE * normal(*choice.probs_SE.shape, seed=6)).sum() + 0.3 * choice.squares
+        loss.backward()
+        known = [getattr(choice, f.name) for f in dataclasses.fields(choice)]
+        out.append([*(known if spec.aux_loss else known[:4]), x.grad])
+    return out
+
+
+def assert_same(found: list[list[torch.Tensor]], tolerance: float) -> None:
+    for got, want in zip(*found, strict=True):
+        assert got.dtype == want.dtype and got.shape == want.shape
+        assert close(got, want.to(torch.float64), tolerance) if want.is_floating_point() else torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("ties", [False, True])
+def test_equals_its_reference(name: str, ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several blocks of tokens, the last of which is not full, and with few distinct scores."""
+    monkeypatch.setattr(fused, "TILE", 64)
+    logits_TE = normal(T, E, seed=1, scale=2.0)
+    if ties:
+        logits_TE = logits_TE.round().clamp(-1, 1)
+    assert_same(both(SPECS[name], logits_TE), 1e-12)
+    assert_same(both(SPECS[name], logits_TE.to(torch.float32)), 2e-5)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(2, 1), (16, 8), (33, 2)])
+def test_any_number_of_experts(experts: int, top_k: int) -> None:
+    assert_same(both(SPECS["renormalised"], normal(70, experts, seed=2), top_k=top_k), 1e-12)
+
+
+def test_no_tokens() -> None:
+    got, want = both(SPECS["softmax"], torch.zeros(0, E, dtype=torch.float64))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_rows_that_hold_no_number_stay_within_the_experts() -> None:
+    logits_TE = torch.full((3, E), torch.nan, dtype=torch.float64)
+    logits_TE[1] = torch.arange(E)
+    (experts_TK, *_), _ = both(dataclasses.replace(SPECS["softmax"], aux_loss=0.0), logits_TE)
+    assert experts_TK.min() >= 0 and experts_TK.max() < E and experts_TK[1].tolist() == [11, 10, 9]

@@ -1,0 +1,36 @@
+"""The launches that sort routed pairs, under Triton's interpreter, against the plain sort."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
+
+from kernel_help import seeded
+
+from phalanx.kernels.device import sorting
+from phalanx.kernels.triton.tiles import is_interpreted
+from phalanx.runtime.moe.dispatch import sorted_keys
+
+pytestmark = pytest.mark.skipif(not is_interpreted(), reason="Triton was told to compile (TRITON_INTERPRET=0)")
+
+
+@pytest.mark.parametrize(("size", "values"), [(1, 1), (7, 3), (900, 5), (300, 128), (257, 16), (65, 33)])
+@pytest.mark.parametrize("drops", [False, True])
+def test_equals_the_plain_sort(size: int, values: int, drops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several tiles in a program, and more programs than are added up at once."""
+    monkeypatch.setattr(sorting, "TILE", 256)
+    monkeypatch.setattr(sorting, "PROGRAMS", 11)
+    monkeypatch.setattr(sorting, "SUMMED", 4)
+    keys = torch.randint(0, values + drops, (size,), generator=seeded(size))
+    got, want = sorting.sort_keys(keys, values), sorted_keys(keys, values, impl="reference")
+    placed = int(want.counts_E.sum())
+    assert got.counts_E.dtype == want.counts_E.dtype and torch.equal(got.counts_E, want.counts_E)
+    assert torch.equal(got.order_N[:placed], want.order_N[:placed])
+    assert torch.equal(got.places_N, want.places_N)
+
+
+def test_nothing_to_sort() -> None:
+    got = sorting.sort_keys(torch.empty(0, dtype=torch.int64), 4)
+    assert got.counts_E.tolist() == [0] * 4 and len(got.order_N) == len(got.places_N) == 0
