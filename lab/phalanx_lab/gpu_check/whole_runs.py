@@ -1,0 +1,137 @@
+"""Whole runs of the trainer on a tiny model, each in a process of its own that may stand still for so long and no longer: then it says where its threads stand, and is killed."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from phalanx.core.config import Recipe
+from phalanx.core.recipe import load_recipe
+from phalanx.observe import Record, log_path, read_events
+from phalanx.plan.recipe import run_problems
+from phalanx.train.placement.rebalancer import Rebalancer
+from phalanx.train.run import train
+from phalanx_lab.bench.cluster import TrainingCluster, overrides, send, tiny_run
+from phalanx_lab.gpu_check.here import Here
+from phalanx_lab.gpu_check.shared_card import run_shared
+
+WATCHDOG_S, PATIENCE_S = 20.0, 120.0
+"""Longest time without a step on a lent device, and on a CPU that may have other work."""
+SHOWN, FRAMES = 6000, 5
+"""Characters of what a run printed, and innermost calls of each of its threads where it stood still."""
+SETTINGS: Mapping[str, object] = {
+    "data.validation_fraction": 0.2,
+    "train.seq_len": 32,
+    "train.micro_batch": 2,
+    "optim.lr": 3e-4,
+    "optim.warmup_steps": 0,
+    "optim.schedule": "constant",
+    "optim.bucket_mb": 0.01,
+    "resilience.mode": "fast",
+    "checkpoint.interval": 0,
+    "launch.threads": 1,
+    "launch.timeout_s": 60,
+}
+
+
+def recipe_of(folder: Path, name: str, **changes: object) -> Recipe:
+    """The recipe of a run in `folder/runs/name` of the text in `folder/text`; keys with `__` for the dot. Raises `ConfigError`."""
+    own = {"data.sources": f'["{folder / "text"}"]', **{key.replace("__", "."): v for key, v in changes.items()}}
+    words = overrides(tiny_run(folder / "runs", name, folder / "cache", {**SETTINGS, **own}))
+    return load_recipe(None, words, check=lambda recipe: run_problems(recipe, world=recipe.launch.ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run ended."""
+
+    code: int | None
+    """Its exit code; None: it stood still and was killed."""
+    seconds: float
+    words: str
+    """The end of what it printed, or where its threads stood."""
+
+
+def run_bounded(program: Callable[[], int], *, folder: Path, marks: Callable[[], int], still_s: float) -> Ended:
+    """Run `program` in a fork. Where `marks`, which grows with what it has done, stays the same for `still_s`, its processes say where they stand, and are killed."""
+    begin_s = changed_s = time.monotonic()
+    printed, seen = folder / "printed", -1
+
+    def body() -> int:
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # and in all that it forks
+        return program()
+
+    def still() -> bool:
+        nonlocal changed_s, seen
+        now_s, found = time.monotonic(), marks()
+        if found != seen:
+            seen, changed_s = found, now_s
+        return now_s - changed_s > still_s
+
+    with TrainingCluster() as cluster:
+        cluster.start("run", body, out=printed)
+        stuck = cluster.until(still, math.inf, look_s=0.05)
+        if stuck:
+            for pid in cluster.processes("run"):
+                send(pid, signal.SIGUSR1)
+            time.sleep(0.5)
+    text = printed.read_text(errors="replace")
+    words = where_threads_stand(text) if stuck else text[-SHOWN:]
+    return Ended(code=cluster.codes.get("run"), seconds=time.monotonic() - begin_s, words=words)
+
+
+def where_threads_stand(text: str) -> str:
+    """The innermost calls of each thread, of what `faulthandler` printed."""
+    found = []
+    for block in text.split("\n\n"):
+        head, *frames = [line for line in block.splitlines() if "most recent call first" in line or "  File" in line] or [""]
+        found += ["\n".join([head, *frames[:FRAMES]])] if frames else []
+    return "\n".join(found)[:SHOWN]
+
+
+def run_folder(recipe: Recipe) -> Path:
+    """Where the run is kept."""
+    return Path(recipe.run.folder) / recipe.run.name
+
+
+def steps_of(recipe: Recipe) -> list[Record]:
+    """What all ranks have told of committed steps so far."""
+    logs = [log_path(run_folder(recipe), rank) for rank in range(recipe.launch.ranks)]
+    return [r for log in logs if log.exists() for r in read_events(log) if r["kind"] == "StepEnded"]
+
+
+def train_still(recipe: Recipe, *, still_s: float) -> Ended:
+    """Train in a world that is fixed, whose ranks share the device."""
+    run = run_folder(recipe)
+
+    def program() -> int:
+        main = partial(train, recipe, hook=Rebalancer)
+        return run_shared(main, ranks=recipe.launch.ranks, threads=1)
+
+    return run_bounded(program, folder=run.with_name(f"{run.name}.out"), marks=lambda: len(steps_of(recipe)), still_s=still_s)
+
+
+def worst_difference(got: Sequence[Record], want: Sequence[Record]) -> float:
+    """Largest relative difference of losses of the same step; infinite where a step is missing, or is not a number."""
+    right = {r["step"]: r["loss"] for r in want}
+    if not right or {r["step"] for r in got} != right.keys():
+        return math.inf
+    found = [abs(r["loss"] - right[r["step"]]) / right[r["step"]] for r in got]
+    return max(found) if all(map(math.isfinite, found)) else math.inf
+
+
+def tell_end(here: Here, name: str, ended: Ended) -> None:
+    """Tell how a run ended; what it printed only where that was not well."""
+    here.tell(f"{name}: seconds", ended.seconds)
+    if ended.code != 0:
+        how = "stood still" if ended.code is None else f"ended with {ended.code}"
+        here.tell(f"{name}: {how}", ended.words)
+    here.tell(f"{name}: did not end well", int(ended.code != 0), most=0)
+
+
