@@ -15,7 +15,7 @@ import torch
 
 from phalanx.cli.main import run_command
 from phalanx.kernels.cpu import swiglu
-from phalanx_lab.gpu_check import parity
+from phalanx_lab.gpu_check import healing, parity, whole_runs
 from phalanx_lab.gpu_check.checks import CheckLine, GpuCheck
 from phalanx_lab.gpu_check.here import Here
 from phalanx_lab.gpu_check.plan import CHECKS
@@ -144,3 +144,45 @@ def test_a_name_of_no_check_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert run_command("gpu-check", ["--only", "A7"], debug=False) == 2
     said = capsys.readouterr().err
     assert "--only" in said and "'A7'" in said and "A3.loss" in said
+
+
+def test_a_run_that_stands_still_is_killed_and_says_where(tmp_path: Path) -> None:
+    def stand_still() -> int:
+        time.sleep(60)
+        return 0
+
+    def program() -> int:
+        pid = os.fork()
+        if pid == 0:
+            stand_still()
+        os.waitpid(pid, 0)
+        return 0
+
+    ended = whole_runs.run_bounded(program, folder=tmp_path, marks=lambda: 0, still_s=1.0)
+    assert ended.code is None and ended.seconds < 30 and "in stand_still" in ended.words
+
+
+def test_other_losses_and_missing_steps_are_found() -> None:
+    want = [{"step": 1, "loss": 5.0}, {"step": 2, "loss": 4.0}]
+    assert whole_runs.worst_difference([*want, want[0]], want) == 0
+    assert whole_runs.worst_difference([want[0], {"step": 2, "loss": 4.001}], want) > 1e-5
+    for got in ([], want[:1], [want[0], {"step": 2, "loss": float("nan")}]):
+        assert whole_runs.worst_difference(got, want) == float("inf")
+
+
+def test_a_survivor_that_does_not_go_on_is_found(tmp_path: Path) -> None:
+    def member(worker: str, kind: str, at_s: float, generation: int) -> dict[str, object]:
+        more = {"members": 4, "lost_s": 0.0, "told_s": 0.0, "broken_s": 0.0, "formed_s": 0.0, "doubt": False}
+        return {"worker": worker, "kind": kind, "at_s": at_s, "generation": generation, **more}
+
+    kills: healing.Kills = {"commit": (3, 2)}
+    told = [member(w, "Reformed", 1.0, 1) for w in "abcd"] + [member(w, "Committed", 9.0, 2) for w in "abd"]
+    told += [{"worker": "c", "kind": "Killed", "at_s": 2.0, "generation": 1, "phase": "commit"}]
+    told += [{"worker": "a", "kind": "TeamFormed", "time_s": 3.0, "generation": 2, "checked": 1, "noticed_s": 0.0,
+              "built_s": 0.0, "moved_s": 0.0, "moved_bytes": 0}]  # fmt: skip
+    line = run(tmp_path, lambda here: healing.tell_kills(here, told, kills))
+    assert line.status == "pass" and line.value["commit: next step s"] == 7
+    late = [r for r in told if (r["worker"], r["kind"]) != ("b", "Committed")]
+    (tmp_path / "lines.json").unlink()
+    line = run(tmp_path, lambda here: healing.tell_kills(here, late, kills))
+    assert line.status == "fail" and line.why == "commit: survivors that went on is 2, not >= 3"

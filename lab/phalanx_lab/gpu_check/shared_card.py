@@ -19,6 +19,7 @@ APART = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
     "NCCL_MAX_NCHANNELS": "2",
+    "NCCL_DEBUG": "WARN",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
 """Messages go over sockets; symmetric memory may lie on the same device."""

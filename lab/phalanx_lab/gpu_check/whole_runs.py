@@ -74,6 +74,7 @@ def run_bounded(program: Callable[[], int], *, folder: Path, marks: Callable[[],
             seen, changed_s = found, now_s
         return now_s - changed_s > still_s
 
+    faulthandler.cancel_dump_traceback_later()  # a fork of a process that waits for it can set no other
     with TrainingCluster() as cluster:
         cluster.start("run", body, out=printed)
         stuck = cluster.until(still, math.inf, look_s=0.05)
@@ -90,7 +91,9 @@ def where_threads_stand(text: str) -> str:
     """The innermost calls of each thread, of what `faulthandler` printed."""
     found = []
     for block in text.split("\n\n"):
-        head, *frames = [line for line in block.splitlines() if "most recent call first" in line or "  File" in line] or [""]
+        head, *frames = [
+            line for line in block.splitlines() if "most recent call first" in line or "  File" in line
+        ] or [""]
         found += ["\n".join([head, *frames[:FRAMES]])] if frames else []
     return "\n".join(found)[:SHOWN]
 
@@ -114,7 +117,9 @@ def train_still(recipe: Recipe, *, still_s: float) -> Ended:
         main = partial(train, recipe, hook=Rebalancer)
         return run_shared(main, ranks=recipe.launch.ranks, threads=1)
 
-    return run_bounded(program, folder=run.with_name(f"{run.name}.out"), marks=lambda: len(steps_of(recipe)), still_s=still_s)
+    return run_bounded(
+        program, folder=run.with_name(f"{run.name}.out"), marks=lambda: len(steps_of(recipe)), still_s=still_s
+    )
 
 
 def worst_difference(got: Sequence[Record], want: Sequence[Record]) -> float:
@@ -133,5 +138,3 @@ def tell_end(here: Here, name: str, ended: Ended) -> None:
         how = "stood still" if ended.code is None else f"ended with {ended.code}"
         here.tell(f"{name}: {how}", ended.words)
     here.tell(f"{name}: did not end well", int(ended.code != 0), most=0)
-
-
