@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 
 import pytest
 import torch
@@ -72,6 +74,17 @@ def backward(params, groups: Groups, what: str, *, skip: tuple[str, ...] = ()) -
         gradient = local(spec, groups, logical(spec.name, spec.shape, what)).to(params[spec.name].dtype)
         terms.append((params[spec.name] * gradient).sum())
     torch.stack(terms).sum().backward()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_run_that_is_dropped_frees_its_weights(num_microbatches: int) -> None:
+    """Hooks of a tensor are hidden from Python's collector: what they hold of a run would stay."""
+    run = make(one_rank(), zero=1, num_microbatches=num_microbatches)
+    weights = [weakref.ref(x) for x in run[0].values()]
+    backward(run[0], one_rank(), "a step")
+    del run
+    gc.collect()
+    assert not any(found() is not None for found in weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -31,6 +31,7 @@ those before it.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -184,8 +185,8 @@ class GradientBuffers:
         self._final: set[str] = set()
         self._reach: tuple[Groups, Collectives] | None = None
         self._hooks = [
-            self._collect_into(params[local.param.name], part, i)
-            for part in self._parts.values()
+            self._collect_into(params[local.param.name], key, i)
+            for key, part in self._parts.items()
             for i, local in enumerate(part.layout.params)
         ]
 
@@ -295,24 +296,30 @@ class GradientBuffers:
         for hook in self._hooks:
             hook.remove()
 
-    def _collect_into(
-        self, param: torch.Tensor, part: _Flat | _Borrowed | ShardedSums, index: int
-    ) -> torch.utils.hooks.RemovableHandle:
-        name = part.layout.params[index].param.name
+    def _collect_into(self, param: torch.Tensor, key: str, index: int) -> torch.utils.hooks.RemovableHandle:
+        """The hook holds no buffers: Python's collector does not see what hooks of a tensor hold, so parameters and buffers would keep each other alive for ever."""
+        found = weakref.ref(self)
 
         def hook(param: torch.Tensor) -> None:
-            assert param.grad is not None  # autograd calls this right after it has set the gradient
-            part.collect(index, param.grad)
-            param.grad = None
-            if name in self._final:
-                self._final.remove(name)
-                part.missing -= 1
-                self._start_complete_ones()
-            elif self._awaited and isinstance(part, ShardedSums):
-                part.missing -= 1
-                self._start_awaited()
+            buffers = found()
+            if buffers is not None:
+                buffers._collect(param, key, index)
 
         return param.register_post_accumulate_grad_hook(hook)
+
+    def _collect(self, param: torch.Tensor, key: str, index: int) -> None:
+        part = self._parts[key]
+        name = part.layout.params[index].param.name
+        assert param.grad is not None  # autograd calls the hook right after it has set the gradient
+        part.collect(index, param.grad)
+        param.grad = None
+        if name in self._final:
+            self._final.remove(name)
+            part.missing -= 1
+            self._start_complete_ones()
+        elif self._awaited and isinstance(part, ShardedSums):
+            part.missing -= 1
+            self._start_awaited()
 
     def _start_complete_ones(self) -> None:
         assert self._reach is not None  # given with the names
