@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from phalanx_lab.bench.trace.command import even_estimate, per_layer
+from phalanx_lab.bench.trace.command import per_layer
 from phalanx_lab.bench.trace.order import differences
 from phalanx_lab.bench.trace.shim import run_traces
+from phalanx_lab.bench.trace.steps import even_estimate
 
 SMALL = (
     "--model.preset qwen3-30b-a3b --model.num_layers 2 --model.hidden 256 --model.vocab 512 --model.num_experts 8 --model.top_k 2 "

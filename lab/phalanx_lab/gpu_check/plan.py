@@ -32,6 +32,10 @@ CHECKS = (
     _check("A4.step", "right:check_step", 120, "train_step with every option, fp32, against one rank on the CPU"),
     _check("A4.bf16", "right:check_curve", 40, "losses of 50 steps in bf16 beside those of the CPU"),
     _check("A5.waits", "right:check_waits", 20, "undeclared host synchronisations of a MoE layer"),
+    _check(
+        "A5.launches", "whole:check_launches", 20, "launches of a layer, the loss and the optimizer beside the trace"
+    ),
+    _check("A6", "whole:check_memory", 60, "memory of whole steps beside the trace and the dry run"),
     _check("B1.qwen3", "fast:check_qwen3", 40, "a MoE layer of Qwen3-30B-A3B"),
     _check("B1.mixtral", "fast:check_mixtral", 40, "a MoE layer of Mixtral 8x7B"),
     _check("B1.deepseek", "fast:check_deepseek", 40, "a MoE layer of DeepSeek-V3"),

@@ -30,13 +30,10 @@ from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes
 from phalanx.kernels.native import user_folder
-from phalanx.plan.mapping import plain_placement
 from phalanx.plan.model import PRESETS
-from phalanx.simulate.memory import MemoryEstimate, estimate_memory
-from phalanx.simulate.memory.balance import Balance
 from phalanx_lab.bench.trace.order import differences
 from phalanx_lab.bench.trace.shim import run_traces
-from phalanx_lab.bench.trace.steps import TracedCase, recipe_of, shape_of
+from phalanx_lab.bench.trace.steps import even_estimate
 
 LOSS_TOKENS = 4096
 Trace = Mapping[str, Any]
@@ -259,15 +256,6 @@ def memory_of(settings: Sequence[str], options: TraceArgs, whole: Trace) -> dict
         "dry_run_over_trace": estimate.peak_bytes / whole["peak_bytes"],
         "dry_run_terms": dict(estimate.peak.terms),
     }
-
-
-def even_estimate(settings: Sequence[str], *, world: int, rank: int = 0, samples: int | None = None) -> MemoryEstimate:
-    """What the dry run says of a rank, for routing that loads all experts alike, as a trace has it. `samples`: micro-batches of the step, as of `TracedCase`."""
-    recipe = recipe_of(TracedCase(settings=tuple(settings), world=world, rank=rank, samples=samples))
-    spec, folding = shape_of(recipe, world=world)
-    placement = plain_placement(spec.num_experts, folding.of_rank(rank))
-    even = Balance(first=1.0, later=1.0, source="all experts alike")
-    return estimate_memory(recipe, spec, folding, rank=rank, placement=placement, balance=even)
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,15 +21,19 @@ from phalanx.core.events import ignore
 from phalanx.core.recipe import load_recipe
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.models import TokenBatch, part_of
-from phalanx.plan.mapping import AnyFolding
+from phalanx.plan.mapping import AnyFolding, plain_placement
 from phalanx.plan.model import PRESETS, ModelSpec
 from phalanx.runtime.comm import GroupCache, Peers
 from phalanx.runtime.processes import WorldInfo
+from phalanx.simulate.memory import MemoryEstimate, estimate_memory
+from phalanx.simulate.memory.balance import Balance
 from phalanx.train.build import make_parts, microbatches_per_rank
 from phalanx.train.setup import Announced, Rank, resolve_pipeline, resolve_shape
 from phalanx.train.step import StepParts, train_step
 from phalanx_lab.bench.trace.device import World
 from phalanx_lab.bench.trace.watch import Seen, Witness
+
+CUDA = torch.device("cuda", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +104,11 @@ def shape_of(recipe: Recipe, *, world: int) -> tuple[ModelSpec, AnyFolding]:
     return resolve_shape(recipe, world=world, tokenizer_vocab=vocabulary)
 
 
+def trace_case(case: dict[str, Any], current: Any) -> dict[str, Any]:
+    """`trace` for `child.py`: from JSON, to JSON."""
+    return asdict(trace(TracedCase(**case | {"settings": tuple(case["settings"])}), current))
+
+
 def trace(case: TracedCase, current: Any) -> Traced:
     """Run the step of `case`; `current(seen, world)` hears what is taken down from now on."""
     begin_s = time.monotonic()
@@ -110,7 +120,7 @@ def trace(case: TracedCase, current: Any) -> Traced:
         dist.init_process_group("fake", rank=case.rank, world_size=case.world, store=FakeStore())
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), watch, torch.autograd.set_multithreading_enabled(False):
-            rank = _rank(recipe, case)
+            rank = make_rank(recipe, case, CUDA)
             parts = make_parts(rank, spec, folding, resolve_pipeline(recipe, spec, folding), warm=False, drawn=False)
             static_bytes = watch.seen.now_bytes
             _clear(watch.seen)
@@ -128,6 +138,15 @@ def trace(case: TracedCase, current: Any) -> Traced:
     return found
 
 
+def even_estimate(settings: Sequence[str], *, world: int, rank: int = 0, samples: int | None = None) -> MemoryEstimate:
+    """What the dry run says of a rank, for routing that loads all experts alike, as a trace has it. `samples`: micro-batches of the step, as of `TracedCase`."""
+    recipe = recipe_of(TracedCase(settings=tuple(settings), world=world, rank=rank, samples=samples))
+    spec, folding = shape_of(recipe, world=world)
+    placement = plain_placement(spec.num_experts, folding.of_rank(rank))
+    even = Balance(first=1.0, later=1.0, source="all experts alike")
+    return estimate_memory(recipe, spec, folding, rank=rank, placement=placement, balance=even)
+
+
 def world_of(recipe: Recipe, folding: AnyFolding, rank: int) -> World:
     """What the trace of a rank knows of the others."""
     t, stage = recipe.train, folding.of_rank(rank)
@@ -139,14 +158,14 @@ def world_of(recipe: Recipe, folding: AnyFolding, rank: int) -> World:
     )
 
 
-def _rank(recipe: Recipe, case: TracedCase) -> Rank:
-    """A rank that has met nobody: what is asked of others is what this one says."""
+def make_rank(recipe: Recipe, case: TracedCase, device: torch.device) -> Rank:
+    """A rank on `device` that has met nobody: what is asked of others is what this one says."""
     nothing: Any = None
     sinks: Any = ignore
     return Rank(
         recipe=recipe,
         info=WorldInfo(rank=case.rank, world=case.world, local_rank=0, local_world=case.world),
-        device=torch.device("cuda", 0),
+        device=device,
         peers=Peers(None),
         cache=GroupCache(),
         folder=nothing,
@@ -159,9 +178,9 @@ def _rank(recipe: Recipe, case: TracedCase) -> Rank:
 
 
 def _batch(recipe: Recipe, parts: StepParts, case: TracedCase, world: World, microbatch: int) -> TokenBatch:
-    t, device = recipe.train, torch.device("cuda", 0)
+    t = recipe.train
     each = (t.seq_len // case.documents,) * (case.documents - 1)
-    tokens_BS = torch.zeros((t.micro_batch, t.seq_len), dtype=torch.int64, device=device)
+    tokens_BS = torch.zeros((t.micro_batch, t.seq_len), dtype=torch.int64, device=CUDA)
     whole = TokenBatch(
         tokens_BS=tokens_BS,
         labels_BS=torch.zeros_like(tokens_BS),

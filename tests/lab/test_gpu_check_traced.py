@@ -1,0 +1,59 @@
+"""What `phalanx gpu-check` compares memory and launches of a GPU with: the numbers beside it are those of a trace of today."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.autograd import DeviceType
+
+from phalanx_lab.bench.trace.steps import even_estimate
+from phalanx_lab.gpu_check.taken_apart import TRACED, memory_cases, trace_all, traced
+from phalanx_lab.gpu_check.whole import asked_of, dry_run, layer_launches
+
+WRITE = "PHALANX_WRITE_TRACED"
+"""Set it to write the file anew: `PHALANX_WRITE_TRACED=1 pytest tests/lab/test_gpu_check_traced.py`."""
+
+
+def test_the_trace_says_what_is_written_down(tmp_path: Path) -> None:
+    found = trace_all(tmp_path)
+    if WRITE in os.environ:
+        TRACED.write_text(json.dumps(found, indent=1) + "\n")
+    assert found == traced(), f"if this is right, write the file anew with {WRITE}=1"
+
+
+@pytest.mark.parametrize("name", memory_cases())
+def test_the_dry_run_is_within_5_percent_of_the_trace(name: str) -> None:
+    want = traced()["bytes"][name]
+    for what, size in dry_run(even_estimate(memory_cases()[name], world=1)).items():
+        assert size == pytest.approx(want[what], rel=0.05), what
+
+
+def event(name: str, *kernels: str, parent: Any = None, device: bool = False) -> Any:
+    """An event of torch's profiler."""
+    kind = DeviceType.CUDA if device else DeviceType.CPU
+    started = [SimpleNamespace(name=x) for x in kernels]
+    return SimpleNamespace(name=name, kernels=started, cpu_parent=parent, device_type=kind, is_user_annotation=False)
+
+
+def test_an_operation_counts_once_and_a_kernel_of_ours_each_time() -> None:
+    sort, linear = event("aten::sort", "radix", "radix"), event("aten::linear")
+    inner = event("aten::copy_", "Memcpy DtoD", parent=sort)
+    attention = event("aten::_scaled_dot_product_cudnn_attention", "cudnn")
+    norm = event("_FusedNorm", "norm_forward", "norm_forward")
+    device = [event("norm_forward", device=True)] * 2 + [event("radix", device=True)]
+    known = frozenset(("sort", "copy_", "mm", "attention", "triton norm_forward"))
+    asked = asked_of([sort, inner, event("aten::mm", "gemm", parent=linear), attention, norm, *device], known)
+    assert asked == {"sort": 1, "mm": 1, "attention": 1, "triton norm_forward": 2}
+
+
+def test_a_layer_is_what_a_layer_more_adds() -> None:
+    few = {"forward": {"mm": 3, "sort": 1}, "backward": {}, "optimizer": {"triton adamw": 2}, "loss": {"mm": 4}}
+    more = {**few, "forward": {"mm": 5, "sort": 1}}
+    found = layer_launches({"few": few, "more": more})
+    assert found["a layer's forward"] == {"mm": 2} and found["loss"] == {"mm": 4}
+    assert found["a layer's backward"].total() == found["a layer's optimizer"].total() == 0
