@@ -6,16 +6,20 @@ import linecache
 import statistics
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from phalanx.kernels.device import runs_programs
+from phalanx.train.step import train_step
 from phalanx.verify import ROUNDED_AXES, CaseTask, VerifyJob, default_cases, run_job
 from phalanx_lab.bench.ours import OurRun
 from phalanx_lab.bench.workload import WorkloadShape
 from phalanx_lab.gpu_check.here import Here
 from phalanx_lab.gpu_check.layer import PARTS, make_layer, passes
 from phalanx_lab.gpu_check.shared_card import run_shared
+from phalanx_lab.gpu_check.taken_apart import TINY, open_step, settings_of
 from phalanx_lab.gpu_check.timing import dense_flops_per_s, seconds_of
 
 STEP_S = 60.0
@@ -85,21 +89,50 @@ def check_curve(here: Here) -> None:
     )
 
 
+STEPS = {
+    "step": TINY,
+    "selective": f"{TINY} --train.recompute selective",
+    "full": f"{TINY} --train.recompute full",
+    "padded": f"{TINY} --dispatch.policy drop --dispatch.pad_to_capacity true",
+    "moments in bf16": f"{TINY} --optim.state_dtype bfloat16",
+    "latent attention": (
+        "--model.preset deepseek-v2 --model.num_layers 2 --model.hidden 64 --model.vocab 512 --model.num_experts 16 "
+        "--model.expert_ffn 32 --train.seq_len 64 --train.micro_batch 1"
+    ),
+}
+"""Steps in which waits are looked for; sizes make none."""
+
+
 def check_waits(here: Here) -> None:
-    """A5.waits: lines at which a MoE layer waits for the device without saying so (`# SYNC:`)."""
-    here.needs_gpu("torch.cuda.set_sync_debug_mode")
+    """A5.waits: lines at which a MoE layer, or a whole step, waits for the device without saying so (`# SYNC:`)."""
     layer = make_layer(PARTS["qwen3-30b-a3b"], here)
-    passes(layer)
+    undeclared = _tell_waits(here, "layer", partial(passes, layer))
+    for name, settings in STEPS.items():
+        parts, batch = open_step(settings_of(settings), here.device)
+        undeclared += _tell_waits(here, name, partial(train_step, parts, [batch], step=0, lr=1e-3))
+    here.needs_gpu("torch.cuda.set_sync_debug_mode")
+    here.tell("undeclared", undeclared)
+    here.tell("undeclared waits", undeclared.total(), most=0)
+
+
+def _tell_waits(here: Here, name: str, work: Callable[[], object]) -> Counter[str]:
+    """Tell at which lines the host waits in `work`, after it has run once; those that do not say so."""
+    work()
+    if not here.on_gpu:
+        return Counter()
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            passes(layer)
+            work()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [w for w in found if "called a synchronizing" in str(w.message)]
-    undeclared = [w for w in waits if "SYNC:" not in linecache.getline(w.filename, w.lineno)]
-    here.tell("waits", len(waits))
-    here.tell("undeclared", Counter(f"{w.filename.split('phalanx', 1)[-1]}:{w.lineno}" for w in undeclared))
-    here.tell("undeclared waits", len(undeclared), most=0)
+    declared, undeclared = Counter[str](), Counter[str]()
+    for wait in found:
+        if "called a synchronizing" in str(wait.message):
+            says_so = "SYNC:" in linecache.getline(wait.filename, wait.lineno)
+            line = f"{wait.filename.split('phalanx', 1)[-1]}:{wait.lineno}"
+            (declared if says_so else undeclared)[line] += 1
+    here.tell(f"{name}: declared waits", declared)
+    return undeclared

@@ -77,7 +77,7 @@ def settings_of(shape: str, *more: str) -> list[str]:
 
 def take_apart(settings: list[str], device: torch.device, meter: Meter) -> dict[str, Any]:
     """Bytes by moment, and launches by part and operation, of a step after a first one: libraries have their workspaces then."""
-    parts, batch = _open(settings, device)
+    parts, batch = open_step(settings, device)
     train_step(parts, [batch], step=0, lr=1e-3)
     state_bytes = meter.now_bytes()
     reduced = reduce_step(replace(parts, times=_Passes(meter)), [batch], step=1, lr=1e-3)
@@ -120,7 +120,7 @@ def _loss(parts: StepParts, batch: TokenBatch, meter: Meter) -> None:
     parts.buffers.release()
 
 
-def _open(settings: list[str], device: torch.device) -> tuple[StepParts, TokenBatch]:
+def open_step(settings: list[str], device: torch.device) -> tuple[StepParts, TokenBatch]:
     """A rank with random weights, which the device draws, and a micro-batch."""
     case = TracedCase(settings=tuple(settings))
     recipe = recipe_of(case)
