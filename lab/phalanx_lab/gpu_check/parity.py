@@ -7,6 +7,7 @@ Legend: B sequences, S length, A query heads, G key/value heads, D head dim, T t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,18 +17,27 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from phalanx.core.config import OptimConfig
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu import attention, cross_entropy, grouped, norm, permute, rope, swiglu
 from phalanx.kernels.cpu.adamw import adamw_
 from phalanx.kernels.cpu.block_attention import PartialAttention, SavedAttention, attend, attend_backward
+from phalanx.kernels.cpu.checksum import checksums
 from phalanx.kernels.cpu.square_sum import square_sums
 from phalanx.kernels.cpu.words import on_host, word_sum
+from phalanx.kernels.device import padded
 from phalanx.plan.attention import AttentionBlock
+from phalanx.plan.layout import flat_layouts
+from phalanx.plan.mapping import make_folding, plain_placement
+from phalanx.plan.model import PRESETS, parameters
+from phalanx.runtime.state import ReducedGradients, Segment, ShardedState
+from phalanx.train.step import AdamW
 from phalanx_lab.gpu_check.here import Here
 
 MOST = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest difference relative to the largest element; bf16 rounds each of several steps by up to 4e-3."""
 Tensors = Sequence[torch.Tensor]
+Segments = tuple[tuple[int, ...], ...]
 Kernel = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 
 
@@ -101,7 +111,7 @@ def attention_cases(here: Here) -> list[KernelCase]:
     """Whole sequences, packed documents, shared key/value heads, and heads of 192 as in latent attention."""
     length, heads, dim = here.pick((640, 8, 128), (40, 4, 16))
 
-    def case(name: str, kv: int, dim: int, segments: tuple[tuple[int, ...], ...]) -> KernelCase:
+    def case(name: str, kv: int, dim: int, segments: Segments) -> KernelCase:
         shape = (len(segments), length)
         inputs = [normal(*shape, n, dim, seed=i) for i, n in enumerate((heads, kv, kv))]
 
@@ -111,10 +121,37 @@ def attention_cases(here: Here) -> list[KernelCase]:
         return KernelCase(name=name, run=run, inputs=inputs)
 
     whole, packed = ((length,),) * 2, ((length // 4, 1, length - length // 4 - 1), (length,))
+    many = (1, *range(3, 3 + here.pick(32, 5)))
     return [
         case("one document", heads, dim, whole),
         case("packed, shared heads", heads // 4, dim, packed),
+        case("many documents", heads, dim, ((*many, length - sum(many)),)),
         case("heads of 192", heads, here.pick(192, 24), whole),
+    ]
+
+
+def latent_cases(here: Here) -> list[KernelCase]:
+    """Values of another width than keys, as latent attention has them (192 and 128), whole and packed, as they are where the card takes them; and filled up with zeros."""
+    length, heads, dim, value_dim = here.pick((512, 8, 192, 128), (40, 2, 24, 16))
+
+    def case(name: str, dim: int, value_dim: int, segments: Segments, *, fills: bool) -> KernelCase:
+        inputs = [normal(1, length, heads, width, seed=i) for i, width in enumerate((dim, dim, value_dim))]
+
+        def run(impl: Impl, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            attend_equal = partial(attention.causal_attention, segments=segments, impl=impl)
+            if impl == "reference" or not fills:
+                return attend_equal(q, k, v)
+            return padded(q, k, v, attend_equal)
+
+        return KernelCase(name=name, run=run, inputs=inputs)
+
+    fills = not here.on_gpu  # kernels of a CPU have one width
+    whole, packed = ((length,),), ((length // 4, length - length // 4),)
+    return [
+        case("latent", dim, value_dim, whole, fills=fills),
+        case("latent, packed", dim, value_dim, packed, fills=fills),
+        case("narrow values, filled up", dim, value_dim, whole, fills=True),
+        case("wide values, filled up", value_dim // 2, value_dim, packed, fills=True),
     ]
 
 
@@ -164,14 +201,18 @@ class _Ring(torch.autograd.Function):
 
 def check_attention(here: Here) -> None:
     """A3.attention."""
-    check_cases(here, [*attention_cases(here), *attend_cases(here)])
+    check_cases(here, [*attention_cases(here), *latent_cases(here), *attend_cases(here)])
 
 
 def check_backends(here: Here) -> None:
-    """A3.backends: torch's own attention by each backend that takes these shapes; one that refuses says so and is no failure."""
-    length, heads, dim = here.pick((512, 8, 128), (40, 4, 16))
-    inputs, taken = [normal(1, heads, length, dim, seed=i) for i in range(3)], 0
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+    """A3.backends: torch's own attention by each backend that takes these shapes, those of latent attention too; one that refuses says so and is no failure."""
+    length, heads, dim, wide = here.pick((512, 8, 128, 192), (40, 4, 16, 24))
+    taken = Counter[str]()
+    backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+    for name, dims, backend in [
+        (n, d, b) for n, d in (("", (dim,) * 3), ("latent ", (wide, wide, dim))) for b in backends
+    ]:
+        inputs = [normal(1, heads, length, width, seed=i) for i, width in enumerate(dims)]
 
         def run(
             impl: Impl, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: SDPBackend = backend
@@ -179,10 +220,11 @@ def check_backends(here: Here) -> None:
             with sdpa_kernel(SDPBackend.MATH if impl == "reference" else backend):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        case = KernelCase(name=backend.name.lower(), run=run, inputs=inputs, dtypes=(torch.bfloat16,))
-        taken += _if_it_takes(here, case)
+        case = KernelCase(name=name + backend.name.lower(), run=run, inputs=inputs, dtypes=(torch.bfloat16,))
+        taken[name] += _if_it_takes(here, case)
     if here.on_gpu:
-        here.tell("backends that take them", taken, least=1)
+        here.tell("backends that take them", taken[""], least=1)
+        here.tell("backends that take latent ones", taken["latent "])
 
 
 REFUSALS = ("No available kernel", "No viable backend", "not compiled")
@@ -265,6 +307,17 @@ def _elementwise_cases(here: Here, tokens: int, hidden: int) -> list[KernelCase]
         table = rope.rope_table(positions_BS.to(q.device), head_dim=dim, theta=1e4, dtype=q.dtype)
         return rope.apply_rope(q, k, table=table, impl=impl)
 
+    def neighbours(impl: Impl, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = rope.rope_table(positions_BS.to(q.device), head_dim=dim, theta=1e4, dtype=q.dtype)
+        if impl == "reference":
+            return _turned_neighbours(q, table), _turned_neighbours(k, table)
+        halves = [x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k)]
+        return rope.apply_rope(*halves, table=table, impl=impl)
+
+    def parts_turned(impl: Impl, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = rope.rope_table(positions_BS.to(q.device), head_dim=dim // 2, theta=1e4, dtype=q.dtype)
+        return rope.apply_rope(q[..., dim // 2 :], k[..., dim // 2 :], table=table, impl=impl)
+
     def normed(impl: Impl, x: torch.Tensor, delta: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return norm.residual_norm(x, delta, w, 1e-6, impl=impl)
 
@@ -278,9 +331,18 @@ def _elementwise_cases(here: Here, tokens: int, hidden: int) -> list[KernelCase]
     return [
         KernelCase(name="swiglu", run=gated, inputs=gate_up, wide=frozenset({1})),
         KernelCase(name="rope", run=turned, inputs=q_and_k),
+        KernelCase(name="rope of neighbours", run=neighbours, inputs=q_and_k),
+        KernelCase(name="rope of parts of heads", run=parts_turned, inputs=q_and_k),
         KernelCase(name="norm", run=norm_only, inputs=[x_TH, weight_H]),
         KernelCase(name="residual norm", run=normed, inputs=[x_TH, delta_TH, weight_H]),
     ]
+
+
+def _turned_neighbours(x: torch.Tensor, table: rope.RopeTable) -> torch.Tensor:
+    """Dims 2j and 2j + 1 as one complex number each, turned; real parts, then imaginary ones."""
+    turn = torch.complex(table.cos_BSN, table.sin_BSN).unsqueeze(2)
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn
+    return torch.cat((turned.real, turned.imag), dim=-1)
 
 
 def check_rows(here: Here) -> None:
@@ -316,7 +378,7 @@ def check_loss(here: Here) -> None:
 
 
 def check_state(here: Here) -> None:
-    """A3.state: AdamW with gradients of both types, sums of squares, and the sums of bits by which a device's state is compared."""
+    """A3.state: AdamW with gradients of both types, of whole shards and with narrow moments; sums of squares, sums of bits, and the checksums by which members compare their state."""
     length = here.pick(3_000_001, 1001)
     master, grad, avg = (normal(length, seed=i) for i in range(3))
     square = normal(length, seed=4).square()
@@ -331,6 +393,67 @@ def check_state(here: Here) -> None:
         here.tell(f"square sums {name}", error(total, master.square().sum() + grad.square().sum()), most=1e-5)
         sums = on_host([word_sum(x) for x in (*tensors, *(x.cpu() for x in tensors))])
         here.tell(f"word sums differ {name}", sum(sums[i] != sums[i + 2] for i in range(2)), most=0)
+    here.tell("checksums differ", _differing_checksums(here, master), most=0)
+    for moments in (torch.float32, torch.bfloat16):
+        _check_commit(here, moments)
+
+
+def _differing_checksums(here: Here, x: torch.Tensor) -> int:
+    """Of tensors of all sizes of elements, whole and from the middle of others, how many have other checksums than their copies on the host."""
+    kinds = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
+    there = [(100 * x).to(here.device).to(kind) for kind in kinds]
+    there += [t[3:] for t in there] + [t[:0] for t in there]
+    return sum(a != b for a, b in zip(checksums(there), checksums([t.cpu() for t in there]), strict=True))
+
+
+def _check_commit(here: Here, moments: torch.dtype) -> None:
+    """The optimizer's update of all runs of a shard, in one launch on a GPU, some of which do not decay; against fp64."""
+    name = f"moments {str(moments).removeprefix('torch.')}"
+    want, got = (
+        _committed(torch.float64, torch.float64, torch.device("cpu")),
+        _committed(torch.bfloat16, moments, here.device),
+    )
+    worst: dict[str, float] = {}
+    for family, exact in want.items():
+        for kind, x in exact.items():
+            worst[kind] = max(worst.get(kind, 0.0), error(got[family][kind], x))
+    narrow = moments == torch.bfloat16
+    for kind, difference in worst.items():
+        is_narrow = kind == "parameters" or (narrow and kind != "master")
+        here.tell(f"commit, {name}: {kind}", difference, most=1e-2 if is_narrow else 1e-5)
+    if narrow:  # rounded up and down alike
+        moment = torch.cat([got[family]["exp_avg_sq"] - exact["exp_avg_sq"] for family, exact in want.items()])
+        size = torch.cat([exact["exp_avg_sq"] for exact in want.values()])
+        here.tell(f"commit, {name}: lean", abs(float(moment.sum() / size.sum())), most=1e-3)
+
+
+def _committed(dtype: torch.dtype, moments: torch.dtype, device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
+    """Family -> state and parameters of a rank of four after a step, in fp64 on the CPU. In fp64 by the plain reference."""
+    spec, folding = PRESETS["tiny"], make_folding(world=4)
+    layouts = flat_layouts(parameters(spec), folding, plain_placement(spec.num_experts, folding), 1)
+    params = {p.param.name: normal(*p.shape, seed=2).to(device, dtype) for x in layouts.values() for p in x.params}
+    groups: Any = None  # for what is sent
+    wide = torch.promote_types(dtype, torch.float32)
+    state = ShardedState(params, layouts, groups=groups, buffers={}, dtype=wide, moments=moments)
+    segments = {}
+    for name, family in state.families.items():
+        grads = normal(len(family.master), seed=3).to(device, wide)
+        family.exp_avg.copy_(normal(len(grads), seed=4))
+        family.exp_avg_sq.copy_(normal(len(grads), seed=5).square().to(torch.bfloat16))
+        half = len(grads) // 2 + 1
+        segments[name] = (Segment(0, grads[:half]), Segment(half, grads[half:]))
+    rule = AdamW(OptimConfig(weight_decay=0.1), impl="reference" if dtype == torch.float64 else "fast")
+    rule.commit(state, ReducedGradients(layouts=layouts, segments=segments), step=3, lr=0.1, scale=0.5)
+    return {
+        name: {
+            kind: x.cpu().to(torch.float64)
+            for kind, x in (
+                *((kind, getattr(family, kind)) for kind in ShardedState.KINDS),
+                ("parameters", family.published),
+            )
+        }
+        for name, family in state.families.items()
+    }
 
 
 def _adamw(*state: torch.Tensor, grad_dtype: torch.dtype, device: torch.device, impl: Impl) -> list[torch.Tensor]:
