@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -77,24 +78,31 @@ class LayerRun:
     """Of a forward and a backward pass."""
 
 
+def context(
+    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, kernels: Literal["fast", "reference"] = "fast"
+) -> ModelContext:
+    """One rank that holds everything."""
+    groups = build_groups(make_folding(world=1), rank=0, cache=GroupCache())
+    return ModelContext(
+        spec=spec,
+        dispatch=DispatchSpec(),
+        placement=plain_placement(spec.num_experts, groups.folding.of_rank(0)),
+        groups=groups,
+        comms=Collectives(),
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        lanes=Lanes(1),
+    )
+
+
 def make_layer(part: LayerPart, here: Here) -> LayerRun:
     """In bf16 with random weights; widths of the self-test are tiny."""
     spec = part.spec()
     if not here.on_gpu:
         spec = _narrow(spec)
     tokens = here.pick(part.tokens, 64)
-    groups = build_groups(make_folding(world=1), rank=0, cache=GroupCache())
-    ctx = ModelContext(
-        spec=spec,
-        dispatch=DispatchSpec(),
-        placement=plain_placement(spec.num_experts, groups.folding.of_rank(0)),
-        groups=groups,
-        comms=Collectives(),
-        dtype=torch.bfloat16,
-        device=here.device,
-        kernels="fast",
-        lanes=Lanes(1),
-    )
+    ctx = context(spec, device=here.device, dtype=torch.bfloat16)
     torch.manual_seed(0)
     x_TH, dy_TH = (torch.randn(tokens, spec.hidden, device=here.device, dtype=torch.bfloat16) for _ in range(2))
     places = torch.arange(tokens, device=here.device).unsqueeze(0)

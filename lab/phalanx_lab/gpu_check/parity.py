@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,13 +26,17 @@ from phalanx.kernels.cpu.checksum import checksums
 from phalanx.kernels.cpu.square_sum import square_sums
 from phalanx.kernels.cpu.words import on_host, word_sum
 from phalanx.kernels.device import padded
+from phalanx.models.context import ForwardInfo
+from phalanx.models.router import Router
 from phalanx.plan.attention import AttentionBlock
 from phalanx.plan.layout import flat_layouts
 from phalanx.plan.mapping import make_folding, plain_placement
-from phalanx.plan.model import PRESETS, parameters
+from phalanx.plan.model import PRESETS, ModelSpec, parameters
+from phalanx.runtime.moe.dispatch import sorted_keys
 from phalanx.runtime.state import ReducedGradients, Segment, ShardedState
 from phalanx.train.step import AdamW
 from phalanx_lab.gpu_check.here import Here
+from phalanx_lab.gpu_check.layer import PARTS, context
 
 MOST = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest difference relative to the largest element; bf16 rounds each of several steps by up to 4e-3."""
@@ -348,6 +352,49 @@ def _turned_neighbours(x: torch.Tensor, table: rope.RopeTable) -> torch.Tensor:
 def check_rows(here: Here) -> None:
     """A3.rows."""
     check_cases(here, row_cases(here))
+
+
+def check_router(here: Here) -> None:
+    """A3.router: choice, weights, losses and gradient of routers of three models, whose logits are their input; and how routed pairs are sorted."""
+    tokens = here.pick(2000, 20)
+    for preset in PARTS:
+        spec = PRESETS[preset]
+        router = replace(spec.router, aux_loss=0.01, z_loss=1e-3)
+        spec = replace(spec, hidden=spec.num_experts, router=router)
+        x_TE = normal(tokens, spec.num_experts, seed=1)
+        got = _routed(spec, x_TE, device=here.device, dtype=torch.float32)
+        want = _routed(spec, x_TE, device=torch.device("cpu"), dtype=torch.float64)
+        here.tell(f"{preset}: other experts", int((got[0] != want[0]).sum()), most=0)
+        here.tell(f"{preset}: other counts", int((got[1] != want[1]).sum()), most=0)
+        here.tell(f"{preset}: weights, losses, gradients", max(map(error, got[2:], want[2:])), most=MOST[torch.float32])
+        keys_N = want[0].reshape(-1).to(torch.int64)
+        keys_N[::7] = spec.num_experts  # pairs that were dropped
+        ours = sorted_keys(keys_N.to(here.device), spec.num_experts, impl="fast")
+        plain = sorted_keys(keys_N, spec.num_experts, impl="reference")
+        placed = int(plain.counts_E.sum())
+        wrong = [
+            ours.counts_E.cpu() != plain.counts_E,
+            ours.order_N[:placed].cpu() != plain.order_N[:placed],
+            ours.places_N.cpu() != plain.places_N,
+        ]
+        here.tell(f"{preset}: pairs in another place", int(sum(x.sum() for x in wrong)), most=0)
+
+
+def _routed(spec: ModelSpec, x_TE: torch.Tensor, *, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Experts, counts, then weights, losses, entropy and the gradients of the input and of the weight, in fp64 on the CPU."""
+    kernels: Impl = "reference" if dtype == torch.float64 else "fast"
+    router = Router(context(spec, device=device, dtype=dtype, kernels=kernels), spec.dense_layers)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(spec.num_experts))
+        if router.expert_bias is not None:
+            router.expert_bias.copy_(torch.arange(spec.num_experts) % 3 * 0.0625)
+    leaf = x_TE.to(device, dtype, copy=True).requires_grad_()
+    found = router(leaf, ForwardInfo(), num_sequences=2)
+    upstream = normal(*found.weights_TK.shape, seed=9).to(device, dtype)
+    ((found.weights_TK * upstream).sum() + found.aux_loss + found.z_loss).backward()
+    numbers = (found.weights_TK, found.aux_loss, found.z_loss, found.entropy_sum, leaf.grad, router.weight.grad)
+    every = [found.experts_TK, found.counts_E, *(x for x in numbers if x is not None)]
+    return [x.detach().cpu().to(torch.float64) for x in every]
 
 
 # ---- loss, state ---------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ CHECKS = (
     _check("A3.experts", "parity:check_experts", 25, "grouped products: empty groups, no rows"),
     _check("A3.attention", "parity:check_attention", 30, "attention: documents, shared heads, a ring by hand"),
     _check("A3.rows", "parity:check_rows", 25, "rows to experts and back, SwiGLU, rotation, norms"),
+    _check("A3.router", "parity:check_router", 15, "routers of three models, and how routed pairs are sorted"),
     _check("A3.loss", "parity:check_loss", 25, "projection and cross-entropy"),
     _check("A3.state", "parity:check_state", 15, "AdamW, sums of squares, sums of bits"),
     _check("A3.backends", "parity:check_backends", 20, "torch's attention by each backend"),
