@@ -1,4 +1,4 @@
-"""The stream executor of an overlapped MoE layer: checks and times with one NCCL rank on each device of a machine (NCCL refuses two ranks on one).
+"""The stream executor of an overlapped MoE layer, and the fused layer: checks and times with one NCCL rank on each device of a machine (`phalanx gpu-check` C4: checks of two ranks on one).
 
     torchrun --standalone --nproc-per-node 8 benchmarks/gpu/streams.py --json streams.json
     python benchmarks/gpu/streams.py --cpu          # no GPU: the script itself, one rank, tiny; no figure is a time of anything
@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "lab")]
 
 SECTIONS = {
-    "check": "bits of output and gradients over 20 schedules; against the serial layer; 200 passes with changing routing",
+    "check": "bits of output and gradients over random schedules; against the serial layer; passes with changing routing",
+    "fused": "the fused layer against the serial one, with changing routing",
     "calibration": "the cost model's fit on these ranks, with no multiprocessor left free; its median error",
     "schedules": "forward and backward: serial layer, and by tiles in several schedules",
     "left_free": "thread blocks of NCCL and multiprocessors left to them: every number, and the one the clock chooses",
@@ -41,6 +42,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ffn", type=int, default=14336)
     parser.add_argument("--experts-per-rank", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--schedules", type=int, default=20, help="random ones that are checked")
+    parser.add_argument("--passes", type=int, default=200, help="with changing routing")
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="SECTION")
     return parser.parse_args()
 
 
@@ -49,7 +53,7 @@ if ARGS.dry_run:
     print(json.dumps({"sections": SECTIONS, "bars": BARS, "ran": "nothing"}, indent=1))
     sys.exit(0)
 if ARGS.cpu:
-    ARGS.tokens, ARGS.hidden, ARGS.ffn, ARGS.repeat = 24, 32, 16, 1
+    ARGS.tokens, ARGS.hidden, ARGS.ffn, ARGS.repeat, ARGS.schedules, ARGS.passes = 24, 32, 16, 1, 4, 2
 
 import torch  # noqa: E402
 
@@ -66,6 +70,7 @@ from phalanx.runtime.comm.collectives import Collectives, Message  # noqa: E402
 from phalanx.runtime.comm.groups import GroupCache, build_groups  # noqa: E402
 from phalanx.runtime.moe.dispatch import Dispatcher  # noqa: E402
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall, run_experts  # noqa: E402
+from phalanx.runtime.moe.fused import FusedMemory, run_fused  # noqa: E402
 from phalanx.runtime.moe.overlap import TILE_ROWS, run_overlapped  # noqa: E402
 from phalanx.runtime.moe.overlap_tuner import Tuner  # noqa: E402
 from phalanx.runtime.moe.streams import message_streams_of  # noqa: E402
@@ -73,6 +78,7 @@ from phalanx.runtime.processes.world import WorldInfo, close_world, init_world, 
 from phalanx_lab.bench.layer.device_division import DeviceShare, choose_left_free  # noqa: E402
 
 TOP_K = 2
+LIMIT = 1e-4 if ARGS.cpu else 3e-2
 LEFT_FREE = (4, 8, 16, 24, 32)
 SCHEDULES = {
     "tiles": TileSchedule(),
@@ -98,6 +104,7 @@ class Layer:
             comms=self.comms,
             top_k=min(TOP_K, self.num_experts),
         )
+        self.memory = FusedMemory()
         self.generator = torch.Generator(device).manual_seed(world.rank)
         dtype = torch.float32 if ARGS.cpu else torch.bfloat16
         self.w13 = self.random(ARGS.experts_per_rank, 2, ARGS.ffn, ARGS.hidden, dtype=dtype, scale=0.02)
@@ -116,7 +123,7 @@ class Layer:
         self.weights.requires_grad_()
 
     def step(self, schedule: Any, *, backward: bool = True) -> list[torch.Tensor]:
-        """Output and gradients; `schedule` None: the serial layer."""
+        """Output and gradients; `schedule` None: the serial layer, "fused": the fused one."""
         leaves = [self.x, self.weights, self.w13, self.w2]
         for leaf in leaves:
             leaf.grad = None
@@ -124,6 +131,8 @@ class Layer:
         call = MoeCall(x_TH=self.x, weights_TK=self.weights, experts_TK=self.experts, experts=weights)
         if schedule is None:
             y, _ = run_experts(call, dispatcher=self.dispatcher, lanes=SERIAL)
+        elif schedule == "fused":
+            y, _ = run_fused(call, dispatcher=self.dispatcher, memory=self.memory)
         else:
             y, _ = run_overlapped(call, dispatcher=self.dispatcher, schedule=schedule, lanes=SERIAL)
         if backward:
@@ -163,19 +172,46 @@ class Layer:
 def check(layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
     """Raises where bits depend on the schedule, or results are not those of the serial layer: nothing after it would mean anything."""
     want, plain = layer.step(TileSchedule()), layer.step(None)
-    for seed in range(20):
+    for seed in range(ARGS.schedules):
         got = layer.step(TileSchedule(parts=1 + seed % 6, blocks=1 + seed % 2, seed=seed))
         if not all(torch.equal(a, b) for a, b in zip(want, got, strict=True)):
             raise SystemExit(f"rank {layer.axis.index}: schedule {seed} gives other bits")
-    errors = [((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item() for a, b in zip(want, plain, strict=True)]
-    limit = 1e-4 if ARGS.cpu else 3e-2
-    if not max(errors) <= limit:
-        raise SystemExit(f"rank {layer.axis.index}: errors {errors} against the serial layer")
-    for _ in range(2 if ARGS.cpu else 200):
+    error = differs(layer, want, plain)
+    for _ in range(ARGS.passes):
         layer.route()
         layer.step(FINE)
     layer.finish()
-    return {"largest_error": max(layer.comms.gather_objects(max(errors), layer.axis)), "limit": limit}
+    return {"largest_error": max(layer.comms.gather_objects(error, layer.axis)), "limit": LIMIT}
+
+
+def differs(layer: Layer, got: list[torch.Tensor], serial: list[torch.Tensor]) -> float:
+    """Largest difference, relative to the largest element. Raises where it is beyond the limit, or not a number."""
+    errors = [((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item() for a, b in zip(got, serial, strict=True)]
+    if not all(error <= LIMIT for error in errors):
+        raise SystemExit(f"rank {layer.axis.index}: errors {errors} against the serial layer")
+    return max(errors)
+
+
+def fused(layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
+    """Symmetric memory that cannot be had leaves it out."""
+    if layer.device.type != "cuda" or layer.axis.size == 1:
+        return {"left_out": "needs several ranks on GPUs"}
+    try:
+        layer.memory.of(layer.dispatcher.ep, layer.x, capacity=ARGS.tokens, slots=ARGS.experts_per_rank)
+    except RuntimeError as err:  # of torch; ours is none
+        return {"left_out": f"no symmetric memory: {str(err).splitlines()[0]}"}
+    largest, seconds = 0.0, []
+    for _ in range(ARGS.passes):
+        layer.route()
+        want = layer.step(None)
+        layer.finish()
+        begin_s = time.perf_counter()
+        got = layer.step("fused")
+        layer.finish()
+        seconds.append(time.perf_counter() - begin_s)
+        largest = max(largest, differs(layer, got, want))
+    largest = max(layer.comms.gather_objects(largest, layer.axis))
+    return {"largest_error": largest, "limit": LIMIT, "passes": ARGS.passes, "median_s": statistics.median(seconds)}
 
 
 def shape_of(layer: Layer) -> LayerShape:
@@ -251,7 +287,7 @@ def left_free(layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-RUN = {"check": check, "calibration": calibration, "schedules": schedules, "left_free": left_free}
+RUN = {"check": check, "fused": fused, "calibration": calibration, "schedules": schedules, "left_free": left_free}
 
 
 def main() -> None:
@@ -274,8 +310,8 @@ def main() -> None:
         "shape": shape,
         "bars": BARS,
     }
-    for name, section in RUN.items():
-        result[name] = section(layer, state)
+    for name in ARGS.only:
+        result[name] = RUN[name](layer, state)
     if world.rank == 0:
         text = json.dumps(result, indent=1)
         if ARGS.json is not None:

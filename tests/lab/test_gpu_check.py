@@ -9,13 +9,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from phalanx.cli.main import run_command
 from phalanx.kernels.cpu import swiglu
-from phalanx_lab.gpu_check import healing, parity, whole_runs
+from phalanx.runtime.moe import overlap
+from phalanx_lab.gpu_check import healing, parity, streams, whole_runs
 from phalanx_lab.gpu_check.checks import CheckLine, GpuCheck
 from phalanx_lab.gpu_check.here import Here
 from phalanx_lab.gpu_check.plan import CHECKS
@@ -23,7 +25,7 @@ from phalanx_lab.gpu_check.runner import run_all
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TYRO = "import sys; sys.modules['tyro'] = None; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
-ONLY_ON_A_GPU = {"A5.waits"}
+ONLY_ON_A_GPU = {"A5.waits", "C4.fused"}
 
 
 def program(*args: str) -> subprocess.CompletedProcess[str]:
@@ -186,3 +188,15 @@ def test_a_survivor_that_does_not_go_on_is_found(tmp_path: Path) -> None:
     (tmp_path / "lines.json").unlink()
     line = run(tmp_path, lambda here: healing.tell_kills(here, late, kills))
     assert line.status == "fail" and line.why == "commit: survivors that went on is 2, not >= 3"
+
+
+def test_a_wrong_overlapped_layer_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = overlap.run_overlapped
+
+    def wrong(*args: Any, **words: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        y_TH, dropped = right(*args, **words)
+        return 1.001 * y_TH, dropped
+
+    monkeypatch.setattr(overlap, "run_overlapped", wrong)
+    line = run(tmp_path, streams.check_tiles)
+    assert line.status == "error" and "against the serial layer" in line.why

@@ -47,6 +47,13 @@ CHECKS = (
     _check("C1.four", "together:check_four", 180, "mappings of 4 ranks over NCCL against one rank, fp32"),
     _check("C2", "order:check_order", 45, "runs of 2 to 4 ranks with unequal shares, over NCCL, against the CPU"),
     _check("C3", "healing:check_healing", 50, "ranks are killed; the others abort, form again, and go on"),
+    _check(
+        "C4.tiles",
+        "streams:check_tiles",
+        30,
+        "a layer tile by tile on 2 ranks: bits over schedules, and the serial layer",
+    ),
+    _check("C4.fused", "streams:check_fused", 30, "a layer of fused kernels on 2 ranks through symmetric memory"),
     _check("D1", "kernels:check_overlap", 480, "benchmarks/gpu/overlap.py", limit_s=560),
 )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import math
+import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +67,11 @@ def run_bounded(program: Callable[[], int], *, folder: Path, marks: Callable[[],
 
     def body() -> int:
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # and in all that it forks
-        return program()
+        try:
+            return program()
+        except Exception:
+            os.write(2, traceback.format_exc().encode())  # wherever this process thinks that its errors go
+            return 1
 
     def still() -> bool:
         nonlocal changed_s, seen
@@ -81,7 +87,7 @@ def run_bounded(program: Callable[[], int], *, folder: Path, marks: Callable[[],
         if stuck:
             for pid in cluster.processes("run"):
                 send(pid, signal.SIGUSR1)
-            time.sleep(0.5)
+                time.sleep(0.1)  # one after the other
     text = printed.read_text(errors="replace")
     words = where_threads_stand(text) if stuck else text[-SHOWN:]
     return Ended(code=cluster.codes.get("run"), seconds=time.monotonic() - begin_s, words=words)
