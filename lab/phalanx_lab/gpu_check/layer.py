@@ -104,12 +104,16 @@ def make_layer(part: LayerPart, here: Here) -> LayerRun:
     tokens = here.pick(part.tokens, 64)
     ctx = context(spec, device=here.device, dtype=torch.bfloat16)
     torch.manual_seed(0)
+    moe = MoE(ctx, spec.dense_layers)
+    with torch.no_grad():
+        for weight in moe.parameters():
+            weight.normal_(std=0.02)
     x_TH, dy_TH = (torch.randn(tokens, spec.hidden, device=here.device, dtype=torch.bfloat16) for _ in range(2))
     places = torch.arange(tokens, device=here.device).unsqueeze(0)
     routed = tokens * spec.top_k * spec.expert_ffn
     widths = 3 * (routed + tokens * spec.shared_ffn) + tokens * spec.num_experts
     return LayerRun(
-        moe=MoE(ctx, spec.dense_layers),
+        moe=moe,
         x_TH=x_TH.requires_grad_(),
         dy_TH=dy_TH,
         batch=TokenBatch(places, places, places, ((tokens,),)),
@@ -127,4 +131,5 @@ def passes(run: LayerRun) -> None:
     """Forward and backward; gradients of all weights and of the input are made anew."""
     run.moe.zero_grad(set_to_none=True)
     run.x_TH.grad = None
-    forward(run).backward(run.dy_TH)
+    with torch.autograd.set_multithreading_enabled(False):  # as a training step does
+        forward(run).backward(run.dy_TH)

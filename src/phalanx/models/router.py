@@ -357,6 +357,12 @@ class _Logits(torch.autograd.Function):
         x_TH, w_EH = ctx.saved_tensors
         wide, blocks = grad_TE.dtype, _blocks(x_TH)
         wide_EH = w_EH.to(wide)
+        if len(blocks) == 1:
+            wide_TH, grad_x_TH = x_TH.to(wide), grad_TE @ wide_EH
+            grad_w_EH = grad_TE.T @ wide_TH
+            ctx.lanes.check("router input gradient", grad_x_TH, (grad_TE, wide_EH))
+            ctx.lanes.check("router weight gradient", grad_w_EH, (grad_TE.T, wide_TH))
+            return grad_x_TH.to(x_TH.dtype), grad_w_EH.to(w_EH.dtype), None
         grad_x_TH = torch.empty_like(x_TH)
         partial_nEH = wide_EH.new_empty((len(blocks), *w_EH.shape))
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from phalanx.kernels.cpu.deferred import Target
 from phalanx.kernels.cpu.swiglu import swiglu
+from phalanx.kernels.device import runs_programs, swiglu_backward, swiglu_forward
 
 
 def can_group(*tensors: torch.Tensor) -> bool:
@@ -129,6 +130,11 @@ def through_swiglu(
     gate_up_MF: torch.Tensor, row_weights_M: torch.Tensor | None, dh_Mf: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """What the second projection took, (M, f), computed again; the gradient of the first one's result; that of the row weights."""
+    if runs_programs(gate_up_MF):
+        gate_up_M2f = gate_up_MF.unflatten(1, (2, -1))
+        weights_M = None if row_weights_M is None else row_weights_M.contiguous()
+        d_gate_up_M2f, d_weights_M = swiglu_backward(gate_up_M2f, weights_M, dh_Mf)
+        return swiglu_forward(gate_up_M2f, weights_M), d_gate_up_M2f.flatten(1), d_weights_M
     with torch.enable_grad():
         gate_up_M2f = gate_up_MF.detach().unflatten(1, (2, -1)).requires_grad_()
         weights = [] if row_weights_M is None else [row_weights_M.detach().requires_grad_()]

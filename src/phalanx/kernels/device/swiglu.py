@@ -17,6 +17,8 @@ BLOCK = 1024
 
 def fused_swiglu(gate_up_M2F: torch.Tensor, row_weights_M: torch.Tensor | None) -> torch.Tensor:
     """`silu(gate) * up [* row weight]`, (M, F) in the type of `gate_up_M2F`, computed in fp32 (fp64 in fp64)."""
+    if not torch.is_grad_enabled():
+        return swiglu_forward(gate_up_M2F.contiguous(), None if row_weights_M is None else row_weights_M.contiguous())
     out: torch.Tensor = _FusedSwiglu.apply(gate_up_M2F, row_weights_M)
     return out
 

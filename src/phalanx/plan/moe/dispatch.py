@@ -23,6 +23,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -84,10 +85,19 @@ def replica_index(slots_G: ArrayLike) -> tuple[Ints, Ints]:
     return index, totals[slots]
 
 
+@lru_cache(maxsize=256)
+def _replicas(slots_G: tuple[int, ...]) -> tuple[Ints, Ints]:
+    """`replica_index`, whose results nobody writes to: every layer asks for its own slots in every step."""
+    return replica_index(slots_G)
+
+
 def split_over_replicas(counts_PE: ArrayLike, slots_G: ArrayLike) -> Ints:
     """(P, G) rows from each source to each slot, by the rule on top. With one replica each it is `counts_PE[:, slots_G]`."""
     counts, slots = np.asarray(counts_PE, dtype=np.int64), np.asarray(slots_G, dtype=np.int64)
-    replica, replicas = replica_index(slots)
+    replica, replicas = _replicas(tuple(slots.tolist()))
+    if replicas.max(initial=1) == 1:
+        alone: Ints = counts[:, slots]
+        return alone
     share, rest = np.divmod(counts.sum(0)[slots], replicas)
     lo = replica * share + np.minimum(replica, rest)
     hi = lo + share + (replica < rest)
@@ -158,19 +168,19 @@ class DispatchPlan:
     def sends(self, *, ep: int, etp: int) -> tuple[int, ...]:
         """Rows from this rank to each ep coordinate (all-to-all with the ranks of equal etp)."""
         rows = self.rows_PG[self.source(ep=ep, etp=etp)]
-        return tuple(int(n) for n in rows.reshape(self.ep, -1).sum(1))
+        return tuple(rows.reshape(self.ep, -1).sum(1).tolist())
 
     def receives(self, *, ep: int, etp: int) -> tuple[int, ...]:
         """Rows that this rank gets from each ep coordinate."""
-        return tuple(int(n) for n in self._arrivals(ep)[:, etp].sum(1))
+        return tuple(self._arrivals(ep)[:, etp].sum(1).tolist())
 
     def etp_sizes(self, *, ep: int) -> tuple[int, ...]:
         """Rows that each etp rank of this ep coordinate holds after the all-to-all."""
-        return tuple(int(n) for n in self._arrivals(ep).sum((0, 2)))
+        return tuple(self._arrivals(ep).sum((0, 2)).tolist())
 
     def slot_counts(self, *, ep: int) -> tuple[int, ...]:
         """Rows of each slot of this ep coordinate, from all sources."""
-        return tuple(int(n) for n in self._arrivals(ep).sum((0, 1)))
+        return tuple(self._arrivals(ep).sum((0, 1)).tolist())
 
     def source_counts(self, *, ep: int) -> tuple[tuple[int, ...], ...]:
         """Rows of each slot of this ep coordinate by source, in the order in which the experts see them (etp, ep)."""

@@ -54,6 +54,8 @@ class Boundary:
     comms: Collectives
     lane: Axis | None = None
     wait_for_sends: bool = False
+    in_turn: bool = False
+    """On a GPU: nothing is computed while a message is under way."""
 
     @property
     def rank(self) -> int:

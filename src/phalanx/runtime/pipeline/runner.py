@@ -314,6 +314,9 @@ class _Executor:
             if sends:
                 self.open_sends.append((exchange, sends))
                 self._close(self.most_open)
+            if self.boundary.in_turn:
+                exchange.wait()
+                torch.cuda.current_stream(self.boundary.device).synchronize()  # SYNC: in a first step
 
     def _relay(self, transfer: Transfer) -> None:
         """Pass on, on the stream of the transfers, what has just been posted."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -51,6 +51,9 @@ class StageRunner:
     """Where stages have foldings of their own: which rank is on which host (None: all on one)."""
     times: PassTimes | None = None
     """Takes down what the passes of training take, where somebody wants to know."""
+    done: set[str] = field(default_factory=set)
+    """Programs that have been run once. The first time a GPU loads kernels as they are met, and loading may wait for all that runs there: for a message of a pipeline as well, whose sender
+    waits for this rank. So in a first step nothing is computed while one is under way (CUDA C++ Programming Guide, lazy loading: concurrent execution)."""
 
     @property
     def device(self) -> torch.device:
@@ -73,7 +76,7 @@ class StageRunner:
         One share for each stage of this rank and micro-batch. `valid_tokens`: 0-d, of the whole step.
         """
         plan = self.pipeline.plan(len(batches))
-        boundary = self.boundary(plan, batches)
+        boundary = self.boundary(plan, batches, program="train")
         passes = _TrainingPasses(self, batches, infos, boundary, valid_tokens, buffers)
         timed = (
             passes
@@ -82,6 +85,7 @@ class StageRunner:
         )
         with self._beside(plan) as beside:
             run_pipeline(plan, timed, boundary, name=lambda transfer: _id(transfer, infos), beside=beside)
+        self.done.add("train")
         return passes.shares
 
     def _beside(self, plan: PipelinePlan) -> AbstractContextManager[CoScheduler | None]:
@@ -99,11 +103,12 @@ class StageRunner:
     ) -> None:
         """Forward passes alone; `keep(stage, micro-batch, output)` hears of each pass of this rank. Collective over the pipeline."""
         plan = self.pipeline.forward_plan(len(batches))
-        boundary = self.boundary(plan, batches)
+        boundary = self.boundary(plan, batches, program="forward")
         passes = _ForwardPasses(self, batches, infos, boundary, keep)
         run_pipeline(plan, passes, boundary, name=lambda transfer: _id(transfer, infos))
+        self.done.add("forward")
 
-    def boundary(self, plan: PipelinePlan, batches: Sequence[TokenBatch]) -> Boundary:
+    def boundary(self, plan: PipelinePlan, batches: Sequence[TokenBatch], *, program: str = "train") -> Boundary:
         """How such micro-batches cross between this rank's stages and others."""
         rows = {_num_rows(batch, tp=self.groups.axis("tp").size) for batch in batches}
         if len(rows) != 1:
@@ -123,6 +128,7 @@ class StageRunner:
             device=self.device,
             axis=axis,
             comms=self.comms,
+            in_turn=self.device.type == "cuda" and program not in self.done,
         )
 
     def _staged_edges(self, plan: PipelinePlan, folding: StagedFolding, batch: TokenBatch) -> dict[Edge, EdgePlan]:
@@ -292,7 +298,8 @@ class _TrainingPasses:
             roots.append(live.total)
             # 1, which torch makes itself: given one it imports sympy (480 modules, 0.6 s), and a host that joins has not yet
             grads.append(None)
-        torch.autograd.backward(roots, grads)
+        with torch.autograd.set_multithreading_enabled(False):  # a thread of the device's own would be handed each pass
+            torch.autograd.backward(roots, grads)
         if live.x_TH is None:
             return ()
         assert live.x_TH.grad is not None  # every output depends on the input
