@@ -23,6 +23,9 @@ def _check(name: str, run: str, seconds: float, title: str, *, limit_s: float | 
 CHECKS = (
     _check("A1", "right:check_device", 20, "the device, versions, dense and copy rates"),
     _check("A2.nccl", "together:check_sharing", 20, "two ranks share the card: all-reduce and uneven all-to-all"),
+    _check(
+        "A2.symmetric", "together:check_symmetric", 15, "two processes write into each other's memory on the card; MPS"
+    ),
     _check("A3.experts", "parity:check_experts", 25, "grouped products: empty groups, no rows"),
     _check("A3.attention", "parity:check_attention", 30, "attention: documents, shared heads, a ring by hand"),
     _check("A3.rows", "parity:check_rows", 25, "rows to experts and back, SwiGLU, rotation, norms"),

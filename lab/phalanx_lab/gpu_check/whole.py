@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -125,6 +126,11 @@ def _on_device(event: Any) -> bool:
     return event.device_type != DeviceType.CPU and not event.is_user_annotation
 
 
+def _is_call_of_cuda(event: Any) -> bool:
+    """Calls have numbers of their own, which may be those of operations."""
+    return re.match("cu(da)?[A-Z]", event.name) is not None
+
+
 def asked_of(events: Iterable[Any], known: frozenset[str]) -> Counter[str]:
     """Operations that had the device do something, each once, whatever number of kernels it started; of ours each kernel. `known`: names as a trace has them."""
     ours = {name.removeprefix(OURS) for name in known if name.startswith(OURS)}
@@ -132,7 +138,11 @@ def asked_of(events: Iterable[Any], known: frozenset[str]) -> Counter[str]:
     asked = Counter(OURS + e.name for e in events if _on_device(e) and e.name in ours)
     operations: dict[int, str] = {}
     for event in events:
-        if not _on_device(event) and any(kernel.name not in ours for kernel in event.kernels):
+        if (
+            not _is_call_of_cuda(event)
+            and not _on_device(event)
+            and any(kernel.name not in ours for kernel in event.kernels)
+        ):
             operation = _asked(event, known)
             operations[id(operation)] = _plain(operation.name)
     return asked + Counter(operations.values())
