@@ -78,6 +78,8 @@ RUNS = {
     "padded": Case(words="--folding.ep 4 --dispatch.policy drop --dispatch.pad_to_capacity true"),
     "gathered tokens": Case(words="--folding.ep 4 --dispatch.transport all_gather"),
     "selective": Case(words="--folding.ep 4 --train.recompute selective"),
+    "full": Case(words="--folding.ep 4 --train.recompute full"),
+    "full, chunks": Case(words="--folding.ep 4 --train.recompute full --dispatch.overlap coarse:2"),
     "auto": Case(words="--folding.ep 4 --dispatch.overlap auto"),
     "documents": Case(words="--folding.ep 4", more={"documents": 4}),
     "zero bubble": Case(words="--folding.ep 2 --folding.pp 2 --pipeline.schedule zero_bubble", more={"samples": 8}),
@@ -176,6 +178,13 @@ def test_the_host_waits_once_a_layer_and_where_the_table_says(traces: Traces) ->
     assert waits_of(few, "forward", "backward") == [("copy cuda to cpu", "runtime/moe/dispatch.py", 2)]
     assert waits_of(more, "forward", "backward") == [("copy cuda to cpu", "runtime/moe/dispatch.py", 3)]
     assert waits_of(traces["runs"]["padded"][0], "forward", "backward", "loss") == []
+
+
+@pytest.mark.parametrize("name", ["full", "full, chunks"])
+def test_a_layer_that_runs_again_does_not_wait_again(traces: Traces, name: str) -> None:
+    told = traces["runs"][name][0]
+    assert waits_of(told, "forward") == [("copy cuda to cpu", "runtime/moe/dispatch.py", 2)]
+    assert waits_of(told, "backward") == []
 
 
 BUDGETS = {

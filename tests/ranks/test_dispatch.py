@@ -512,7 +512,7 @@ class CountingDispatcher(Dispatcher):
 
     asked = 0
 
-    def _gather_counts(self, counts_E, told, op_prefix):
+    def _gather_counts(self, counts_E, told, op_prefix, known):
         self.asked += 1
         size, further = self.ep_etp.size, 0 if told is None else len(told)
         return np.full((size, E), 8 * K // E), np.full((size, further), 8)

@@ -19,7 +19,7 @@ from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import DispatchSpec
 from phalanx.plan.program import Phase
 from phalanx.runtime.comm import Collectives, Groups
-from phalanx.runtime.moe import FusedMemory, Tuner
+from phalanx.runtime.moe import FusedMemory, KnownCounts, Tuner
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,6 +126,8 @@ class ForwardInfo:
     rounds: int | None = None
     """Micro-batches of each data-parallel rank, empty ones included; None: `num_microbatches` over these ranks."""
     balance_counts_LE: torch.Tensor | None = None
+    known: KnownCounts | None = None
+    """Of a block that runs again in the backward pass: what its first run has read on the host, which the second need not wait for."""
 
 
 @dataclass(frozen=True, eq=False)

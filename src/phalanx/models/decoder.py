@@ -26,6 +26,7 @@ from phalanx.models.moe import Experts
 from phalanx.models.mtp import MtpBlock, tokens_ahead
 from phalanx.models.parallel import Embedding, SequenceParallel
 from phalanx.plan.mapping import Stage
+from phalanx.runtime.moe import KnownCounts
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,6 +232,7 @@ class Decoder(nn.Module):
             result: _BlockOutput = block(x_TH, delta_TH, table=table, info=info, batch=batch)
             return result
 
+        info = replace(info, known=KnownCounts())
         infos = chain((info,), repeat(replace(info, phase="re")))
 
         def run(x_TH: torch.Tensor) -> _BlockOutput:

@@ -79,6 +79,7 @@ class MoE(nn.Module):
             experts=ExpertWeights(self.experts.w13, self.experts.w2),
             later=self.later,
             recompute=self.recompute,
+            known=info.known,
             token_index_T=batch.token_index_T,
             part_T=batch.part_T,
             op_prefix=prefix,
@@ -111,6 +112,7 @@ class MoE(nn.Module):
             experts=ExpertWeights(self.experts.w13, self.experts.w2),
             later=self.later,
             recompute=self.recompute,
+            known=info.known,
             op_prefix=op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase),
         )
         y_TH, dropped = self.routed(call)

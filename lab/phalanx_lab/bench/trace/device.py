@@ -192,7 +192,7 @@ def _planted(x: torch.Tensor, world: World) -> Any:
     if not stack:
         return None
     caller = stack[0].f_code.co_name
-    if caller in ("_gather_counts", "_gather"):
+    if caller == "counts_on_host":
         return _counts(x, world, stack)
     if caller == "entries_of_all":  # an entry for each row
         lists: Any = local(stack, "runtime/moe/overlap_lists.py", caller, "lists")
@@ -211,7 +211,7 @@ def _counts(x: torch.Tensor, world: World, stack: Any) -> np.ndarray:
     )
     experts, axis = dispatcher.num_experts, dispatcher.ep_etp
     table = np.zeros((axis.size, x.numel() // axis.size), dtype=np.int64)
-    chunks = table.shape[1] // experts if stack[0].f_code.co_name == "_gather" else 1
+    chunks = table.shape[1] // experts if stack[1].f_code.co_name == "_gather" else 1
     microbatch = _microbatch(stack)
     for row, rank in zip(table, axis.ranks, strict=True):
         if world.is_empty(rank, microbatch):

@@ -11,7 +11,11 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.runtime.moe.co_schedule import CoScheduler as CoScheduler
-    from phalanx.runtime.moe.dispatch import Dispatcher as Dispatcher, count_keys as count_keys
+    from phalanx.runtime.moe.dispatch import (
+        Dispatcher as Dispatcher,
+        KnownCounts as KnownCounts,
+        count_keys as count_keys,
+    )
     from phalanx.runtime.moe.experts import ExpertWeights as ExpertWeights, MoeCall as MoeCall
     from phalanx.runtime.moe.fused import FusedMemory as FusedMemory
     from phalanx.runtime.moe.overlap_tuner import Tuner as Tuner

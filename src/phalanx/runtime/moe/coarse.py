@@ -39,6 +39,7 @@ from phalanx.runtime.moe.dispatch import (
     Dispatcher,
     SendList,
     count_keys,
+    counts_on_host,
     inverse_exact,
     on_device,
     pick_weights,
@@ -131,7 +132,7 @@ def _cut_tokens(call: MoeCall, dispatcher: Dispatcher, kept_TK: torch.Tensor | N
     (first_key_N,) = repeated([(num_keys * np.arange(chunks), dispatcher.top_k * np.array(sizes))], device)
     keys_N = keys_N + first_key_N
     counts_CE = count_keys(keys_N, chunks * num_keys).view(chunks, num_keys)[:, :-1].to(torch.int32)
-    counts_PCE = _gather(dispatcher, counts_CE, call.op_prefix)
+    counts_PCE = _gather(dispatcher, counts_CE, call)
     order_N = stable_order(keys_N, chunks * num_keys)
     rows_C = counts_PCE[dispatcher.ep_etp.index].sum(1)
     dropped = on_device(keys_N.numel() - int(rows_C.sum()), device)
@@ -147,10 +148,10 @@ def _cut_tokens(call: MoeCall, dispatcher: Dispatcher, kept_TK: torch.Tensor | N
     return parts
 
 
-def _gather(dispatcher: Dispatcher, counts_CE: torch.Tensor, op_prefix: str) -> np.ndarray:
+def _gather(dispatcher: Dispatcher, counts_CE: torch.Tensor, call: MoeCall) -> np.ndarray:
     """(P, C, E) rows of all chunks, sources and experts, on the host."""
-    gathered = dispatcher.comms.all_gather(counts_CE, dispatcher.ep_etp, op_id=op_prefix + "dispatch.counts")
-    table = gathered.cpu().numpy().astype(np.int64)  # SYNC: sizes of the exchanges
+    gathered = dispatcher.comms.all_gather(counts_CE, dispatcher.ep_etp, op_id=call.op_prefix + "dispatch.counts")
+    table = counts_on_host(gathered, call.known)
     return table.reshape(dispatcher.ep_etp.size, *counts_CE.shape)
 
 

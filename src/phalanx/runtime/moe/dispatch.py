@@ -53,6 +53,13 @@ FILL = -1
 """Marks an entry of an index that stands for nothing (a fill row, a dropped pair)."""
 
 
+@dataclass(eq=False)
+class KnownCounts:
+    """Counts of a pass that runs again in the backward pass, from its first run: sizes are the same, so that the host need not wait for them twice."""
+
+    table: np.ndarray | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class SendList:
     """The rows that this rank sends, in slot order. Each map is the inverse of the other."""
@@ -169,12 +176,13 @@ class Dispatcher:
         token_index_T: torch.Tensor | None = None,
         part_T: torch.Tensor | None = None,
         op_prefix: str = "",
+        known: KnownCounts | None = None,
     ) -> Dispatched:
         """Send each token to the slots of its experts.
 
         `token_index_T`: place of each token in its micro-batch, where ranks of `tp_cp` share one and it is not simply rank by rank
         (it decides ties and `position` under full_sequence). `part_T`: this rank stands in for several, part by part (sub_sequence drops
-        in each part by itself). `op_prefix` names the collectives (`mb0.L3.fwd.`).
+        in each part by itself). `op_prefix` names the collectives (`mb0.L3.fwd.`). `known`: of a pass that runs again.
         """
         kept_TK = self.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
         if self.spec.is_static:
@@ -182,7 +190,7 @@ class Dispatcher:
         else:
             gathers = self.spec.transport == "all_gather" and self.ep_etp.size > 1
             tokens = on_device(x_TH.shape[0], x_TH.device).view(1) if gathers else None
-            plan, send, told = self.exact_list(experts_TK, kept_TK, op_prefix, told=tokens)
+            plan, send, told = self.exact_list(experts_TK, kept_TK, op_prefix, told=tokens, known=known)
             token_sizes = tuple(int(n) for n in told.reshape(-1))
         if self.spec.transport == "all_gather" and self.ep_etp.size > 1:
             sizes = (x_TH.shape[0],) * self.ep_etp.size if self.spec.is_static else token_sizes
@@ -293,6 +301,7 @@ class Dispatcher:
         op_prefix: str,
         *,
         told: torch.Tensor | None = None,
+        known: KnownCounts | None = None,
     ) -> tuple[DispatchPlan, SendList, np.ndarray]:
         """Exactly the kept pairs. The one host synchronisation of a layer is here: sizes of everything that follows.
 
@@ -303,7 +312,7 @@ class Dispatcher:
         if kept_TK is not None:  # dropped pairs sort to the end, behind the last expert
             keys_N = torch.where(kept_TK.reshape(-1), keys_N, self.num_experts)
         found = sorted_keys(keys_N, self.num_experts, impl=self.kernels)
-        counts_PE, all_told = self._gather_counts(found.counts_E, told, op_prefix)
+        counts_PE, all_told = self._gather_counts(found.counts_E, told, op_prefix, known)
         plan = self.plan(counts_PE)
         if self.listen is not None:
             self.listen(plan, counts_PE)
@@ -321,13 +330,13 @@ class Dispatcher:
         return pair_of_row_R.index_select(0, chunk_index(moves, pair_of_row_R.device))
 
     def _gather_counts(
-        self, counts_E: torch.Tensor, told: torch.Tensor | None, op_prefix: str
+        self, counts_E: torch.Tensor, told: torch.Tensor | None, op_prefix: str, known: KnownCounts | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """(P, E) counts of all sources on the host, and what else they tell."""
         if told is not None:
             counts_E = torch.cat([counts_E, told.to(counts_E)])
         gathered = self.comms.all_gather(counts_E, self.ep_etp, op_id=op_prefix + "dispatch.counts")
-        table = gathered.cpu().numpy().reshape(self.ep_etp.size, -1).astype(np.int64)  # SYNC: sizes of the exchanges
+        table = counts_on_host(gathered, known).reshape(self.ep_etp.size, -1)
         return table[:, : self.num_experts], table[:, self.num_experts :]
 
     def _static_list(self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None) -> tuple[DispatchPlan, SendList]:
@@ -439,6 +448,16 @@ def stable_order(keys_N: torch.Tensor, largest: int) -> torch.Tensor:
     if keys_N.device.type == "cpu" and largest < 2**15:
         return torch.from_numpy(np.argsort(keys_N.to(torch.int16).numpy(), kind="stable"))
     return torch.sort(keys_N, stable=True).indices
+
+
+def counts_on_host(gathered: torch.Tensor, known: KnownCounts | None) -> np.ndarray:
+    """int64 counts of all sources: read once, also where the pass runs twice. All ranks have gathered them in both runs, whose messages are alike."""
+    if known is not None and known.table is not None:
+        return known.table
+    table = gathered.cpu().numpy().astype(np.int64)  # SYNC: sizes of the exchanges
+    if known is not None:
+        known.table = table
+    return table
 
 
 def chunk_index(chunks: Chunks, device: torch.device) -> torch.Tensor:

@@ -19,7 +19,7 @@ from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.runtime.comm import traced
-from phalanx.runtime.moe.dispatch import Dispatched, Dispatcher
+from phalanx.runtime.moe.dispatch import Dispatched, Dispatcher, KnownCounts
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,8 @@ class MoeCall:
     """Takes the gradients of the slots, where they are deferred."""
     recompute: bool = False
     """The backward pass computes activations again that are not kept."""
+    known: KnownCounts | None = None
+    """See `Dispatcher.dispatch`."""
     token_index_T: torch.Tensor | None = None
     part_T: torch.Tensor | None = None
     """Both: see `Dispatcher.dispatch`."""
@@ -128,6 +130,7 @@ def _in_turn(
         token_index_T=call.token_index_T,
         part_T=call.part_T,
         op_prefix=call.op_prefix,
+        known=call.known,
     )
 
     def experts(rows_MH: torch.Tensor, weights_M: torch.Tensor) -> torch.Tensor:
