@@ -275,9 +275,9 @@ class _Executor:
     # ---- devices: a stream of their own for transfers, in the plan's order
 
     def _start(self, ops: Sequence[Send | Recv]) -> None:
-        """Post neighbouring transfers at once; those that some rank passes on one by one, as all ranks then have them."""
+        """Post neighbouring transfers at once; those that some rank passes on one by one, as all ranks then have them, and so where each is waited for."""
         edges = self.boundary.edges
-        if any(edges[op.transfer.edge].relays(op.transfer.direction) for op in ops):
+        if self.boundary.in_turn or any(edges[op.transfer.edge].relays(op.transfer.direction) for op in ops):
             for op in ops:
                 self._post([op])
                 if isinstance(op, Recv):

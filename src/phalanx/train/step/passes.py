@@ -52,8 +52,8 @@ class StageRunner:
     times: PassTimes | None = None
     """Takes down what the passes of training take, where somebody wants to know."""
     done: set[str] = field(default_factory=set)
-    """Programs that have been run once. The first time a GPU loads kernels as they are met, and loading may wait for all that runs there: for a message of a pipeline as well, whose sender
-    waits for this rank. So in a first step nothing is computed while one is under way (CUDA C++ Programming Guide, lazy loading: concurrent execution)."""
+    """Programs that have been run once. A GPU loads kernels when it first meets them, and loading may wait for all that runs there (CUDA C++ Programming Guide, lazy loading): for a message of
+    a pipeline as well, whose sender waits for this rank. So in a first step nothing is computed while one is under way."""
 
     @property
     def device(self) -> torch.device:
