@@ -82,6 +82,14 @@ class NormSkipsExperts(GradientBuffers):
     def final(self, names: Collection[str], groups: Groups, comms: Collectives) -> None:
         self._sound.final(names, groups, comms)
 
+    def pass_begins(
+        self, names: Collection[str], made: Collection[str], groups: Groups, comms: Collectives, *, early: bool = True
+    ) -> None:
+        self._sound.pass_begins(names, made, groups, comms, early=early)
+
+    def pass_ends(self) -> None:
+        self._sound.pass_ends()
+
     def reduce(self, groups: Groups, comms: Collectives) -> ReducedGradients:
         reduced = self._sound.reduce(groups, comms)
         return NormWithoutSomeExperts(layouts=reduced.layouts, segments=reduced.segments, along=self._along)

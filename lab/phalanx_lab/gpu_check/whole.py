@@ -28,6 +28,8 @@ from phalanx_lab.gpu_check.taken_apart import (
 
 MOST = 0.05
 """Largest difference from what was said, relative to it."""
+LEFT_GB = 0.5
+"""Workspaces of libraries, and nothing of a run that is over."""
 STATE = "state"
 OURS = "triton "
 """With which a trace begins the name of a kernel of ours."""
@@ -65,7 +67,7 @@ def check_memory(here: Here) -> None:
         if not here.on_gpu:  # where no allocator counts
             continue
         here.tell(f"{name}: GB", {what: size / 1e9 for what, size in found.items()})
-        here.tell(f"{name}: GB left of runs before", before_bytes / 1e9)
+        here.tell(f"{name}: GB left of runs before", before_bytes / 1e9, most=LEFT_GB)
         for who, figures in said.items():
             over = {what: found[what] / size - 1 for what, size in figures.items()}
             above = {what: _above(found, what) / _above(figures, what) - 1 for what in figures if what != STATE}
