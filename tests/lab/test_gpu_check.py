@@ -25,7 +25,7 @@ from phalanx_lab.gpu_check.runner import run_all
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TYRO = "import sys; sys.modules['tyro'] = None; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
-ONLY_ON_A_GPU = {"A2.symmetric", "A5.waits", "C4.fused"}
+ONLY_ON_A_GPU = {"A2.symmetric", "A5.launches", "A5.waits", "A6", "C4.fused"}
 
 
 def program(*args: str) -> subprocess.CompletedProcess[str]:

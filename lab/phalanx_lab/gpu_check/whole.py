@@ -74,6 +74,7 @@ def check_memory(here: Here) -> None:
             here.tell(f"{name}: above the {who}", over)
             here.tell(f"{name}: above the {who}, without the state", above)
             worst[who] = max(worst[who], *map(abs, over.values()))
+    here.needs_gpu("bytes that torch's allocator has given out")
     for who, difference in worst.items():
         here.tell(f"largest difference from the {who}", difference, most=MOST)
 
@@ -180,10 +181,9 @@ def check_launches(here: Here) -> None:
         meter = _Launches(here=here, known=known)
         found[name], kernels[name] = take_apart(settings, here.device, meter)["launches"], meter.kernels
     want, got, started = (layer_launches(x) for x in (written, found, kernels))
+    here.needs_gpu("launches that torch's profiler sees")
     for part, asked in want.items():
         here.tell(f"{part}: asked for in a trace", asked.total())
-        if not here.on_gpu:
-            continue
         here.tell(f"{part}: operations that launched", got[part].total())
         here.tell(f"{part}: kernels, memsets and copies", started[part].total())
         here.tell(f"{part}: memsets", sum(n for name, n in started[part].items() if "emset" in name))
