@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.comm.peers import own_group
+from phalanx.runtime.pipeline import runner
 from phalanx.runtime.pipeline.boundary import Boundary, direct_edges
 from phalanx.runtime.pipeline.runner import Tensors, agree_on, run_pipeline
 from phalanx.train.step.passes import _id
@@ -99,14 +101,18 @@ Told = tuple[dict[tuple[str, int], float], int, int, int]
 
 
 def _numbers(
-    rank: int, cache: GroupCache, pp: int, pipeline: Pipeline, microbatches: int, synchronous: bool
+    rank: int, cache: GroupCache, pp: int, pipeline: Pipeline, microbatches: int, way: str
 ) -> Told:  # fmt: skip
     plan = pipeline.plan(microbatches)
-    boundary = boundary_of(rank, cache, plan, synchronous=synchronous)
+    boundary = boundary_of(rank, cache, plan, synchronous=way == "blocking")
+    if way == "in turn":  # as in the first step on a device
+        boundary = dataclasses.replace(boundary, in_turn=True)
+    run = runner._Executor._run_in_batches if way == "in turn" else runner._Executor._run_posted
     passes = Numbers(plan.schedule.num_stages)
     for _ in range(2):  # a second step, with the same tags
         passes.done.clear()
-        run_pipeline(plan, passes, boundary)
+        with mock.patch.object(runner._Executor, "_run_posted", run):
+            run_pipeline(plan, passes, boundary)
         assert tuple(passes.done) == plan.schedule.actions[rank]
     counter = boundary.comms.counters.get(("exchange", "pp"))
     messages = sum(isinstance(op, Send | Recv) for op in plan.programs[rank])
@@ -118,12 +124,12 @@ def _numbers(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("synchronous", [False, True], ids=["beside", "blocking"])
+@pytest.mark.parametrize("way", ["beside", "blocking", "in turn"])
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 1), (2, 7), (3, 4), (4, 5)])
-def test_numbers_travel_up_and_down(pp: int, microbatches: int, *, synchronous: bool) -> None:
+def test_numbers_travel_up_and_down(pp: int, microbatches: int, way: str) -> None:
     for config in PIPELINES:
         pipeline = pipeline_of(config, pp)
-        told = run_ranks(pp, _numbers, pp, pipeline, microbatches, synchronous)
+        told = run_ranks(pp, _numbers, pp, pipeline, microbatches, way)
         found = {key: value for results, *_ in told for key, value in results.items()}
         num_stages = pp * pipeline.virtual
         for m in range(microbatches):

@@ -87,7 +87,7 @@ def run_bounded(program: Callable[[], int], *, folder: Path, marks: Callable[[],
         if stuck:
             for pid in cluster.processes("run"):
                 send(pid, signal.SIGUSR1)
-                time.sleep(0.1)  # one after the other
+                time.sleep(0.5)  # one after the other
     text = printed.read_text(errors="replace")
     words = where_threads_stand(text) if stuck else text[-SHOWN:]
     return Ended(code=cluster.codes.get("run"), seconds=time.monotonic() - begin_s, words=words)

@@ -27,9 +27,9 @@ from phalanx_lab.bench.trace.places import frames, line_of, phase_of
 GRAIN = 512
 NO_LAUNCH = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "is_same_size", "_local_scalar_dense",
-     "set_", "resize_", "record_stream", "_reshape_alias", "detach", "_assert_async", "_has_compatible_shallow_copy_type")
+     "set_", "resize_", "record_stream", "_reshape_alias", "detach", "_has_compatible_shallow_copy_type")
 )  # fmt: skip
-"""Operations that start nothing on a device (or, of assertions and scalars, that are told of elsewhere)."""
+"""Operations that start nothing on a device (or, of scalars, that are told of elsewhere)."""
 READS = frozenset(
     (
         "_local_scalar_dense",

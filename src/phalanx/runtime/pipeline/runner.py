@@ -316,7 +316,8 @@ class _Executor:
                 self._close(self.most_open)
             if self.boundary.in_turn:
                 exchange.wait()
-                torch.cuda.current_stream(self.boundary.device).synchronize()  # SYNC: in a first step
+                if self.stream is not None:
+                    self.stream.synchronize()  # SYNC: in a first step
 
     def _relay(self, transfer: Transfer) -> None:
         """Pass on, on the stream of the transfers, what has just been posted."""
