@@ -29,6 +29,8 @@ CLASSES = {
 }
 """Class of a kernel -> words in its name; the first that fits."""
 LEAST_GROUPED = 0.8
+POLICIES: tuple[Recompute, ...] = ("full", "selective", "none")
+"""The last one is looked at by a profiler, which slows launches of its process from then on."""
 SHOWN, NAME = 24, 90
 """Kernels, and characters of their names, that are told."""
 
@@ -101,12 +103,7 @@ def check_whole(here: Here) -> None:
     )
     dense = dense_flops_per_s(here)
     flops = flops_per_token(shape.spec(), shape.seq_len) * shape.tokens
-    policies: tuple[Recompute, ...] = (
-        "full",
-        "selective",
-        "none",
-    )  # that which is profiled last: a profiler slows launches of its process from then on
-    for recompute in policies:
+    for recompute in POLICIES:
         run = OurRun(shape, threads=1, native=False, device=here.device, recompute=recompute)
         run.run(3)
         if here.on_gpu:
