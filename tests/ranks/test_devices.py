@@ -29,7 +29,7 @@ from phalanx.runtime.comm.devices import DeviceAbort, complete
 from phalanx.runtime.comm.exchange import Call
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.comm.peers import Peers
-from phalanx.runtime.membership import watcher as lookout, worker_agent as agent
+from phalanx.runtime.membership import rendezvous, watcher as lookout, worker_agent as agent
 from phalanx.runtime.membership.member import _Loop, run_member
 from phalanx.runtime.membership.membership import Generation, Member
 from phalanx.runtime.membership.rendezvous import EpochGroups, Sockets, as_listed
@@ -132,6 +132,27 @@ def test_groups_without_nccl_are_left_alone() -> None:
     abort = DeviceAbort()
     abort.start(groups_of(None, object()))
     assert abort.wait(0) and not abort._threads
+
+
+@pytest.mark.unit
+def test_groups_whose_abort_does_not_end_are_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Destroying one would wait for its abort. The process makes new groups."""
+    monkeypatch.setattr(devices, "ABORT_S", 0.05)
+    monkeypatch.setattr(devices, "nccl_backends", lambda groups: [object() for _ in groups])
+    monkeypatch.setattr(devices, "_left", [])
+    monkeypatch.setattr(devices, "_abort", lambda backends: gate.wait(60))
+    gate, destroyed = threading.Event(), list[object]()
+    monkeypatch.setattr(dist.ProcessGroup, "shutdown", destroyed.append)
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        world = dist.group.WORLD
+        abort = DeviceAbort()
+        epoch = SimpleNamespace(_abort=abort, groups=SimpleNamespace(forget=lambda: None), store=None)
+        epoch.abort = lambda abort=abort, world=world: abort.start([world])
+        rendezvous.GroupEpoch.drop(epoch)
+        assert not dist.is_initialized() and world in devices._left
+    gate.set()
+    assert len(devices._left) == 2 and not destroyed
 
 
 @pytest.mark.unit

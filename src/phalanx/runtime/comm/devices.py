@@ -1,4 +1,4 @@
-"""What is different where a rank's tensors live on a GPU and its messages are NCCL's. Not run on one yet: tested with stand-ins (docs/explanation/elastic-recovery.md).
+"""What is different where a rank's tensors live on a GPU and its messages are NCCL's. Steps of several ranks have run on one; of recovery the first part (docs/explanation/elastic-recovery.md).
 
 A call of gloo fails where a peer is lost. NCCL's calls return before anything has been sent, its kernels wait for a peer for ever, and an abort from another thread ends them
 without an error, with arbitrary results. So in an elastic run:
@@ -6,7 +6,8 @@ without an error, with arbitrary results. So in an elastic run:
     abort      all communicators of the generation are aborted together, by a separate thread because an abort may block; no collective is posted afterwards
     complete   before a device's results are used, the rank synchronizes and then checks that the generation was not aborted meanwhile
     invalid    arbitrary results may cause any error: after an abort that counts as a lost peer (`runtime/membership/member.py`)
-    stuck      a call that no abort ends (creating a communicator is one), or an abort that hangs, ends with its process; the supervisor starts another one
+    left       an abort that does not end (NCCL 2.28.9 on an H200: kernels ended, `ncclGroupEnd` did not return) is left behind with its communicators, whose memory it keeps
+    stuck      a call that no abort ends (creating a communicator is one) ends with its process; the supervisor starts another one
 
 Must never change: no member votes for a step, and none compares state, before `complete` has let it through.
 """
@@ -22,6 +23,11 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError
+
+ABORT_S = 5.0
+"""An abort that takes longer is left behind."""
+_left: list[dist.ProcessGroup] = []
+"""Groups that nothing may destroy, because that would wait for their abort."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -59,9 +65,13 @@ class DeviceAbort:
                 self._threads.append(threading.Thread(target=_abort, args=(new,), name="abort", daemon=True))
                 self._threads[-1].start()
 
-    def wait(self, limit_s: float | None = None) -> bool:
-        """Waits until all aborts have ended; returns whether they have after `limit_s` (None: wait without limit, because nothing can
-        be destroyed before)."""
+    def finish(self) -> None:
+        """Call it before groups are destroyed: waits for the aborts, and leaves behind the groups of one that does not end."""
+        if not self.wait(ABORT_S):
+            _leave_behind()
+
+    def wait(self, limit_s: float) -> bool:
+        """Waits until all aborts have ended, each for `limit_s` at most; returns whether they have."""
         with self._lock:
             threads = list(self._threads)
         for thread in threads:
@@ -80,6 +90,15 @@ def nccl_backends(groups: Sequence[dist.ProcessGroup]) -> list[Any]:
             if isinstance(backend, dist.ProcessGroupNCCL):
                 found.append(backend)
     return found
+
+
+def _leave_behind() -> None:
+    """Keep torch's groups of NCCL, and keep torch from destroying them."""
+    names = dist.distributed_c10d._world.pg_names
+    left = [group for group in names if nccl_backends([group])]
+    _left.extend(left)
+    for group in left:
+        del names[group]
 
 
 def _abort(backends: Sequence[Any]) -> None:

@@ -199,7 +199,7 @@ class GroupEpoch:
     def drop(self) -> None:
         """Forget the groups. From the thread that made them; safe to call again."""
         self.abort()
-        self._abort.wait()
+        self._abort.finish()
         self.groups.forget()
         if dist.is_initialized():
             with contextlib.suppress(Exception):  # what it complains about was shut on purpose
