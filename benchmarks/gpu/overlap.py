@@ -4,7 +4,7 @@
     python benchmarks/gpu/overlap.py --interpret                # no GPU: the checks alone, tiny, under Triton's interpreter
     python benchmarks/gpu/overlap.py --dry-run                  # what would be measured
 
-NOT YET RUN ON A GPU. Only --interpret and --dry-run have been.
+Run on an H200 once: results/h200-2026-11-26-overlap.json.
 
 Eight ranks live in one process on one device. Seven of them only send: copies on a side stream stand in for links, slowed by idle kernels to a
 share of the product's time. So communication does not compete for a link, but copies and products do compete for memory. All times are device

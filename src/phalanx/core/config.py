@@ -132,7 +132,7 @@ class DispatchConfig:
     transport: Literal["all_to_all", "all_gather"] = "all_to_all"
     """Rows sent to the ranks that need them, or gathered everywhere (for tiny ep)."""
     overlap: str = "serial"
-    """Communication beside the experts' computing: serial (none), coarse:N (N chunks of tokens), fine (tile by tile), auto (by a measured model), tiles (serial, the bits of fine; any schedule as tiles:parts=4,order=arrival,blocks=2), fused (kernels that compute while they receive and send; GPUs of one host, not yet run on one)."""
+    """Communication beside the experts' computing: serial (none), coarse:N (N chunks of tokens), fine (tile by tile), auto (by a measured model), tiles (serial, the bits of fine; any schedule as tiles:parts=4,order=arrival,blocks=2), fused (kernels that compute while they receive and send; GPUs of one host; several have not run it)."""
     left_free: int | None = None
     """Multiprocessors of a GPU that products inside an overlapped layer leave to messages, which get no more. Default: tile by tile none are left and messages take what they like; fused 16."""
 

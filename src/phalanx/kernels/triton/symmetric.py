@@ -7,7 +7,7 @@
 
 Two makers of the same thing: `virtual_arenas` of the lab puts all ranks into one process on one device (a CPU under Triton's interpreter, or one GPU, where copies on a side
 stream stand in for the links); `symmetric_arena` shares memory between the processes of a group through `torch.distributed._symmetric_memory`,
-which torch calls alpha, so all use of it is in that function. Not yet run on a GPU.
+which torch calls alpha, so all use of it is in that function. Not yet run between GPUs.
 
 The flags are memory of our own and not the signal pad of the handle: all groups and torch's own operations share that pad (pytorch #192581). Flags hold call numbers
 (epochs) that only grow. The number is a tensor on the device, so that a captured graph counts on at every replay.

@@ -9,7 +9,7 @@ Carries out, on each rank of an expert-parallel group whose devices reach each o
                 those of the row weights go back in one all-to-all of fixed size
 
 Forward and backward use the same entries, order and buffers; each is one call on the flags. Decides nothing: how the device is divided is `plan/moe/overlap/fused/launch.py`'s, the order of rows
-`plan/moe/overlap/fused/device.py`'s. Not yet run on a GPU (docs/explanation/overlap-gpu.md).
+`plan/moe/overlap/fused/device.py`'s. Its kernels have run on an H200; ranks of their own have not.
 
 Must never change: all ranks of a group make the same calls in the same order; what is kept of the buffers is copied out before this rank's results leave, for then others may
 begin the next call; a call in which a flag was not raised in time gives NaN, so that no step is taken with it, and the next one raises.
