@@ -34,6 +34,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -339,7 +340,7 @@ def _backward_order(
 
 
 class _Flat:
-    """A layout in one flat buffer."""
+    """A layout in one flat buffer, which there is from the first step on: a new generation of an elastic run needs the memory for its state before."""
 
     def __init__(
         self,
@@ -350,29 +351,39 @@ class _Flat:
         rows: CompiledRows | None = None,
     ) -> None:
         """`rows`: compiled kernels that sum the words of what is collected."""
-        device = params[layout.params[0].param.name].device
-        self.key, self.layout = key, layout
-        self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
-        self.views = [
-            self.flat[start : start + local.num_elements].view(local.shape)
-            for local, start in zip(layout.params, layout.starts, strict=True)
-        ]
+        self.key, self.layout, self.item = key, layout, dtype
+        self.device = params[layout.params[0].param.name].device
         self.sums_of_holders = HolderSums(layout.holders) if layout.holders is not None else None
         with_totals = rows is not None and layout.num_shards > 1 and layout.holders is None
         self.known = ShardTotals(layout, dtype, rows) if with_totals and rows is not None else None
-        self.begin()
+        self._forget()
+
+    @cached_property
+    def flat(self) -> torch.Tensor:
+        return torch.zeros(self.layout.length, dtype=self.item, device=self.device)
+
+    @cached_property
+    def views(self) -> list[torch.Tensor]:
+        return [
+            self.flat[start : start + local.num_elements].view(local.shape)
+            for local, start in zip(self.layout.params, self.layout.starts, strict=True)
+        ]
 
     def begin(self) -> None:
-        self.seen = [False] * len(self.views)
+        self._forget()
+        _ = self.views  # all at once, as in every later step
+
+    def _forget(self) -> None:
+        self.seen = [False] * len(self.layout.params)
         if self.known is not None:
             self.known.begin()
         if self.sums_of_holders is not None:
             self.sums_of_holders.begin()
-        self.missing = len(self.views)
+        self.missing = len(self.seen)
         """Parameters whose last gradient of the step is not there."""
         self.sums: list[torch.Tensor] | None = None
         self.started: Exchange | None = None
-        self.shard = self.flat
+        self.shard: torch.Tensor | None = None
 
     def collect(self, index: int, grad: torch.Tensor) -> None:
         if self.known is not None and self.known.collect(index, grad, self.flat, add=self.seen[index]):
@@ -405,7 +416,7 @@ class _Flat:
             return (Segment(0, self._over_holders(self.sums_of_holders, groups, comms)),)
         for name in self._groups(groups)[1:]:
             self._sum_over(name, groups, comms).wait()
-        if self.shard is not self.flat:
+        if self.shard is not None:
             return (Segment(0, self.shard),)
         length, runs = self.layout.shard_length, self.layout.kept_runs
         return tuple(Segment(i * length, self.flat[first:stop]) for i, (first, stop) in enumerate(runs))
@@ -457,6 +468,7 @@ class _Fixed(_Flat):
     ) -> None:
         super().__init__(key, layout, params, torch.int64)
         self.dtype, self.lanes = dtype, lanes
+        self.begin()
         self.totals = [FixedSum(view) for view in self.views]
 
     def by_name(self) -> list[tuple[str, FixedSum]]:
@@ -465,7 +477,7 @@ class _Fixed(_Flat):
     def begin(self) -> None:
         super().begin()
         self.flat.zero_()
-        self.seen = [True] * len(self.views)
+        self.seen = [True] * len(self.seen)
 
     def set_places(self, bits: int) -> None:
         self.bits = bits
