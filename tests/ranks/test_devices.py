@@ -42,7 +42,7 @@ from phalanx.runtime.processes.world import leave_errors_to_run
 from phalanx.train import loop
 from phalanx.train.loop import Trainer
 from phalanx.train.placement import state_transfer
-from phalanx.train.placement.state_transfer import Everyone, Examined, take_state
+from phalanx.train.placement.state_transfer import Everyone, Examined, HeldState, take_state
 from phalanx.train.placement.suspects import Suspects
 from phalanx.train.reporting import RunProgress
 
@@ -241,14 +241,14 @@ def test_state_that_came_from_an_aborted_team_is_not_compared(monkeypatch: pytes
     aborted = [False]
     comms = Collectives(escape=AbortableCall(lambda: aborted[0]))
     everyone = Everyone(comms=comms, axis=Axis("everyone", (0,), 0, None), peers=Peers(), device=ELSEWHERE)
-    plan: Any = SimpleNamespace(params=(), buffers=(), moves=())
+    plan: Any = SimpleNamespace(params=(), buffers=(), waves=((),), moves_of=lambda wave: ())
     told = np.zeros((1, 0), dtype=np.int64)
     found = Examined(plan=plan, suspects=Suspects(), cut={}, pieces=(), told=told)
     monkeypatch.setattr(state_transfer, "move_state", lambda *args, **options: 7)
-    assert take_state(found, None, old=None, everyone=everyone).received_bytes == 7
+    assert take_state(found, None, held=HeldState(None, None), everyone=everyone).received_bytes == 7
     aborted[0] = True
     with pytest.raises(PeerError):
-        take_state(found, None, old=None, everyone=everyone)
+        take_state(found, None, held=HeldState(None, None), everyone=everyone)
 
 
 @pytest.mark.unit

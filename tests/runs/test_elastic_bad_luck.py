@@ -179,7 +179,7 @@ def _stays_behind(folder: Path) -> None:
 
         def adopting(*args: Any, **words: Any) -> None:
             if self.progress.history and team.rank == 1 and _once(folder, "stayed"):
-                vars(self).update({k: before[k] for k in ("trainer", "place", "place_of", "progress", "step hook")})
+                vars(self).update({k: before[k] for k in ("trainer", "held", "place", "place_of", "progress", "hook")})
                 raise PeerError("the last message did not come")
             adopt(self, *args, **words)
 

@@ -197,6 +197,40 @@ def test_members_that_came_from_different_generations() -> None:
         check_plan(run, plan)
 
 
+@pytest.mark.parametrize(
+    ("base", "slots", "zero"), [(FOLDINGS[1], None, 1), (FOLDINGS[2], None, 0), (Folding(world=8), 3, 0)]
+)
+def test_members_that_were_cut_off_in_a_move_hold_some_waves_there_and_the_others_here(
+    base: Folding, slots: int | None, zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wave has all its holders, so with one more loss nothing is missing that was not before; twice in a row."""
+    monkeypatch.setattr("phalanx.plan.recovery.generation.LEAST_WAVE", 1)
+    rng, run = random.Random(7), planner(base, slots=slots, zero=zero)
+    plan = run.plan(after(run.plan(fresh(base.world)), lost=["host0.3.x"]))
+    assert len(plan.waves) >= 8 and sorted(sum(plan.waves, ())) == sorted(run.order)
+    assert sorted(m.name for i in range(len(plan.waves)) for m in plan.moves_of(i)) == sorted(
+        m.name for m in plan.moves
+    )
+    for waves in (rng.randrange(1, len(plan.waves)), len(plan.waves) - 1, 1):
+        facts = [
+            fact
+            if rank >= plan.folding.world
+            else replace(fact, descriptor=plan.descriptor_after(rank, waves, fact.descriptor))
+            for rank, fact in enumerate(plan.members)
+        ]
+        for fact in facts:
+            assert fact.descriptor is not None and read_state_descriptor(fact.descriptor.to_dict()) == fact.descriptor
+        plan = run.plan(shuffled(facts, rng))
+        assert plan.missing == ()
+        check_plan(run, plan)
+    rests, rest = 0, plan.members[0].descriptor
+    while rest is not None:
+        rests, rest = rests + 1, rest.rest
+    assert rests <= 3, "what a later move took as well is not told of again"
+    simple = after(plan, lost=[plan.uids[0]])
+    assert run.plan(simple).missing == ()
+
+
 def test_idle_members_hold_what_they_held() -> None:
     """Three of tp 2: one is idle, and its half is a source if another member is lost before a step was committed."""
     run = planner(Folding(world=4, tp=2))

@@ -78,14 +78,14 @@ def test_a_rank_holds_before_and_afterwards_what_the_layouts_say() -> None:
 def test_messages_are_those_of_the_programs_on_their_clock() -> None:
     """Whatever moves is in the programs of all members; no rank's link carries less than its messages one after another, and each waits for its turn."""
     work = _work(ep=2)
-    exchanges = [op for program in work.moves for op in program.collectives if op.collective == "exchange"]
+    exchanges = [op for program in work.waves[0] for op in program.collectives if op.collective == "exchange"]
     assert sum(op.sent_bytes for op in exchanges) == work.moved_bytes
     assert len(exchanges) == sum(rank.messages for rank in work.ranks) > 0
     constants = replace(NOTHING, message_s=1e-3)
     moved_s = recovery_time(work, constants, step_s=0.0).phases["moved"]
     busiest = max(
         sum(getattr(op, end) is not None for op in program.collectives if op.collective == "exchange")
-        for program in work.moves
+        for program in work.waves[0]
         for end in ("sends_to", "receives_from")
     )
     one_s = 1e-3 * constants.shares(work.members)

@@ -103,7 +103,17 @@ def report(uid: str, step: int, **rest: Any) -> MemberReport:
 
 def test_a_report_is_read_as_it_was_written() -> None:
     descriptor = StateDescriptor(folding=Folding(world=4, tp=2, ep=2), rank=1, slots=((3, (0, 2)),), hosts=(0, 0, 1, 1))
-    about = StateReport(descriptor=descriptor, idle=True, history=3, rack="r1", flops_per_s=1.5)
+    then = replace(descriptor, rank=2, moved=5, rest=descriptor)
+    about = StateReport(
+        descriptor=descriptor,
+        then=then,
+        doubt="e/3/2",
+        passed="e/3/1",
+        idle=True,
+        history=3,
+        rack="r1",
+        flops_per_s=1.5,
+    )
     said = report("a", 4, about=about)
     assert MemberReport.from_json(said.to_json()) == said and said.history == 3
     with pytest.raises(PlanError, match="no state descriptor of a member"):

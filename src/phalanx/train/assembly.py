@@ -51,7 +51,7 @@ def assemble(
     hosts: Sequence[int] | None = None,
     racks: Sequence[int] = (),
 ) -> StepParts:
-    """This rank's part of a freshly initialised run. `num_microbatches` = micro-batches of one step on this rank, empty ones included.
+    """This rank's part of a freshly initialised run; where weights are not drawn, its state has no memory yet (`ShardedState.make_room`). `num_microbatches` = micro-batches of one step on this rank, empty ones included.
 
     `pipeline` (None: 1F1B over the pipeline ranks of the folding, if it has several) decides the stages, whatever `ctx` says of them.
     `rules` is an argument so that `phalanx verify` can plant faults in it. `samples` = micro-batches of one step over all ranks, where ranks
@@ -97,6 +97,7 @@ def _state(model: Decoder, layouts: Mapping[str, FlatLayout], ctx: ModelContext,
         buffers={name: tensor for name, tensor in model.named_buffers() if name in wanted},
         dtype=state_dtype(ctx.dtype),
         moments=moments,
+        has_room=ctx.drawn,
     )
     if ctx.comms.sums is not None:
         state.sums = StateSums(rows=ctx.lanes.rows)

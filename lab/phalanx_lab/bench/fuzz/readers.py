@@ -11,7 +11,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ def _plans() -> list[FuzzReader]:
     return [
         FuzzReader(name="placement", seeds=[placement], changes=(change_json, change_json, change_bytes, change_number), read=_file("p.json", lambda p: read_host_placement(read_json(p, where="--current")).explain())),
         FuzzReader(name="loads", seeds=[json.dumps(loads.tolist()).encode()], changes=(change_json, change_bytes, change_number), read=_file("l.json", lambda p: read_loads(read_json(p, where="--loads")))),
-        FuzzReader(name="state descriptor", seeds=[json.dumps(descriptor.to_dict()).encode()], changes=(change_json, change_number), read=_file("d.json", lambda p: read_state_descriptor(read_json(p, where="d")))),
+        FuzzReader(name="state descriptor", seeds=[json.dumps(d.to_dict()).encode() for d in (descriptor, replace(descriptor, moved=3, rest=descriptor))], changes=(change_json, change_number), read=_file("d.json", lambda p: read_state_descriptor(read_json(p, where="d")))),
     ]  # fmt: skip
 
 

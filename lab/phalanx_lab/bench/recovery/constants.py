@@ -333,7 +333,9 @@ def _put_together(spec: ModelSpec) -> StepParts:
         device=torch.device("cpu"),
         drawn=False,
     )
-    return assemble(ctx, optim=OptimConfig(zero=0), num_microbatches=1)
+    parts = assemble(ctx, optim=OptimConfig(zero=0), num_microbatches=1)
+    parts.state.make_room()
+    return parts
 
 
 def _staying(name: str, shape: Sequence[int]) -> Move:

@@ -122,6 +122,8 @@ def trace(case: TracedCase, current: Any) -> Traced:
         with FakeTensorMode(allow_non_fake_inputs=True), watch, torch.autograd.set_multithreading_enabled(False):
             rank = make_rank(recipe, case, CUDA)
             parts = make_parts(rank, spec, folding, resolve_pipeline(recipe, spec, folding), warm=False, drawn=False)
+            parts.state.make_room()
+            parts.buffers.begin()  # the memory of a step that is not the first
             static_bytes = watch.seen.now_bytes
             _clear(watch.seen)
             batches = [_batch(recipe, parts, case, world, j) for j in range(microbatches_per_rank(recipe, folding))]

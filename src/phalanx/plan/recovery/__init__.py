@@ -26,11 +26,11 @@ if TYPE_CHECKING:
         GRADIENT_ID as GRADIENT_ID,
         REPLACE_ID as REPLACE_ID,
         STATE_ID as STATE_ID,
-        STATE_MOVE_ID as STATE_MOVE_ID,
         expert_moves as expert_moves,
         expert_order as expert_order,
         moves_again as moves_again,
         state_move_order as state_move_order,
+        wave_id as wave_id,
     )
     from phalanx.plan.recovery.recipe import (
         holders_needed as holders_needed,

@@ -7,9 +7,11 @@ Decides, from the members and the state that each holds (`plan/recovery/state_de
     experts    with replicas: `plan/recovery/experts.py`
     moves      of parameters, optimizer state and buffers, the source put together member by member, so that it does not matter whether all come from one
                generation; idle members are sources like others
+    waves      which pieces move together: once all members have a wave, those that held it before let go of it, so that no rank needs memory for its state twice
     missing    state without a holder
 
-Must never change: all members make the same plan from the same facts, in whatever order these arrive; state without a holder is named and never made up.
+Must never change: all members make the same plan from the same facts, in whatever order these arrive; state without a holder is named and never made up; pieces of
+state have one order, whatever the mapping, so that a member that was cut off in a move can say how far it came by a number.
 """
 
 from __future__ import annotations
@@ -57,6 +59,11 @@ from phalanx.plan.reshard import Move
 BUFFER_BYTES = 4
 """Bytes of an element of a buffer (the expert bias), which is fp32 in every run."""
 
+LEAST_WAVE = 64 << 20
+"""Bytes that a rank sends, keeps or receives in a wave at least: to compare plans and to wait for the last message costs more than small states themselves."""
+WAVES = 16
+"""Waves of a large state: a rank holds a sixteenth of its state twice."""
+
 _State = Mapping[str, tuple[tuple[Held, ...], tuple[int, ...]]]
 """State of one rank: name -> (boxes, shape of the local tensor)."""
 
@@ -79,6 +86,8 @@ class GenerationPlan:
     moment_bytes: int = 4
     """Bytes of an element of a moment."""
     buffers: tuple[Move, ...]
+    waves: tuple[tuple[str, ...], ...] = ()
+    """Parameters and buffers that move together, wave by wave, in the order of `RecoveryPlanner.order`."""
     missing: tuple[str, ...]
     """Parameters and buffers of which some part has no holder. Empty: training can continue."""
     exact: bool
@@ -111,6 +120,22 @@ class GenerationPlan:
     def moves(self) -> list[Move]:
         """Moves of all state: master weights and both moments under `KIND/NAME`, then buffers."""
         return [*of_all_kinds(self.params, moment_bytes=self.moment_bytes), *self.buffers]
+
+    def moves_of(self, wave: int) -> list[Move]:
+        """Those of `moves` that are of one wave."""
+        names = {*self.waves[wave]}
+        params, buffers = ([move for move in moves if move.name in names] for moves in (self.params, self.buffers))
+        return [*of_all_kinds(params, moment_bytes=self.moment_bytes), *buffers]
+
+    def descriptor_after(self, rank: int, waves: int, before: StateDescriptor | None) -> StateDescriptor | None:
+        """Where a rank of the mapping stands once so many waves have come. `before`: where it stood."""
+        moved = sum(map(len, self.waves[:waves]))
+        if not moved:
+            return before
+        made = self.state_descriptor(rank)
+        while before is not None and before.moved is not None and before.moved <= moved:
+            before = before.rest
+        return made if waves == len(self.waves) else replace(made, moved=moved, rest=before)
 
     @cached_property
     def hash(self) -> str:
@@ -306,8 +331,22 @@ class RecoveryPlanner:
 
     # ---- what is held
 
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Number of each piece of state: buffers, then parameters family by family, so that what lies in one buffer moves together."""
+        layouts = self._layout(self.base)
+        names = [*sorted(layouts.buffers()), *sorted(layouts.params, key=lambda name: layouts.params[name].family)]
+        return {name: number for number, name in enumerate(names)}
+
     def holds(self, descriptor: StateDescriptor) -> _State:
         """What a member keeps of each parameter's optimizer state, and so of the parameter."""
+        if descriptor.moved is not None:
+            newer = self.holds(descriptor.newest)
+            older = {} if descriptor.rest is None else self.holds(descriptor.rest)
+            has_moved = {name for name, number in self.order.items() if number < descriptor.moved}
+            return {n: s for n, s in newer.items() if n in has_moved} | {
+                n: s for n, s in older.items() if n not in has_moved
+            }
         kind = descriptor.kind(sharded=self.zero > 0)
         if kind not in self._held:
             layouts = self._layout(descriptor.folding)
@@ -358,7 +397,25 @@ class RecoveryPlanner:
             text = f"parts of the dense tensors have {new.dp * new.cp} of the {self.floor} holders that resilience.f asks for, until more members come"
             made = replace(made, notes=(*notes, text))
         params, buffers = self._params(made), self._buffers(made)
-        return replace(made, params=params, buffers=buffers, missing=_missing((*params, *buffers)))
+        moves = (*params, *buffers)
+        return replace(made, params=params, buffers=buffers, waves=self._waves(moves, new), missing=_missing(moves))
+
+    def _waves(self, moves: Sequence[Move], new: Folding) -> tuple[tuple[str, ...], ...]:
+        """Pieces in their order, cut where a rank would send, keep or receive too much at once."""
+        each, sizes = self.state_bytes + 2 * self.moment_bytes, dict[int, int]()
+        for layout in (side for move in moves for side in (move.src, move.dst)):
+            if id(layout) not in sizes:
+                sizes[id(layout)] = each * max((sum(h.box.num_elements for h in of) for of in layout.held), default=0)
+        bytes_of = {move.name: max(sizes[id(move.src)], sizes[id(move.dst)]) for move in moves}
+        limit = max(LEAST_WAVE, sum(bytes_of.values()) // (WAVES * new.pp))
+        waves, room = [list[str]()], limit
+        for name in sorted(bytes_of, key=self.order.__getitem__):
+            room -= bytes_of[name]
+            if room < 0 and waves[-1]:
+                waves.append([])
+                room = limit - bytes_of[name]
+            waves[-1].append(name)
+        return tuple(map(tuple, waves))
 
     def _lacks(self, new: Folding) -> _Lacking:
         """Dense tensors without a holder, where experts have replicas: those follow the members."""
@@ -411,16 +468,18 @@ class RecoveryPlanner:
     def _buffers(self, plan: GenerationPlan) -> tuple[Move, ...]:
         """Whole on every rank that has the layer."""
         out = []
-        foldings = {fact.descriptor.folding for fact in plan.members if fact.descriptor is not None}
-        of_folding = {folding: self._layout(folding).buffers() for folding in foldings}
+        of_folding: dict[Folding, Mapping[str, TensorLayout]] = {}
         for name, target in self._layout(plan.folding).buffers().items():
             ranks, held, shapes = [], [], []
             for i, fact in enumerate(plan.members):
-                if fact.descriptor is None:
+                stands = None if fact.descriptor is None else fact.descriptor.of(self.order[name])
+                if stands is None:
                     continue
-                of = of_folding[fact.descriptor.folding][name]
-                if fact.descriptor.rank in of.ranks:
-                    at = of.ranks.index(fact.descriptor.rank)
+                if stands.folding not in of_folding:
+                    of_folding[stands.folding] = self._layout(stands.folding).buffers()
+                of = of_folding[stands.folding][name]
+                if stands.rank in of.ranks:
+                    at = of.ranks.index(stands.rank)
                     ranks.append(i)
                     held.append(of.held[at])
                     shapes.append(of.local_shapes[at])
@@ -445,13 +504,13 @@ class _Lacking:
         key = self._kind_of(fact), self._target_kinds[rank]
         if key not in self._known:
             want = self._dense(self._targets[rank])
-            have = {} if fact.descriptor is None else self._dense(replace(fact.descriptor, slots=()))
+            have = {} if fact.descriptor is None else self._dense(replace(fact.descriptor.newest, slots=()))
             self._known[key] = sum(_lacking(have.get(name, ()), boxes) for name, boxes in want.items())
         return self._known[key]
 
     def _kind_of(self, fact: Fact) -> Kind | None:
         if fact.uid not in self._member_kinds:
-            at = fact.descriptor
+            at = None if fact.descriptor is None else fact.descriptor.newest
             self._member_kinds[fact.uid] = None if at is None else replace(at, slots=()).kind(sharded=self._sharded)
         return self._member_kinds[fact.uid]
 

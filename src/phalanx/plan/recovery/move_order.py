@@ -1,6 +1,6 @@
 """What a move of state that a run records was planned from, as plain data, and the same move again.
 
-    heal/state         members of the new generation with where the state of each stands, and pieces that are no sources: `plan/recovery/generation.py` plans again
+    heal/state[/WAVE]  members of the new generation with where the state of each stands, and pieces that are no sources: `plan/recovery/generation.py` plans again
     replace/KIND       mapping, and where the experts of each pipeline stage were and are to be
     replace/state      the same: what comes to each rank of all kinds, beside a step (`plan/placement/arrivals.py`)
     replace/gradient   the same: its gradients, at the end of that step
@@ -24,13 +24,18 @@ from phalanx.plan.recovery.state_descriptor import Fact, read_state_descriptor
 from phalanx.plan.reshard import Move
 
 STATE_MOVE_ID = "heal/state"
-"""Name under which members of a new generation record their messages."""
+"""Name under which members of a new generation record their messages; of a later wave with its number behind it."""
 REPLACE_ID = "replace"
 """Beginning of the ids of experts that are placed anew; behind it the kind of state."""
 STATE_ID, GRADIENT_ID = f"{REPLACE_ID}/state", f"{REPLACE_ID}/gradient"
 """Names of what comes beside a step, and of what comes at its end."""
 
 ByStage = Mapping[int, LayerPlacements]
+
+
+def wave_id(wave: int) -> str:
+    """Name of the messages of a wave of state."""
+    return f"{STATE_MOVE_ID}/{wave}" if wave else STATE_MOVE_ID
 
 
 def state_move_order(plan: GenerationPlan, left_out: Sequence[tuple[int, str, Box]]) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def expert_moves(
 def moves_again(op_id: str, order: Mapping[str, Any], planner: RecoveryPlanner) -> list[Move]:
     """The moves that were ordered, in a run of `planner`. Raises `DataError` for an order that cannot be read, `PlanError` for one that the run cannot have given."""
     try:
-        if op_id == STATE_MOVE_ID:
+        if op_id.startswith(STATE_MOVE_ID):
             facts = [
                 Fact(uid=uid, machine=machine, rack=rack, descriptor=None if at is None else read_state_descriptor(at))
                 for uid, machine, rack, at in order["members"]
@@ -72,7 +77,8 @@ def moves_again(op_id: str, order: Mapping[str, Any], planner: RecoveryPlanner) 
                 (int(who), str(name), Box(tuple(offsets), tuple(sizes)))
                 for who, name, offsets, sizes in order["left_out"]
             ]
-            return planner.plan(facts).without(wrong).moves
+            plan = planner.plan(facts).without(wrong)
+            return plan.moves_of([wave_id(wave) for wave in range(len(plan.waves))].index(op_id))
         folding = Folding(**order["folding"])
         before, after = (_from_data(order[side]) for side in ("before", "after"))
     except (KeyError, TypeError, ValueError) as err:

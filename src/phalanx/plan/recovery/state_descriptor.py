@@ -30,6 +30,21 @@ class StateDescriptor:
     several hosts."""
     racks: tuple[int, ...] = ()
     """Rack of each rank, as `hosts`; empty: nothing is known of racks."""
+    moved: int | None = None
+    """Pieces of state, in the order of `RecoveryPlanner.order`, of which this is true, where a move of state was broken off; None: of all."""
+    rest: StateDescriptor | None = None
+    """Where the other pieces stand; None: they are not held."""
+
+    def of(self, number: int) -> StateDescriptor | None:
+        """Where piece `number` stands; None: it is not held."""
+        if self.moved is None or number < self.moved:
+            return self
+        return None if self.rest is None else self.rest.of(number)
+
+    @property
+    def newest(self) -> StateDescriptor:
+        """The same as if all pieces stood where the first do."""
+        return self if self.moved is None else replace(self, moved=None, rest=None)
 
     def kind(self, *, sharded: bool) -> Kind:
         """Standings of one kind hold the same. `sharded`: optimizer state is cut over ranks."""
@@ -53,6 +68,7 @@ class StateDescriptor:
             "slots": [[layer, list(held)] for layer, held in self.slots],
             "hosts": list(self.hosts),
             "racks": list(self.racks),
+            **({} if self.moved is None else {"moved": self.moved, "rest": self.rest and self.rest.to_dict()}),
         }
 
 
@@ -68,9 +84,11 @@ def read_state_descriptor(data: Mapping[str, Any]) -> StateDescriptor:
             slots=tuple((int(layer), tuple(int(e) for e in held)) for layer, held in data["slots"]),
             hosts=tuple(int(h) for h in data["hosts"]),
             racks=tuple(int(r) for r in data["racks"]),
+            moved=None if data.get("moved") is None else int(data["moved"]),
+            rest=None if data.get("rest") is None else read_state_descriptor(data["rest"]),
         )
         found.folding.check()
-    except (KeyError, TypeError, ValueError, OverflowError, PhalanxError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, PhalanxError) as error:
         rule = f"is no state descriptor of a member: {type(error).__name__} {error}"
         raise PlanError(
             [Problem(where="state_descriptor", value=None, rule=rule)], subject="a member's report"
@@ -90,7 +108,11 @@ class StateReport:
     descriptor: StateDescriptor | None = None
     """Where its state stands; None: it has none, or is idle."""
     then: StateDescriptor | None = None
-    """Where its state stands once the step that it voted for is committed, where experts move with that step."""
+    """Where its state stands once the step that it voted for is committed, where experts move with that step; or once the wave that it is in doubt about counts."""
+    doubt: str = ""
+    """The wave of a move of state that has come, of which it does not know whether all members have theirs; empty: there is none."""
+    passed: str = ""
+    """The last wave of which it knows that all members of its generation have it."""
     idle: bool = False
     """The mapping had no rank for it: it holds the state before the step that it voted for."""
     history: int = 0

@@ -9,6 +9,8 @@ keepers, copies of others' shards come after it.
               keepers, messages to those that have not rounded them themselves (`plan/layout/shard_copies.py: publication`).
               Experts with replicas whose state is sharded over their holders: each part goes to the other holders
 
+Where masters and moments are to come from elsewhere they get their memory bucket by bucket (`make_room`), as they come.
+
 Must never change: parameters equal the rounded master weights of all shards after `publish`; masters are never rounded
 below fp32; each element of a logical tensor has exactly one `primary` holder; all keepers of a shard have the same bits of it.
 """
@@ -16,8 +18,8 @@ below fp32; each element of a logical tensor has exactly one `primary` holder; a
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -99,6 +101,18 @@ class FamilyState:
             for piece, at in self.layout.kept_pieces(start, stop)
         )
 
+    def has_any(self, names: Container[str] | None) -> bool:
+        """Whether any of these parameters (None: all there are) lies in it."""
+        return names is None or any(local.param.name in names for local in self.layout.params)
+
+    def with_room(self) -> FamilyState:
+        """The same, with memory for masters and moments, all zeros."""
+
+        def room(kind: torch.Tensor) -> torch.Tensor:
+            return in_huge_pages(torch.empty_like(kind, device=self.flat.device)).zero_()
+
+        return replace(self, master=room(self.master), exp_avg=room(self.exp_avg), exp_avg_sq=room(self.exp_avg_sq))
+
     def round_masters(self) -> None:
         """Parameters of all that is kept, from the masters."""
         parts = self._kept_parts() if self.rounded is None else [self.rounded]
@@ -124,7 +138,7 @@ class FamilyState:
 class ShardedState:
     """Optimizer state of one rank. Taking it over makes `params` views of flat buffers (same values).
 
-    `dtype` of masters, `moments` of both moments (None: the same). `buffers` are untrained tensors that belong to the run's state (the expert bias), replicated on all ranks, by logical name.
+    `dtype` of masters, `moments` of both moments (None: the same). `has_room` False: neither has memory yet, nor do `params` have values. `buffers` are untrained tensors that belong to the run's state (the expert bias), replicated on all ranks, by logical name.
     """
 
     KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -139,16 +153,24 @@ class ShardedState:
         buffers: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
         moments: torch.dtype | None = None,
+        has_room: bool = True,
     ) -> None:
         self.groups = groups
         self.buffers = dict(buffers)
         self.families = {
-            family: _take_over(params, layout, dtype, moments or dtype) for family, layout in layouts.items()
+            family: _take_over(params, layout, dtype, moments or dtype, has_room=has_room)
+            for family, layout in layouts.items()
         }
         self.sums: StateSums | None = None
         """Where the state is checked for bits that change at rest."""
         self.is_published = True
         """Whether every parameter is the rounded master; not between an update and `publish`."""
+
+    def make_room(self, names: Container[str] | None = None) -> None:
+        """Memory for the buckets with masters and moments of these parameters (None: all) that have none yet."""
+        for key, family in self.families.items():
+            if family.master.is_meta and family.has_any(names):
+                self.families[key] = family.with_room()
 
     def item_bytes(self, kind: str) -> int:
         """Bytes of an element of a kind of state."""
@@ -190,10 +212,12 @@ class ShardedState:
         for name, state in self.families.items():
             self.sums.at_rest(name, {kind: state.parts(kind) for kind in self.KINDS})
 
-    def boxes(self) -> list[BoxTensor]:
-        """Everything a checkpoint holds, as views: `master/`, `exp_avg/`, `exp_avg_sq/` + parameter, `buffer/` + name."""
+    def boxes(self, names: Container[str] | None = None) -> list[BoxTensor]:
+        """Everything a checkpoint holds, as views: `master/`, `exp_avg/`, `exp_avg_sq/` + parameter, `buffer/` + name. `names`: no buckets without any of these."""
         out = []
         for state in self.families.values():
+            if not state.has_any(names):
+                continue
             primary = self._is_primary(state.layout)
             for kind in self.KINDS:
                 out += _shard_boxes(state, kind, primary=primary)
@@ -227,21 +251,23 @@ def _publish_shards(state: FamilyState, axis: Axis, comms: Collectives, *, op_id
 
 
 def _take_over(
-    params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: torch.dtype, moments: torch.dtype
+    params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: torch.dtype, moments: torch.dtype, *, has_room: bool
 ) -> FamilyState:
     some = params[layout.params[0].param.name]
     flat = in_huge_pages(torch.zeros(layout.length, dtype=some.dtype, device=some.device))
     for local, start in zip(layout.params, layout.starts, strict=True):
         param = params[local.param.name]
         view = flat[start : start + local.num_elements].view(local.shape)
-        view.copy_(param.detach())
+        if has_room:
+            view.copy_(param.detach())
         param.data = view
     rounded = None
     if layout.scattered is not None:
         rounded = torch.cat([flat[start:stop] for start, stop in layout.kept_runs])
-    master = in_huge_pages(torch.empty(layout.kept_length, dtype=dtype, device=some.device))
+    where = some.device if has_room else torch.device("meta")
+    master = in_huge_pages(torch.empty(layout.kept_length, dtype=dtype, device=where))
     at = 0
-    for start, stop in layout.kept_runs:
+    for start, stop in layout.kept_runs if has_room else ():
         master[at : at + stop - start].copy_(flat[start:stop])
         at += stop - start
     return FamilyState(

@@ -7,7 +7,7 @@ parameters, without ever making a whole buffer. Must never change: a view of a b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,11 +52,12 @@ class ShardView:
         raise IndexError(f"{box} of a local tensor {tuple(self.shape)} is not in what this rank keeps")
 
 
-def shard_views(state: ShardedState, kind: str) -> dict[str, ShardView]:
-    """This rank's `master`, `exp_avg` or `exp_avg_sq` of each parameter."""
+def shard_views(state: ShardedState, kind: str, names: Container[str] | None = None) -> dict[str, ShardView]:
+    """This rank's `master`, `exp_avg` or `exp_avg_sq` of each parameter. `names`: no buckets without any of these."""
     return {
         name: view
         for family in state.families.values()
+        if family.has_any(names)
         for name, view in views_of(family.layout, getattr(family, kind)).items()
     }
 

@@ -24,7 +24,7 @@ from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.layout import STATE_KINDS, cells
 from phalanx.plan.mapping import Folding
 from phalanx.plan.program import Op, StepProgram, move_program
-from phalanx.plan.recovery import STATE_MOVE_ID, GenerationPlan, RecoveryPlanner
+from phalanx.plan.recovery import GenerationPlan, RecoveryPlanner, wave_id
 from phalanx.plan.reshard import Hosts, Move, equal_hosts, plan_reshard
 from phalanx.simulate.hardware import Cost
 from phalanx.simulate.program import run_moves
@@ -37,6 +37,8 @@ MEET_TRIPS = 6
 GATHERS = 5
 """Gathers of small objects among all members: checkpoint folder, plans with checksums, hash of the moves, checksums again,
 micro-batches agreed."""
+WAVE_GATHERS = 2
+"""More for each wave of state after the first: hash of its moves, checksums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +127,8 @@ class RecoveryWork:
     """Pairs of a tensor of state, each kind by itself, and a rank that holds some of it."""
     ranks: tuple[RankRecoveryWork, ...]
     """Those that differ."""
-    moves: tuple[StepProgram, ...] = ()
-    """Messages of state, of all members; none where no plan was made: then the counts of `ranks` stand for them."""
+    waves: tuple[tuple[StepProgram, ...], ...] = ()
+    """Messages of state, of all members, wave by wave; none where no plan was made: then the counts of `ranks` stand for them."""
 
     @property
     def moved_bytes(self) -> int:
@@ -137,15 +139,14 @@ class RecoveryWork:
 def recovery_work(planner: RecoveryPlanner, plan: GenerationPlan, *, lost: int, itemsize: int) -> RecoveryWork:
     """Work of the generation of `plan`, which `planner` made, `lost` members fewer than before. `itemsize`: bytes of a parameter
     in the compute type."""
-    moves = plan.moves
-    reshard, everyone = plan_reshard(moves, _hosts_of(plan)), range(len(plan.members))
+    everyone = range(len(plan.members))
+    waves = [plan_reshard(plan.moves_of(wave), _hosts_of(plan)) for wave in range(len(plan.waves))]
     cut = {m.name: cells(h.box for side in (m.src, m.dst) for of in side.held for h in of) for m in plan.params}
     own, each = planner.state_bytes, planner.state_bytes + 2 * planner.moment_bytes
     ranks = []
     for rank in everyone:
-        hops, copies = reshard.program(rank), reshard.copies(rank)
-        parts = [part for part in copies if part.move < len(moves)]
-        kept = sum(part.box.num_elements * moves[part.move].itemsize for part in parts)
+        hops = [(hop, wave.moves) for wave in waves for hop in wave.program(rank)]
+        copies = [(part, wave.moves) for wave in waves for part in wave.copies(rank)]
         held, held_pieces = _held(plan.params, cut, rank, source=True)
         state, pieces = _held(plan.params, cut, rank, source=False)
         ranks.append(
@@ -156,11 +157,11 @@ def recovery_work(planner: RecoveryPlanner, plan: GenerationPlan, *, lost: int, 
                 held_bytes=held * each // own,
                 held_pieces=len(STATE_KINDS) * held_pieces,
                 pieces=len(STATE_KINDS) * pieces,
-                kept_bytes=kept,
-                copies=len(parts),
+                kept_bytes=sum(part.num_bytes(moves) for part, moves in copies),
+                copies=len(copies),
                 messages=len(hops),
-                sent_bytes=sum(_hop_bytes(h.parts, moves) for h in hops if h.src == rank),
-                received_bytes=sum(_hop_bytes(h.parts, moves) for h in hops if h.dst == rank),
+                sent_bytes=sum(_hop_bytes(hop.parts, moves) for hop, moves in hops if hop.src == rank),
+                received_bytes=sum(_hop_bytes(hop.parts, moves) for hop, moves in hops if hop.dst == rank),
             )
         )
     return RecoveryWork(
@@ -169,9 +170,12 @@ def recovery_work(planner: RecoveryPlanner, plan: GenerationPlan, *, lost: int, 
         lost=lost,
         members=len(plan.members),
         groups=num_groups(plan.folding, members=len(plan.members)),
-        planned=sum(max(len(m.src.ranks), len(m.dst.ranks)) for m in moves),
+        planned=sum(max(len(m.src.ranks), len(m.dst.ranks)) for m in plan.moves),
         ranks=tuple(ranks),
-        moves=tuple(move_program(reshard, rank, ranks=everyone, op_id=STATE_MOVE_ID) for rank in everyone),
+        waves=tuple(
+            tuple(move_program(wave, rank, ranks=everyone, op_id=wave_id(number)) for rank in everyone)
+            for number, wave in enumerate(waves)
+        ),
     )
 
 
@@ -292,8 +296,9 @@ def _moved_s(work: RecoveryWork, c: Constants, share: float) -> float:
 
 def _carried_s(work: RecoveryWork, c: Constants, share: float) -> float:
     """Small objects among all, and messages of state: one in and one out of a rank at a time, each once what it carries has come."""
-    gathers = GATHERS * c.gather_s if work.members > 1 else 0.0
-    if not work.moves:
+    each = GATHERS + WAVE_GATHERS * max(0, len(work.waves) - 1)
+    gathers = each * c.gather_s if work.members > 1 else 0.0
+    if not work.waves:
         return gathers + share * max(
             r.messages * c.message_s + max(r.sent_bytes, r.received_bytes) * c.message_s_per_byte for r in work.ranks
         )
@@ -303,7 +308,7 @@ def _carried_s(work: RecoveryWork, c: Constants, share: float) -> float:
             return Cost(share * (c.message_s + op.sent_bytes * c.message_s_per_byte), 0.0, "measured")
         return Cost(0.0, 0.0, "counted among the small objects")
 
-    return gathers + run_moves(work.moves, cost).seconds
+    return gathers + sum(run_moves(wave, cost).seconds for wave in work.waves)
 
 
 def step_after(step_s: float, *, samples: int, before: Folding, after: Folding, cores: float) -> float:

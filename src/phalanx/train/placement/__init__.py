@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from phalanx.train.placement.state_transfer import (
         Everyone as Everyone,
         Examined as Examined,
+        HeldState as HeldState,
         Moved as Moved,
         examine as examine,
         take_state as take_state,

@@ -187,7 +187,7 @@ class Rebalancer:
     def formed(self, step: int) -> None:
         """Members were lost or came after `step` steps, and experts lie as was quickest: balance follows soon, when training goes on again."""
         self.again = step + max(1, self.interval // SOON) if step else 0
-        self._asked, self._is_warm = None, False
+        self._is_warm = False
         self._helper.drop()
         self.drop()
 
@@ -195,7 +195,7 @@ class Rebalancer:
         """What is under way to others is of no use any more; nothing that is held has changed."""
         if self._relocation is not None:
             self._relocation[1].drop()
-        self._relocation = None
+        self._relocation = self._asked = None
 
     def due(self, step: int) -> bool:
         """Whether a decision follows step `step`: the same on all ranks."""
@@ -414,7 +414,7 @@ def _rebuilt(parts: StepParts, rank: Rank, spec: ModelSpec, placement: LayerPlac
     """Modules, buffers and empty state for another placement, over the groups and counters that there are. Collective."""
     train = rank.recipe.train
     ctx = make_context(rank, spec, parts.groups.folding, parts.pipeline, placement)
-    return assemble(
+    made = assemble(
         dataclasses.replace(ctx, groups=parts.groups, comms=parts.comms, drawn=False),
         optim=rank.recipe.optim,
         num_microbatches=num_rounds(train.global_batch // train.micro_batch, owners=parts.groups.folding.replicas),
@@ -425,6 +425,8 @@ def _rebuilt(parts: StepParts, rank: Rank, spec: ModelSpec, placement: LayerPlac
         hosts=where.hosts,
         racks=where.racks,
     )
+    made.state.make_room()
+    return made
 
 
 def _moves_of(relocation: _Relocation, parts: StepParts) -> list[Move]:

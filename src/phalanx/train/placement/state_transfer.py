@@ -1,20 +1,20 @@
 """State of a run from the members that have it to those that lack it, and the proof that all have the same.
 
     examine       every member tells checksums of what it holds; who is outvoted is no source (`train/placement/suspects.py`)
-    take_state    what moves, moves; then all compare checksums of what they held and what they hold now
+    take_state    wave by wave: what moves, moves; all compare checksums of what they held and what they hold now; what was held goes
 
-Decides nothing: `plan/recovery/generation.py` says what moves. Must never change: what a member holds stays as it was until every element of the new state is there and
-all members have compared checksums, so a member that is lost meanwhile costs another attempt and nothing else.
+Decides nothing: `plan/recovery/generation.py` says what moves in which wave. Must never change: what a member holds of a wave stays as it was until every element of the wave is there on all
+members and they have compared checksums, so a member that is lost meanwhile costs another attempt and nothing else.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from phalanx.core.errors import PeerError, RunError
 from phalanx.kernels.cpu.checksum import checksums as device_sums
 from phalanx.plan.layout import STATE_KINDS, Box, TensorLayout, cells
-from phalanx.plan.recovery import STATE_MOVE_ID, GenerationPlan
+from phalanx.plan.recovery import GenerationPlan, StateDescriptor, wave_id
 from phalanx.plan.reshard import Hosts, Move
 from phalanx.runtime.comm import Axis, Collectives, Peers
 from phalanx.runtime.reshard import Resharder
 from phalanx.runtime.state import BoxTensor, ShardedState, shard_views
 from phalanx.train import MoveRecorder
-from phalanx.train.placement.suspects import NONE, StatePiece, Sums, Suspects, all_agree, find_suspects, row_of, sums_of
+from phalanx.train.placement.suspects import NONE, StatePiece, Suspects, all_agree, find_suspects, row_of, sums_of
 from phalanx.train.step import StepParts
 
 
@@ -63,25 +63,24 @@ class Examined:
     """(members, pieces): checksums of what is to be trusted (`suspects.row_of`)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Moved:
+class Moved(NamedTuple):
     """What the state of one generation took."""
 
-    received_bytes: int
-    checked: int
+    received_bytes: int = 0
+    checked: int = 0
     """Pieces that all holders have alike."""
     repeated: int = 0
     """How often state was sent again, because a member had received it differently."""
 
 
-def examine(plan: GenerationPlan, *, old: ShardedState | None, everyone: Everyone) -> Examined:
-    """What holders of the same piece say of it. `old`: this member's state, None where it has none. Collective.
+def examine(plan: GenerationPlan, *, held: HeldState, everyone: Everyone) -> Examined:
+    """What holders of the same piece say of it. Collective.
 
     Raises `RunError` on all members where they have made different plans.
     """
     cut = cut_of(plan)
     pieces = pieces_of(plan, cut)
-    mine = checksums(old.boxes(), cut=cut) if old is not None else {}
+    mine = checksums(held.boxes, cut=cut)
     row, wrong = b"", ""
     try:
         row = row_of(mine, pieces).tobytes()
@@ -119,49 +118,74 @@ def take_state(
     found: Examined,
     parts: StepParts | None,
     *,
-    old: ShardedState | None,
+    held: HeldState,
     everyone: Everyone,
     record: MoveRecorder | None = None,
 ) -> Moved:
-    """Fill `parts.state` from the members that hold state, and publish it. `parts` None: this member is idle, and only gives. Collective.
+    """Fill `parts.state` wave by wave from what members hold, and publish it. `parts` None: this member is idle, and only gives. Collective.
 
     What arrives otherwise than it was sent is sent once more. Raises `PeerError` where a member is lost, or some member still has other bits (which raises `RunError` itself, and so leaves the
     run); what the others hold stays. `RunError` on all members where it cannot be said who is wrong.
     """
-    plan, new = found.plan, None if parts is None else parts.state
     resharder = Resharder(everyone.comms, everyone.axis, hosts=everyone.hosts)
-    received, wrong = 0, list[int]()
-    for times in range(1, MOVES + 1):
-        # all at once: to compare plans and to wait for the last message costs more than small states themselves
+    waves = [
+        _take_wave(found, wave, parts, held=held, everyone=everyone, resharder=resharder, record=record)
+        for wave in range(len(found.plan.waves))
+    ]
+    return Moved(*(sum(part) for part in zip(*waves, strict=True)))
+
+
+def _take_wave(
+    found: Examined,
+    wave: int,
+    parts: StepParts | None,
+    *,
+    held: HeldState,
+    everyone: Everyone,
+    resharder: Resharder,
+    record: MoveRecorder | None,
+) -> Moved:
+    """One wave, which takes the place of what was held of it once all members have theirs."""
+    plan, names = found.plan, frozenset(found.plan.waves[wave])
+    places = [i for i, piece in enumerate(found.pieces) if _name_of(piece.name) in names]
+    pieces, told = [found.pieces[i] for i in places], found.told[:, places]
+    new, moves, received = {}, plan.moves_of(wave), 0
+    if parts is not None:
+        parts.state.make_room(names)
+        new = _tensors_of(parts.state, names)
+    for times in range(MOVES):
         received += move_state(
             resharder,
-            plan.moves,
-            _tensors(old),
-            _tensors(new),
-            op_id=STATE_MOVE_ID,
-            record=record if times == 1 else None,
+            moves,
+            held.tensors,
+            _for_moves(new),
+            op_id=wave_id(wave),
+            record=None if times else record,
         )
-        mine: Sums = {}
-        if parts is not None:
+        if parts is not None and wave == len(plan.waves) - 1:
             parts.state.restore(parts.comms)
         everyone.comms.complete(everyone.device)
+        mine = checksums([box for of in new.values() for box in of.boxes], cut=found.cut)
         if parts is not None:
-            mine = checksums(parts.state.boxes(), cut=found.cut)
-        now = _rows(everyone.peers.gather(row_of(mine, found.pieces).tobytes()))
-        rows = np.concatenate([found.told, now])
+            held.offer(plan, everyone.peers.rank, wave, new)
+        now = _rows(everyone.peers.gather(row_of(mine, pieces).tobytes()))
+        rows = np.concatenate([told, now])
         if all_agree(rows):
-            checked = int(np.count_nonzero((rows != NONE).any(axis=0)))
-            return Moved(received_bytes=received, checked=checked, repeated=times - 1)
-        wrong = differing(found.told, now)
+            held.accept()
+            return Moved(received, int(np.count_nonzero((rows != NONE).any(axis=0))), times)
+        held.withdraw()
+        wrong = differing(told, now)
         if not wrong:
-            compare([sums_of(row, found.pieces) for row in rows])  # says what differs
-    if everyone.peers.rank in wrong:
-        raise RunError(
-            f"this member received other bits than were sent to it, {MOVES} times in a row: its memory or its network is not sound"
-        )
-    raise PeerError(
-        f"members {', '.join(map(str, wrong))} received other bits than were sent to them, {MOVES} times in a row"
-    )
+            compare([sums_of(row, pieces) for row in rows])  # says what differs
+    raise _not_sound(wrong, everyone.peers.rank)
+
+
+def _not_sound(wrong: Sequence[int], rank: int) -> Exception:
+    """The error of `rank` where these have received other bits again and again."""
+    times = f"received other bits than were sent to {{}}, {MOVES} times in a row"
+    if rank in wrong:
+        return RunError(f"this member {times.format('it')}: its memory or its network is not sound")
+    return PeerError(f"members {', '.join(map(str, wrong))} {times.format('them')}")
 
 
 MOVES = 2
@@ -183,12 +207,94 @@ def differing(told: NDArray[np.int64], now: NDArray[np.int64]) -> list[int]:
     return sorted(wrong)
 
 
-def _tensors(state: ShardedState | None) -> dict[str, Any]:
-    """Tensors by kind and parameter, and buffers by name."""
-    if state is None:
-        return {}
-    views = {f"{kind}/{name}": view for kind in STATE_KINDS for name, view in shard_views(state, kind).items()}
-    return {**views, **state.buffers}
+class _Held(NamedTuple):
+    """Masters and moments of a parameter by kind, or a buffer under an empty one; `boxes` of the same memory."""
+
+    tensors: dict[str, Any]
+    boxes: list[BoxTensor]
+
+
+def _tensors_of(state: ShardedState, names: Container[str] | None = None) -> dict[str, _Held]:
+    """By parameter and buffer. `names`: of these alone."""
+    found: dict[str, _Held] = {}
+    for box in state.boxes(names):
+        found.setdefault(_name_of(box.name), _Held({}, [])).boxes.append(box)
+    for kind in STATE_KINDS:
+        for name, view in shard_views(state, kind, names).items():
+            found.setdefault(name, _Held({}, [])).tensors[kind] = view
+    for name, buffer in state.buffers.items():
+        found[name].tensors[""] = buffer
+    return found if names is None else {name: of for name, of in found.items() if name in names}
+
+
+def _for_moves(held: Mapping[str, _Held]) -> dict[str, Any]:
+    """Tensors as moves call them."""
+    return {f"{kind}/{name}" if kind else name: x for name, of in held.items() for kind, x in of.tensors.items()}
+
+
+def _name_of(tensor: str) -> str:
+    """The parameter or buffer of `KIND/NAME`."""
+    return tensor.split("/", 1)[1]
+
+
+class HeldState:
+    """What a member holds of the state while a generation forms, tensor by tensor: the memory of a bucket goes with its last tensor.
+
+    A wave that has come is *offered* before the others hear of it, and there beside what was held before, until this member knows that all have theirs. Where it never hears,
+    the next generation tells: if any member has passed that wave, all had theirs.
+    """
+
+    def __init__(self, state: ShardedState | None, descriptor: StateDescriptor | None, *, passed: str = "") -> None:
+        """`passed`: the last wave of which this member knows that all have it."""
+        self._held = {} if state is None else _tensors_of(state)
+        self.descriptor, self.passed = descriptor, passed
+        self._move, self._before = "", descriptor
+        self._offered: _Offer | None = None
+
+    @property
+    def boxes(self) -> list[BoxTensor]:
+        return [box for of in self._held.values() for box in of.boxes]
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        return _for_moves(self._held)
+
+    @property
+    def doubt(self) -> str:
+        """The wave that is offered; empty: there is none."""
+        return "" if self._offered is None else self._offered.wave
+
+    @property
+    def then(self) -> StateDescriptor | None:
+        """Where it stands if that counts."""
+        return None if self._offered is None else self._offered.then
+
+    def begin(self, move: str) -> None:
+        """Take part in another move of state."""
+        self._offered, self._move, self._before = None, move, self.descriptor
+
+    def offer(self, plan: GenerationPlan, rank: int, wave: int, new: Mapping[str, _Held]) -> None:
+        """What came of a wave to `rank` is complete."""
+        then = plan.descriptor_after(rank, wave + 1, self._before)
+        self._offered = _Offer(f"{self._move}/{wave}", then, frozenset(plan.waves[wave]), new)
+
+    def accept(self) -> None:
+        """All have what is offered: it takes the place of what was held of the same."""
+        if self._offered is not None:
+            self.passed, self.descriptor, names, new = self._offered
+            self._held = {name: of for name, of in self._held.items() if name not in names} | dict(new)
+            self._offered = None
+
+    def withdraw(self) -> None:
+        """What is offered is not to be used."""
+        self._offered = None
+
+
+class _Offer(NamedTuple):
+    wave: str
+    then: StateDescriptor | None
+    names: frozenset[str]
+    new: Mapping[str, _Held]
 
 
 TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -226,7 +332,7 @@ def checksums(boxes: Sequence[BoxTensor], *, cut: Mapping[str, Sequence[Box]]) -
     """Checksum of each piece of state: a box of a tensor, or, of a parameter in `cut`, each of its parts, whatever else is held with it."""
     found: dict[StatePiece, torch.Tensor] = {}
     for held in boxes:
-        for cell in cut.get(held.name.split("/", 1)[1], (held.box,)):
+        for cell in cut.get(_name_of(held.name), (held.box,)):
             if cell == held.box:
                 found[StatePiece(held.name, cell)] = held.tensor
             elif held.box.contains(cell):

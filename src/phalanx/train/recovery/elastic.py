@@ -1,16 +1,16 @@
 """A member of an elastic run: it trains on when others die or come, inside its process. A `Body` of `runtime/membership/member.py`.
 
 Each generation has a `Trainer` of its own (groups, modules, buffers for its mapping), filled from what its members hold. What must outlive a generation lives
-here: progress, the step hook, and the last trainer's state until the next one has taken it over.
+here: progress, the step hook, and the last trainer's state until the next one has taken it over, wave by wave.
 
     order     the plan of the generation (`plan/recovery/generation.py`): mapping, ranks, what moves
-    enter     build ─ examine, move and compare state (`train/placement/state_transfer.py`), or read the newest checkpoint ─ adopt
+    enter     drop all of the last trainer but masters, moments and buffers ─ build ─ examine, move and compare state (`train/placement/state_transfer.py`), or read the newest checkpoint ─ adopt
     compute, commit, close    those of the trainer (`train/loop.py`)
 
 A member that the mapping has no rank for is *idle*: it waits for the others in each step, votes with them, and gives away what it holds until the first commit
 makes that stale.
 
-Must never change: nothing that was held is dropped before `_adopt`, but where all go back to a checkpoint; no member initialises anew once a step of the run was committed.
+Must never change: nothing of the state is dropped before all members have what takes its place, but where all go back to a checkpoint; no member initialises anew once a step of the run was committed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from phalanx.runtime.comm import AbortableCall, Axis, Collectives, Peers, RankPr
 from phalanx.runtime.membership import Generation, GroupEpoch, MemberReport, NoMapping, Resolution, resolve
 from phalanx.runtime.processes import StopRequest, WorldInfo
 from phalanx.runtime.reshard import hosts_by_name
-from phalanx.runtime.state import ShardedState
 from phalanx.train import (
     Elastic,
     MoveRecorder,
@@ -56,7 +55,7 @@ from phalanx.train import (
     make_parts,
     open_checkpoints,
 )
-from phalanx.train.placement import Everyone, Examined, Moved, Rebalancer, examine, take_state
+from phalanx.train.placement import Everyone, Examined, HeldState, Moved, Rebalancer, examine, take_state
 from phalanx.train.recovery.fallback import from_disk
 from phalanx.train.recovery.messages import Entry, Telling
 from phalanx.train.recovery.pace import PaceWatch
@@ -120,6 +119,12 @@ class ElasticMember:
         self.flops_per_s = 0.0 if joins else self._measure_machine()
         self._about = self._describe_process()
         self.trainer: Trainer | None = None
+        self.held: HeldState | None = None
+        """The state, where no trainer has it: from the moment a generation is entered until it is adopted, and while this member is idle."""
+        self._passed = ""
+        """The wave of state that completed the trainer's."""
+        self._is_new = True
+        """Whether this process has had no trainer, or none since it forgot its state."""
         self.progress, self.hook = RunProgress(), Rebalancer(run.recipe, run.spec)
         self.outcome: Outcome | None = None
         self.place: StateDescriptor | None = None
@@ -175,17 +180,23 @@ class ElasticMember:
 
     @property
     def holds(self) -> bool:
-        return self.trainer is not None
+        return self.trainer is not None or (
+            self.held is not None and (self.held.descriptor or self.held.then) is not None
+        )
 
     def describe(self) -> tuple[str, StateReport]:
         self._now("waits")
-        then = None
+        then, place, passed, doubt = None, self.place, self._passed, ""
         if self.trainer is not None and self.trainer.moving is not None:
             then = self._plan_moved.state_descriptor(self.trainer.rank.info.rank)
+        if self.held is not None:
+            then, place, passed, doubt = self.held.then, self.held.descriptor, self.held.passed, self.held.doubt
         return "", replace(
             self._about,
-            descriptor=self.place,
+            descriptor=place,
             then=then,
+            passed=passed,
+            doubt=doubt,
             idle=self._idle,
             history=self.progress.history,
             flops_per_s=self.flops_per_s,
@@ -224,27 +235,33 @@ class ElasticMember:
         plan, begin_s, self._is_in_step = self._plan, time.perf_counter(), False
         if plan is None or plan.uids != team.uids:
             raise RunError("a generation was formed without the plan of its ranks")
-        if self.trainer is not None and team.uid not in resolution.holders:
+        if self.holds and team.uid not in resolution.holders:
             self._forget()  # what it holds belongs to an abandoned history
+        held = self._keep_state(plan.members[team.rank].descriptor)
+        held.begin(f"{team.generation.epoch}/{team.generation.number}")
         self._everyone = everyone = self._connect(team)
         trainer = self._build(team, plan)
         built_s, begin_s = time.perf_counter() - begin_s, time.perf_counter()
         self._now("migration")
-        first, moved, step = self.trainer is None, Moved(received_bytes=0, checked=0), resolution.step
-        found = self._examine(plan, everyone) if step is not None else None
+        first, moved, step = self._is_new, Moved(), resolution.step
+        found = self._examine(plan, held, everyone) if step is not None else None
         if found is None or found.plan.missing:
+            del held
             self._forget()
+            if trainer is not None:
+                trainer.parts.state.make_room()
             begins = 0 if trainer is None else from_disk(trainer, team, found.plan if found else plan, committed=step)
             step, first = everyone.peers.gather(begins)[0], True
             history = team.generation.number if team.begun else 0
         else:
+            history = max(r.history for r in team.reports if r.uid in resolution.holders)
+            self.progress.step, self.progress.history = step or 0, history  # of what comes from now on
+            record = self._move_recorder(team, found, everyone, step=step or 0)
             parts = None if trainer is None else trainer.parts
-            record = self._move_recorder(team, found, everyone, step=resolution.step or 0)
-            moved = take_state(found, parts, old=self._state, everyone=everyone, record=record)
+            moved = take_state(found, parts, held=held, everyone=everyone, record=record)
             if moved.repeated:
                 text = "some member received other bits of the state than were sent to it: all was sent again, and is equal now"
                 self.sinks(Note(level="warning", text=text))
-            history = max(r.history for r in team.reports if r.uid in resolution.holders)
         assert step is not None
         self.progress.history = history
         self._adopt(trainer, step, plan, announce=first)
@@ -266,9 +283,23 @@ class ElasticMember:
             device=self.device,
         )
 
-    def _examine(self, plan: GenerationPlan, everyone: Everyone) -> Examined:
+    def _keep_state(self, reported: StateDescriptor | None) -> HeldState:
+        """Drop all of the last generation's trainer but its state: gradients of a step that was lost and weights, which are rounded masters, are of no more use. `reported`: where all members
+        take it that this one stands."""
+        self._idle = False  # from here on it stands as it says, whatever it was
+        if self.trainer is not None:
+            self.trainer.saving.drop()
+            self.trainer.parts.buffers.close()
+            self.held, self.trainer = HeldState(self.trainer.parts.state, self.place, passed=self._passed), None
+        elif self.held is None:
+            self.held = HeldState(None, None)
+        elif self.held.then is not None and self.held.then == reported:
+            self.held.accept()
+        return self.held
+
+    def _examine(self, plan: GenerationPlan, held: HeldState, everyone: Everyone) -> Examined:
         """Whether holders of the same piece agree; what is left out is said."""
-        found = examine(plan, old=self._state, everyone=everyone)
+        found = examine(plan, held=held, everyone=everyone)
         for text in found.suspects.explain(plan.uids):
             self.sinks(Note(level="warning", text=text))
         return found
@@ -284,10 +315,8 @@ class ElasticMember:
         return recorder.moves(step, lambda: state_move_order(found.plan, found.suspects.all))
 
     def _build(self, team: GroupEpoch, plan: GenerationPlan) -> Trainer | None:
-        """A trainer for the team, with initial weights as long as the run may begin with them; None where this member is idle. Groups are made by all members,
-        in one order."""
-        if self.trainer is not None:
-            self.trainer.saving.drop()
+        """A trainer for the team, with initial weights as long as the run may begin with them, else with no memory for its state; None where this member is idle. Groups are made by
+        all members, in one order."""
         if team.rank >= plan.folding.world:
             _groups_of_others(self.recipe, self.run.spec, plan, team)
             return None
@@ -347,7 +376,7 @@ class ElasticMember:
         """Drop what this member holds: the run does not continue from it, and in the next generation it must not count as a holder."""
         if self.trainer is not None:
             self.trainer.saving.drop()
-        self.trainer, self.place = None, None
+        self.trainer, self.held, self.place, self._passed, self._is_new = None, None, None, "", True
         self.progress, self.hook = RunProgress(), Rebalancer(self.recipe, self.run.spec)
 
     def _adopt(self, trainer: Trainer | None, step: int, plan: GenerationPlan, *, announce: bool) -> None:
@@ -359,10 +388,11 @@ class ElasticMember:
         self.progress.step = step
         if trainer is None:
             return
-        if self.trainer is not None:
-            self.trainer.parts.buffers.close()
-        else:
+        if self._is_new:
             self.progress.start = step
+        if self.held is not None:
+            self._passed = self.held.passed
+        self.held, self._is_new = None, False
         trainer.go_on(self.progress, self.hook)
         self.hook.formed(step)
         self.trainer, self.place = trainer, plan.state_descriptor(trainer.rank.info.rank)
@@ -389,8 +419,6 @@ class ElasticMember:
     def commit(self) -> None:
         if self._idle:  # what it holds is of the step before
             step = self.step + 1
-            if self.trainer is not None:
-                self.trainer.parts.buffers.close()
             self._forget()
             self.progress.step = step
             return
@@ -466,11 +494,6 @@ class ElasticMember:
         self._telling(event)
 
     @property
-    def _state(self) -> ShardedState | None:
-        """What this member holds."""
-        return None if self.trainer is None else self.trainer.parts.state
-
-    @property
     def _mine(self) -> Trainer:
         if self.trainer is None:
             raise RunError("this member has entered no generation")
@@ -497,14 +520,16 @@ def _groups_of_others(recipe: Recipe, spec: ModelSpec, plan: GenerationPlan, tea
 
 
 def facts_of(generation: Generation, reports: Sequence[MemberReport]) -> list[Fact]:
-    """What the reports say of the members; a member that holds an abandoned history has nothing. An idle one that learns only now that a step was committed holds the state before it."""
+    """What the reports say of the members; a member that holds an abandoned history has nothing. An idle one that learns only now that a step was committed holds the state before it; one that
+    was cut off in a move of state has the wave that it was in doubt about if any member has passed it."""
     machine, found = {member.uid: member.host for member in generation.members}, resolve(reports)
+    passed = {report.about.passed for report in reports} - {""}
     return [
         Fact(
             uid=report.uid,
             machine=machine[report.uid],
             rack=report.about.rack,
-            descriptor=_descriptor_of(report, finish=report.uid in found.finish)
+            descriptor=_descriptor_of(report, finish=report.uid in found.finish, accept=report.about.doubt in passed)
             if report.uid in found.holders
             else None,
         )
@@ -512,9 +537,9 @@ def facts_of(generation: Generation, reports: Sequence[MemberReport]) -> list[Fa
     ]
 
 
-def _descriptor_of(report: MemberReport, *, finish: bool) -> StateDescriptor | None:
-    """`finish`: the member commits the step that it was in doubt about, before the plan is carried out."""
+def _descriptor_of(report: MemberReport, *, finish: bool, accept: bool) -> StateDescriptor | None:
+    """`finish`: the member commits the step that it was in doubt about, before the plan is carried out; `accept`: the wave."""
     about = report.about
     if not report.holds or (about.idle and finish):
         return None
-    return about.then if finish and about.then is not None else about.descriptor
+    return about.then if (finish or accept) and about.then is not None else about.descriptor
