@@ -20,6 +20,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.state.gradients import GradientBuffers
 from phalanx.train.assembly import assemble
+from phalanx.train.step.passes import StageRunner
 from phalanx.train.step.transaction import StepParts, StepResult, eval_loss, train_step
 from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.reference import context
@@ -190,6 +191,26 @@ def test_borrowed_gradients_step_to_the_same_bits() -> None:
     a, b = _results(lent, s), _results(copied, s)
     assert a.loss == b.loss and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-6)
     assert same(everything(lent), everything(copied))
+
+
+def test_messages_of_a_pipeline_are_waited_for_in_the_first_step_on_a_gpu_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then it loads kernels, which may wait for a message under way. An evaluation has a first one of its own."""
+    s = setup()
+    parts, batches = one(s), [microbatch(s, 0)]
+
+    def in_turn(program: str) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(StageRunner, "device", torch.device("cuda"))
+            plan = parts.runner.pipeline.plan(1)
+            return parts.runner.boundary(plan, batches, program=program).in_turn
+
+    assert in_turn("train") and in_turn("forward")
+    train_step(parts, batches, step=0, lr=0.02)
+    assert not in_turn("train") and in_turn("forward")
+    eval_loss(parts, batches)
+    assert not in_turn("forward")
 
 
 def test_result_speaks_of_loads() -> None:

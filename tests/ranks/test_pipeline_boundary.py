@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from phalanx.plan.reshard.types import Hop
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.comm.peers import own_group
+from phalanx.runtime.pipeline import runner
 from phalanx.runtime.pipeline.boundary import Boundary
 from phalanx.runtime.pipeline.runner import Tensors, run_pipeline
 from ranks import RankError, run_ranks
@@ -220,13 +222,16 @@ def _elements(rank: int, cache: GroupCache, words: list[str], waiting: str) -> t
     layouts = stage_layouts(SHAPE, words)
     edges = (*chain(len(words)), *(skip for skip in SKIPS if skip[1] < len(words)))
     boundary = boundary_of(rank, cache, layouts, edges, synchronous=waiting == "everything")
-    boundary = dataclasses.replace(boundary, wait_for_sends=waiting == "sends")
+    in_turn = waiting == "each message"  # as in the first step on a device
+    boundary = dataclasses.replace(boundary, wait_for_sends=waiting == "sends", in_turn=in_turn)
+    run = runner._Executor._run_in_batches if in_turn else runner._Executor._run_posted
     seen = wanted = 0
     for name in ("1f1b", "eager_1f1b", "eager_1f1b_split", "zero_bubble", "gpipe"):
         made = make_schedule(name, pp=len(words), virtual=1, num_microbatches=5)
         plan = plan_pipeline(made, edges=edges)
         passes = Elements(plan, layouts, rank)
-        run_pipeline(plan, passes, boundary)
+        with mock.patch.object(runner._Executor, "_run_posted", run):
+            run_pipeline(plan, passes, boundary)
         seen += passes.seen
         stage = positions_of(layouts)[rank]
         wanted += 5 * sum(stage in edge for edge in edges)
@@ -238,7 +243,7 @@ def _elements(rank: int, cache: GroupCache, words: list[str], waiting: str) -> t
 
 @pytest.mark.core
 @pytest.mark.ranks
-@pytest.mark.parametrize("waiting", ["nothing", "sends", "everything"])
+@pytest.mark.parametrize("waiting", ["nothing", "sends", "everything", "each message"])
 @pytest.mark.parametrize(
     "words", some([["rows1", "whole3", "zigzag2"], ["whole2", "whole2", "rows3"]], 1), ids=" ".join
 )
@@ -247,6 +252,8 @@ def test_every_element_arrives_where_it_belongs(words: list[str], waiting: str) 
     world = sum(len(layout.ranks) for layout in layouts)
     told = run_ranks(world, _elements, words, waiting, timeout_s=400)
     edges = edges_of(layouts, [(0, 1), (1, 2), (0, 2)])
+    if waiting == "each message":  # all over one axis
+        return
     if waiting == "sends":  # and a byte for each message says that it is there
         assert sum(counts[1] for counts in told) == 0
         return

@@ -96,6 +96,16 @@ def test_no_tokens() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("name", ["renormalised", "top-k first", "DeepSeek-V3"])
+def test_a_logit_that_is_no_number_shows(name: str) -> None:
+    """As in plain operations, so that an evaluation tells it too."""
+    logits_TE = normal(T, E, seed=1)
+    logits_TE[3, 5] = torch.nan
+    (_, weights_TK, *_), (_, plain_TK, *_) = both(SPECS[name], logits_TE)
+    assert weights_TK[3].isnan().all() and plain_TK[3].isnan().all() and not weights_TK[4:].isnan().any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_rows_that_hold_no_number_stay_within_the_experts() -> None:
     logits_TE = torch.full((3, E), torch.nan, dtype=torch.float64)
     logits_TE[1] = torch.arange(E)

@@ -32,6 +32,13 @@ class Program:
         self.ran.append(args)
 
 
+class Elsewhere(torch.Tensor):
+    """On another device, by its word."""
+
+    def get_device(self) -> int:
+        return 1
+
+
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Program:
     monkeypatch.setattr(launching, "_compiled", {})
@@ -51,7 +58,7 @@ def test_a_second_launch_of_a_kind_goes_the_short_way(program: Program) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"x": torch.ones(64, dtype=torch.float64)}, {"x": torch.ones(65)[1:]}, {"n": 1}, {"n": 16}, {"n": 2**40},
+        {"x": torch.ones(64, dtype=torch.float64)}, {"x": Elsewhere(64)}, {"x": torch.ones(65)[1:]}, {"n": 1}, {"n": 16}, {"n": 2**40},
         {"BLOCK": 32}, {"num_warps": 4},
     ],
     ids=str,

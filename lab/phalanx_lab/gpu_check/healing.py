@@ -129,7 +129,7 @@ class KilledMember:
         devices._abort = noted
 
     def phase(self, name: Phase, step: int) -> None:
-        """Comes from the member's own thread, and on a device from that of its backward pass."""
+        """Comes from the member's own thread."""
         self._file.say("Phase", at_s=now_s(), phase=name, step=step)
         if name == "waits":
             (self.folder / f"there-{os.getpid()}").touch()
@@ -230,7 +230,8 @@ def tell_kills(here: Here, told: Sequence[Told], kills: Kills) -> None:
         next_s = max(_next_steps(kill, told).values(), default=math.inf)
         here.tell(f"{phase}: next step s", next_s, most=NEXT_STEP_S if here.on_gpu else PATIENCE_S)
         here.tell(f"{phase}: survivors that went on", len(_next_steps(kill, told)), least=RANKS - 1)
-    formed = [r for r in told if r["kind"] == "Reformed"]
+    last_kill = max((kill["generation"] for kill in killed.values()), default=0)
+    formed = [r for r in told if r["kind"] == "Reformed" and r["generation"] > last_kill]
     here.tell("members at the end", max(formed, key=lambda r: r["generation"])["members"] if formed else 0, least=RANKS)
     checked = [r["checked"] for r in told if r["kind"] == "TeamFormed" and r["generation"] > 1]
     here.tell("pieces of state compared between members", min(checked, default=0), least=1)

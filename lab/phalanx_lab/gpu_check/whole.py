@@ -28,6 +28,8 @@ from phalanx_lab.gpu_check.taken_apart import (
 
 MOST = 0.05
 """Largest difference from what was said, relative to it."""
+ABOVE = 0.1
+"""Of what stands above the state, where the trace says it."""
 LEFT_GB = 0.5
 """Workspaces of libraries, and nothing of a run that is over."""
 STATE = "state"
@@ -72,7 +74,9 @@ def check_memory(here: Here) -> None:
             over = {what: found[what] / size - 1 for what, size in figures.items()}
             above = {what: _above(found, what) / _above(figures, what) - 1 for what in figures if what != STATE}
             here.tell(f"{name}: above the {who}", over)
+            bar = ABOVE if who == "trace" else None  # of a dry run the total is what must be right
             here.tell(f"{name}: above the {who}, without the state", above)
+            here.tell(f"{name}: largest of it, {who}", max(map(abs, above.values()), default=0.0), most=bar)
             worst[who] = max(worst[who], *map(abs, over.values()))
     here.needs_gpu("bytes that torch's allocator has given out")
     for who, difference in worst.items():

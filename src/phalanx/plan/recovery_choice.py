@@ -52,7 +52,8 @@ def choose_recovery(recipe: Recipe, *, launched: bool = False) -> RecoveryChoice
     if recipe.launch.device != "cpu":
         device = f"launch.device = {recipe.launch.device!r}"
         return _without(
-            recipe, why_not=f"{device} is elastic only where resilience.heal = true asks for it: not yet shown to work on one"
+            recipe,
+            why_not=f"{device} is elastic only where resilience.heal = true asks for it: not yet shown to work on one",
         )
     wanted = replace(recipe, resilience=replace(r, heal=True, mode="fast" if r.mode == "off" else r.mode))
     known = {str(p) for p in _problems(without)}

@@ -54,7 +54,7 @@ def launch(program: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, 
     known = versions.get(tuple(map(version_of, args))) if versions else None
     if known is None:
         compiled = program[grid](*args, **constants, num_warps=num_warps)
-        if hasattr(compiled, "packed_metadata"):  # neither interpreted nor recorded
+        if hasattr(compiled, "packed_metadata") and torch.version.hip is None:  # neither interpreted nor recorded
             versions[tuple(map(version_of, args))] = compiled
         return
     x, y, z = (*grid, 1, 1)[:3]
@@ -63,9 +63,9 @@ def launch(program: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, 
 
 
 def version_of(x: Any) -> Any:
-    """What Triton compiles a version of a program for: the type of a tensor and whether it begins at a multiple of 16 bytes, and what it tells apart of whole numbers."""
+    """What Triton compiles a version of a program for: the type of a tensor, whether it begins at a multiple of 16 bytes and its device, and what it tells apart of whole numbers."""
     if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() & 15 == 0
+        return x.dtype, x.data_ptr() & 15 == 0, x.get_device()
     if type(x) is int:
         return x == 1, x & 15 == 0, -(2**31) <= x < 2**31, x < 2**63
     return type(x) if isinstance(x, float) else (type(x), x)

@@ -7,7 +7,7 @@ Legend: T tokens, E experts, K experts of a token, S sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,9 @@ class Choice:
 
 def fused_choice(logits_TE: torch.Tensor, rule: RouterRule, *, sequences: int, bias_E: torch.Tensor | None) -> Choice:
     """From fp32 (or fp64) logits, whose rows are `sequences` sequences of one length one after the other."""
+    if logits_TE.dtype == torch.float64 and rule.scale != 1.0:  # programs take numbers in fp32
+        choice = Choice(*_Choose.apply(logits_TE, replace(rule, scale=1.0), sequences, bias_E))
+        return replace(choice, weights_TK=choice.weights_TK * rule.scale)
     return Choice(*_Choose.apply(logits_TE, rule, sequences, bias_E))
 
 

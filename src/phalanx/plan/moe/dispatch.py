@@ -96,7 +96,7 @@ def split_over_replicas(counts_PE: ArrayLike, slots_G: ArrayLike) -> Ints:
     counts, slots = np.asarray(counts_PE, dtype=np.int64), np.asarray(slots_G, dtype=np.int64)
     replica, replicas = _replicas(tuple(slots.tolist()))
     if replicas.max(initial=1) == 1:
-        alone: Ints = counts[:, slots]
+        alone: Ints = counts.take(slots, axis=1)
         return alone
     share, rest = np.divmod(counts.sum(0)[slots], replicas)
     lo = replica * share + np.minimum(replica, rest)

@@ -55,8 +55,9 @@ FILL = -1
 
 @dataclass(eq=False)
 class KnownCounts:
-    """Counts of a pass that runs again in the backward pass, from its first run: sizes are the same, so that the host need not wait for them twice."""
+    """Counts of a pass that runs again in the backward pass, from its first run on a device: sizes are the same, so that the host need not wait for them twice."""
 
+    counts: torch.Tensor | None = None
     table: np.ndarray | None = None
 
 
@@ -451,12 +452,13 @@ def stable_order(keys_N: torch.Tensor, largest: int) -> torch.Tensor:
 
 
 def counts_on_host(gathered: torch.Tensor, known: KnownCounts | None) -> np.ndarray:
-    """int64 counts of all sources: read once, also where the pass runs twice. All ranks have gathered them in both runs, whose messages are alike."""
-    if known is not None and known.table is not None:
+    """int64 counts of all sources: of a device read once, also where the pass runs twice. All ranks have gathered them in both runs, whose messages are alike."""
+    if known is not None and known.counts is not None and known.table is not None:
+        torch._assert_async((gathered == known.counts).all(), "a MoE layer that runs again routes otherwise")
         return known.table
     table = gathered.cpu().numpy().astype(np.int64)  # SYNC: sizes of the exchanges
-    if known is not None:
-        known.table = table
+    if known is not None and gathered.device.type != "cpu":
+        known.counts, known.table = gathered, table
     return table
 
 

@@ -314,10 +314,13 @@ class _Executor:
             if sends:
                 self.open_sends.append((exchange, sends))
                 self._close(self.most_open)
-            if self.boundary.in_turn:
-                exchange.wait()
-                if self.stream is not None:
-                    self.stream.synchronize()  # SYNC: in a first step
+            self._wait_in_turn(exchange)
+
+    def _wait_in_turn(self, exchange: Exchange) -> None:
+        if self.boundary.in_turn:
+            exchange.wait()
+            if self.stream is not None:
+                self.stream.synchronize()  # SYNC: in a first step
 
     def _relay(self, transfer: Transfer) -> None:
         """Pass on, on the stream of the transfers, what has just been posted."""
@@ -336,6 +339,7 @@ class _Executor:
                 op_id=self.name(transfer),
             )
             self.open_sends.append(sent)
+            self._wait_in_turn(sent[0])
 
     @contextmanager
     def _aside(self, *, after_passes: bool) -> Iterator[None]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -77,6 +77,8 @@ class StepParts:
     """Exact mode: how gradients are summed."""
     hosts: Hosts | None = None
     """Which rank is on which host (None: unknown, and all count as one): a boundary between stages sends one copy to a host."""
+    done: set[str] = field(default_factory=set)
+    """Programs that have been run once (`StageRunner.done`)."""
 
     @property
     def runner(self) -> StageRunner:
@@ -89,6 +91,7 @@ class StepParts:
             later=self.later,
             hosts=self.hosts,
             times=self.times,
+            done=self.done,
         )
 
 

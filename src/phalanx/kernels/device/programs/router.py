@@ -92,6 +92,7 @@ def choose(
         chosen_RK = chosen_RK / tl.sum(chosen_RK, axis=1)[:, None]
     if RENORM:
         chosen_RK = chosen_RK / (tl.sum(chosen_RK, axis=1) + tiny)[:, None]
+    chosen_RK = tl.where((log_sum_R == log_sum_R)[:, None], chosen_RK, float("nan"))
     tl.store(weights + token_R[:, None] * TOP_K + k_1K, chosen_RK * scale, mask=here_R[:, None] & (k_1K < TOP_K))
     hits_1E = tl.sum(tl.where(here_R[:, None], hits_RE, 0), axis=0)[None, :]
     tl.atomic_add(counts + sequence * num_experts + col_1E, hits_1E.to(tl.int64), mask=is_col_1E & (hits_1E > 0))
