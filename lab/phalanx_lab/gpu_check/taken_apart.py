@@ -127,6 +127,7 @@ def open_step(settings: list[str], device: torch.device) -> tuple[StepParts, Tok
     spec, folding = shape_of(recipe, world=1)
     rank = make_rank(recipe, case, device)
     parts = make_parts(rank, spec, folding, resolve_pipeline(recipe, spec, folding), warm=False, drawn=False)
+    parts.state.make_room()
     for family in parts.state.families.values():
         family.master.normal_(std=STD)
         family.round_masters()
