@@ -25,7 +25,7 @@ from phalanx_lab.gpu_check.runner import run_all
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TYRO = "import sys; sys.modules['tyro'] = None; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
-ONLY_ON_A_GPU = {"A2.symmetric", "A5.launches", "A5.waits", "A6", "C4.fused"}
+ONLY_ON_A_GPU = {"A2.symmetric", "A5.launches", "A5.waits", "A6", "C4.fused", "D2"}
 
 
 def program(*args: str) -> subprocess.CompletedProcess[str]:
@@ -148,7 +148,14 @@ def test_a_name_of_no_check_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "--only" in said and "'A7'" in said and "A3.loss" in said
 
 
-def test_a_run_that_stands_still_is_killed_and_says_where(tmp_path: Path) -> None:
+def test_a_run_that_stands_still_is_killed_and_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    debugger = tmp_path / "debugger"
+    debugger.write_text(
+        "#!/bin/sh\necho 'Thread 1 (LWP 7)'; echo '#0 in commReclaim (ncclComm*)'; echo \"#1 main of $2\"\n"
+    )
+    debugger.chmod(0o755)
+    monkeypatch.setattr(whole_runs, "DEBUGGERS", ("no-such-debugger", str(debugger)))
+
     def stand_still() -> int:
         time.sleep(60)
         return 0
@@ -162,6 +169,7 @@ def test_a_run_that_stands_still_is_killed_and_says_where(tmp_path: Path) -> Non
 
     ended = whole_runs.run_bounded(program, folder=tmp_path, marks=lambda: 0, still_s=1.0)
     assert ended.code is None and ended.seconds < 30 and "in stand_still" in ended.words
+    assert "#0 in commReclaim (ncclComm*)" in ended.native and "#1 main" not in ended.native
 
 
 def test_other_losses_and_missing_steps_are_found() -> None:

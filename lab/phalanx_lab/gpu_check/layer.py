@@ -79,13 +79,18 @@ class LayerRun:
 
 
 def context(
-    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, kernels: Literal["fast", "reference"] = "fast"
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: Literal["fast", "reference"] = "fast",
+    dispatch: DispatchSpec | None = None,
 ) -> ModelContext:
     """One rank that holds everything."""
     groups = build_groups(make_folding(world=1), rank=0, cache=GroupCache())
     return ModelContext(
         spec=spec,
-        dispatch=DispatchSpec(),
+        dispatch=dispatch or DispatchSpec(),
         placement=plain_placement(spec.num_experts, groups.folding.of_rank(0)),
         groups=groups,
         comms=Collectives(),
@@ -96,13 +101,13 @@ def context(
     )
 
 
-def make_layer(part: LayerPart, here: Here) -> LayerRun:
+def make_layer(part: LayerPart, here: Here, *, dispatch: DispatchSpec | None = None) -> LayerRun:
     """In bf16 with random weights; widths of the self-test are tiny."""
     spec = part.spec()
     if not here.on_gpu:
         spec = _narrow(spec)
     tokens = here.pick(part.tokens, 64)
-    ctx = context(spec, device=here.device, dtype=torch.bfloat16)
+    ctx = context(spec, device=here.device, dtype=torch.bfloat16, dispatch=dispatch)
     torch.manual_seed(0)
     moe = MoE(ctx, spec.dense_layers)
     with torch.no_grad():

@@ -11,7 +11,7 @@ STAGES = {
     "A": "a program of one rank computes on this GPU what a CPU computes",
     "B": "how fast layers of MoE, their products, the loss and the optimizer are, beside the dense rate",
     "C": "NCCL between ranks computes what one rank computes",
-    "D": "how much of its messages a layer of fused kernels hides",
+    "D": "how much of its messages a layer of fused kernels hides, and what a CUDA graph saves",
 }
 """Stage -> what is known after it."""
 
@@ -57,6 +57,7 @@ CHECKS = (
         "a layer tile by tile on 2 ranks: bits over schedules, and the serial layer",
     ),
     _check("C4.fused", "streams:check_fused", 30, "a layer of fused kernels on 2 ranks through symmetric memory"),
+    _check("D2", "kernels:check_graph", 20, "a padded layer in a CUDA graph"),
     _check("D1", "kernels:check_overlap", 480, "benchmarks/gpu/overlap.py", limit_s=560),
 )
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import math
 import os
+import re
+import shutil
 import signal
+import subprocess
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +31,9 @@ WATCHDOG_S, PATIENCE_S = 20.0, 120.0
 """Longest time without a step on a lent device, and on a CPU that may have other work."""
 SHOWN, FRAMES = 6000, 5
 """Characters of what a run printed, and innermost calls of each of its threads where it stood still."""
+DEBUGGERS, DEBUGGER_S, ASKED = ("gdb", "cuda-gdb"), 12.0, 2
+"""Asked for native frames of so many processes where a run stood still, each so long at most."""
+OF_DEVICES = re.compile(r"^Thread \d|nccl|Nccl|NCCL|c10d|libcuda|cuda[A-Z]|cu[A-Z]\w+ \(|pthread_join|clockjoin")
 SETTINGS: Mapping[str, object] = {
     "data.validation_fraction": 0.2,
     "train.seq_len": 32,
@@ -58,6 +65,8 @@ class Ended:
     seconds: float
     words: str
     """The end of what it printed, or where its threads stood."""
+    native: str = ""
+    """Where they stood in libraries, as far as a debugger is there to say it."""
 
 
 def run_bounded(program: Callable[[], int], *, folder: Path, marks: Callable[[], int], still_s: float) -> Ended:
@@ -83,14 +92,29 @@ def run_bounded(program: Callable[[], int], *, folder: Path, marks: Callable[[],
     faulthandler.cancel_dump_traceback_later()  # a fork of a process that waits for it can set no other
     with TrainingCluster() as cluster:
         cluster.start("run", body, out=printed)
-        stuck = cluster.until(still, math.inf, look_s=0.05)
+        stuck, native = cluster.until(still, math.inf, look_s=0.05), ""
         if stuck:
             for pid in cluster.processes("run"):
                 send(pid, signal.SIGUSR1)
                 time.sleep(0.5)  # one after the other
+            native = native_frames(cluster.processes("run"))
     text = printed.read_text(errors="replace")
     words = where_threads_stand(text) if stuck else text[-SHOWN:]
-    return Ended(code=cluster.codes.get("run"), seconds=time.monotonic() - begin_s, words=words)
+    return Ended(code=cluster.codes.get("run"), seconds=time.monotonic() - begin_s, words=words, native=native)
+
+
+def native_frames(pids: Sequence[int]) -> str:
+    """The frames within CUDA, NCCL and torch's groups of the last processes, by the first debugger that is installed; empty where none is."""
+    debugger = next(filter(None, map(shutil.which, DEBUGGERS)), None)
+    if debugger is None:
+        return ""
+    found = []
+    for pid in pids[-ASKED:]:
+        line = [debugger, "-p", str(pid), "-batch", "-ex", "set pagination off", "-ex", "thread apply all bt 14"]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=DEBUGGER_S)
+            found += [f"process {pid}", *(x[:120] for x in done.stdout.splitlines() if OF_DEVICES.search(x))]
+    return "\n".join(found)[:SHOWN]
 
 
 def where_threads_stand(text: str) -> str:
@@ -143,4 +167,6 @@ def tell_end(here: Here, name: str, ended: Ended) -> None:
     if ended.code != 0:
         how = "stood still" if ended.code is None else f"ended with {ended.code}"
         here.tell(f"{name}: {how}", ended.words)
+        if ended.native:
+            here.tell(f"{name}: in libraries", ended.native)
     here.tell(f"{name}: did not end well", int(ended.code != 0), most=0)
