@@ -58,10 +58,10 @@ def test_a_second_launch_of_a_kind_goes_the_short_way(program: Program) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"x": torch.ones(64, dtype=torch.float64)}, {"x": Elsewhere(64)}, {"x": torch.ones(65)[1:]}, {"n": 1}, {"n": 16}, {"n": 2**40},
+        {"x": torch.ones(64, dtype=torch.float64)}, {"x": torch.ones(64).as_subclass(Elsewhere)}, {"x": torch.ones(65)[1:]}, {"n": 1}, {"n": 16}, {"n": 2**40},
         {"BLOCK": 32}, {"num_warps": 4},
     ],
-    ids=str,
+    ids=["type", "device", "alignment", "one", "multiple of 16", "wide", "constant", "warps"],
 )  # fmt: skip
 def test_another_kind_is_compiled(program: Program, other: dict[str, Any]) -> None:
     for given in ({}, other):
