@@ -187,6 +187,7 @@ def test_a_survivor_that_does_not_go_on_is_found(tmp_path: Path) -> None:
 
     kills: healing.Kills = {"commit": (3, 2)}
     told = [member(w, "Reformed", 1.0, 1) for w in "abcd"] + [member(w, "Committed", 9.0, 2) for w in "abd"]
+    told += [member(w, "Reformed", 8.5, 2) for w in "abd"]
     told += [{"worker": "c", "kind": "Killed", "at_s": 2.0, "generation": 1, "phase": "commit"}]
     told += [{"worker": "a", "kind": "TeamFormed", "time_s": 3.0, "generation": 2, "checked": 1, "noticed_s": 0.0,
               "built_s": 0.0, "moved_s": 0.0, "moved_bytes": 0}]  # fmt: skip

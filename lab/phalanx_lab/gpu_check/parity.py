@@ -362,7 +362,8 @@ def check_router(here: Here) -> None:
         router = replace(spec.router, aux_loss=0.01, z_loss=1e-3)
         spec = replace(spec, hidden=spec.num_experts, router=router)
         x_TE = normal(tokens, spec.num_experts, seed=1)
-        x_TE[::2] = x_TE[::2].round()  # tokens with many equal scores
+        if spec.router.num_groups == 1:  # sums of groups that are equal in one type need not be in another
+            x_TE[::2] = x_TE[::2].round()  # tokens with many equal scores
         got = _routed(spec, x_TE, device=here.device, dtype=torch.float32)
         want = _routed(spec, x_TE, device=torch.device("cpu"), dtype=torch.float64)
         here.tell(f"{preset}: other experts", int((got[0] != want[0]).sum()), most=0)
