@@ -252,6 +252,7 @@ class Trainer:
             raise RunError("cannot commit a step whose gradient was not reduced")
         self.recorder.decided()
         self._at("commit")
+        self.manager.order()
         if self.moving is not None:
             self._move_in(self.moving)
         result = commit_step(self.parts, done.step)
@@ -330,6 +331,7 @@ class Trainer:
 
     def _move_in(self, new: NewPlacement) -> None:
         """What was held before is dropped."""
+        self.manager.order()
         self.parts.buffers.close()
         self.parts, self.moving = new.parts, None
         self.rank.sinks(new.event)

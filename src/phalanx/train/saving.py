@@ -107,6 +107,9 @@ class Saving:
                 f"{saved.not_deleted}\nthe checkpoint of step {saved.step} is complete; older ones could not be deleted"
             )
             self.tell(Note(level="warning", text=text))
+        if saved.not_pinned:
+            text = f"checkpoints are copied to memory that is not pinned, which stops training for longer: {saved.not_pinned}"
+            self.tell(Note(level="warning", text=text))
 
     def now(self, parts: StepParts, step: int) -> bool:
         """Whether a checkpoint holds the state after `step` steps, made now where there is none. Collective."""

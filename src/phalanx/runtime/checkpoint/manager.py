@@ -1,6 +1,6 @@
 """Saves and loads the state of a run by logical tensors: any mapping and number of ranks to any other, bit for bit.
 
-A save stages (copies) this rank's primary boxes and returns; a thread of each rank writes them while training goes on. We run
+A save stages (copies) this rank's primary boxes (`staging.py`) and returns; a thread of each rank writes them while training goes on. We run
 `dcp.save` in our own thread and not `dcp.async_save`: a checkpoint is more than its tensors (checksums, run state, rename,
 `latest`, deletion of old ones), all of that must follow the tensors on every rank in one agreed order, and with `async_save` it would
 need a second thread anyway. The threads talk over a gloo group of their own, so that their messages never mix with those of
@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import CheckpointError, PeerError, Problem, raise_if
@@ -39,6 +38,7 @@ from phalanx.runtime.checkpoint.folder import (
     differences,
     with_files,
 )
+from phalanx.runtime.checkpoint.staging import Staged, Staging
 from phalanx.runtime.comm import AbortableCall, Peers, run_abortable
 from phalanx.runtime.state import BoxTensor
 
@@ -62,11 +62,13 @@ class Saved:
     total_s: float
     not_deleted: str = ""
     """Why older ones than `checkpoint.keep_last` are still there; empty: they are not."""
+    not_pinned: str = ""
+    """Why what this rank copies from a device stops training for longer; empty: it does not, or it was said before."""
 
 
 @dataclass
 class _Job:
-    boxes: list[BoxTensor]
+    staged: Staged
     state: RunState
     begin_s: float
     blocked_s: float
@@ -108,7 +110,7 @@ class CheckpointManager:
         """Job of the thread that was started last; `by_steps` until all ranks have completed it."""
         self._thread: threading.Thread | None = None
         self._outcomes: list[Saved | CheckpointError] = []
-        self._buffers: list[torch.Tensor] = []
+        self._staging = Staging()
         self._opens_later = False
 
     def open(self) -> list[str]:
@@ -130,15 +132,18 @@ class CheckpointManager:
         begin_s = time.perf_counter()
         self._join()
         primary = [b for b in boxes if b.primary]
-        if self._asynchronous:
-            primary = self._stage(primary)
-        job = _Job(primary, state, begin_s, time.perf_counter() - begin_s)
+        staged = self._staging.copy(primary) if self._asynchronous else Staged(boxes=primary)
+        job = _Job(staged, state, begin_s, time.perf_counter() - begin_s)
         if not self._asynchronous:
             self._run(job, lambda: self._write(job))
         elif self._by_steps:
             self._run(job, lambda: self._write_beside(job))
         else:
             self._start(job, lambda: self._run(job, lambda: self._write(job)))
+
+    def order(self) -> None:
+        """Call it before state is changed or dropped: on a device that then comes behind the copy of it that a save has begun."""
+        self._staging.order()
 
     def poll(self) -> Saved | None:
         """A save that ended since the last call, if any; `by_steps` all ranks call it together. Raises `CheckpointError` if it failed; nothing saved before is harmed."""
@@ -170,7 +175,8 @@ class CheckpointManager:
         if self._job is not None:
             self._job.over.set()
             self._job.hurry.set()  # it may wait for its rate
-            self._job, self._buffers = None, []
+            self.order()
+            self._job, self._staging = None, Staging()
 
     @property
     def busy(self) -> bool:
@@ -220,14 +226,6 @@ class CheckpointManager:
 
         self._run(job, work)
 
-    def _stage(self, boxes: Sequence[BoxTensor]) -> list[BoxTensor]:
-        """Copies on the host, in buffers that are kept from save to save (their pages are then already there)."""
-        if [(b.shape, b.dtype) for b in self._buffers] != [(b.tensor.shape, b.tensor.dtype) for b in boxes]:
-            self._buffers = [torch.empty(b.tensor.shape, dtype=b.tensor.dtype) for b in boxes]
-        for buffer, box in zip(self._buffers, boxes, strict=True):
-            buffer.copy_(box.tensor)
-        return [BoxTensor(b.name, b.shape, b.box, buffer, True) for b, buffer in zip(boxes, self._buffers, strict=True)]
-
     def _run(self, job: _Job, work: Callable[[], Saved | None]) -> None:
         try:
             saved = work()
@@ -252,7 +250,7 @@ class CheckpointManager:
             path = Path(self._first(partial(self._empty_folder, job.state.step, opens=self._opens_later)))
             self._opens_later = False
             if self._write_rate:  # who has more to write has more of it
-                mine = sum(b.tensor.nbytes for b in job.boxes)
+                mine = sum(b.tensor.nbytes for b in job.staged.boxes)
                 job.bytes_per_s = self._write_rate * 1e6 * mine / max(1, sum(self._peers.gather(mine))) or math.inf
             return path
         except CheckpointError as err:
@@ -280,8 +278,9 @@ class CheckpointManager:
         on, for a disk may take its time."""
         from phalanx.runtime.checkpoint.planner import write_boxes
 
+        job.staged.wait()
         work = partial(
-            write_boxes, job.boxes, path, rank=self._peers.rank, bytes_per_s=job.bytes_per_s,
+            write_boxes, job.staged.boxes, path, rank=self._peers.rank, bytes_per_s=job.bytes_per_s,
             over=job.over, hurry=job.hurry,
         )  # fmt: skip
         return work() if self._asynchronous else run_abortable(self._peers.escape, work)
@@ -312,7 +311,8 @@ class CheckpointManager:
         blocked_s = job.blocked_s if self._asynchronous else now_s - job.begin_s
         total_s = now_s - job.begin_s
         return Saved(
-            step=step, path=self.folder.of(step), bytes=size, blocked_s=blocked_s, total_s=total_s, not_deleted=not_deleted
+            step=step, path=self.folder.of(step), bytes=size, blocked_s=blocked_s, total_s=total_s,
+            not_deleted=not_deleted, not_pinned=job.staged.note,
         )  # fmt: skip
 
     def _prune(self, step: int) -> str:
@@ -409,6 +409,7 @@ class CheckpointManager:
 
         With `partial` the checkpoint may hold tensors that no rank asks for.
         """
+        self.order()
         names = None if partial else set[str]().union(*self._peers.gather({b.name for b in boxes}))
 
         def work() -> None:

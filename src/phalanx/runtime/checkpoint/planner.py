@@ -312,7 +312,10 @@ class BoxWriter(FileSystemWriter):
     """Writes one flushed file a rank, none where there is nothing to write, and says plainly why it cannot."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=True)
+        # nothing is copied ahead: for every few MB torch would wait for what the device has been given meanwhile
+        super().__init__(
+            path, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=True, per_thread_copy_ahead=0
+        )
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not plan.items:
