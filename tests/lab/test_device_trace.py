@@ -8,12 +8,15 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import phalanx
 from phalanx_lab.bench.trace.command import per_layer
 from phalanx_lab.bench.trace.order import differences
 from phalanx_lab.bench.trace.shim import run_traces
@@ -88,6 +91,8 @@ RUNS = {
     ),
     "moments in bf16": Case(words="--folding.ep 4 --optim.state_dtype bfloat16"),
     "whole state": Case(words="--folding.ep 4 --optim.zero 0"),
+    "plain": Case(words="--folding.ep 4"),
+    "saved": Case(words="--folding.ep 4", more={"saves": True}),
 }
 FAMILIES = {
     name: Case(base=f"--model.preset {name} --train.seq_len 512 --train.micro_batch 1", words=f"--model.num_layers {layers} --folding.ep {ep}", world=ep)
@@ -178,6 +183,19 @@ def test_the_host_waits_once_a_layer_and_where_the_table_says(traces: Traces) ->
     assert waits_of(few, "forward", "backward") == [("copy cuda to cpu", "runtime/moe/dispatch.py", 2)]
     assert waits_of(more, "forward", "backward") == [("copy cuda to cpu", "runtime/moe/dispatch.py", 3)]
     assert waits_of(traces["runs"]["padded"][0], "forward", "backward", "loss") == []
+
+
+def test_a_save_adds_copies_and_one_wait_in_the_thread_that_writes(traces: Traces) -> None:
+    plain, saved = (traces["runs"][name][0] for name in ("plain", "saved"))
+    before = [tuple(wait) for wait in plain["syncs"]]
+    ((phase, what, line, times),) = [wait for wait in map(tuple, saved["syncs"]) if wait not in before]
+    assert (phase, what, times) == ("step", "synchronize", 1) and len(saved["syncs"]) == len(before) + 1
+    file, number = line.split(":")
+    assert file == "runtime/checkpoint/staging.py"
+    assert "# SYNC:" in (Path(phalanx.__file__).parent / file).read_text().splitlines()[int(number) - 1]
+    assert {**saved["ops"], "step": 0} == {**plain["ops"], "step": 0} and saved["peak_bytes"] == plain["peak_bytes"]
+    more = Counter(saved["ops"]["step"]) - Counter(plain["ops"]["step"])
+    assert set(more) == {"copy to host"} and more["copy to host"] > 10
 
 
 @pytest.mark.parametrize("name", ["full", "full, chunks"])

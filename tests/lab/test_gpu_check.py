@@ -143,9 +143,9 @@ def test_checks_after_the_limit_are_told(tmp_path: Path) -> None:
 
 
 def test_a_name_of_no_check_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command("gpu-check", ["--only", "A7"], debug=False) == 2
+    assert run_command("gpu-check", ["--only", "A8"], debug=False) == 2
     said = capsys.readouterr().err
-    assert "--only" in said and "'A7'" in said and "A3.loss" in said
+    assert "--only" in said and "'A8'" in said and "A3.loss" in said
 
 
 def test_a_run_that_stands_still_is_killed_and_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

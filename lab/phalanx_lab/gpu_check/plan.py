@@ -40,6 +40,7 @@ CHECKS = (
         "A5.launches", "whole:check_launches", 20, "launches of a layer, the loss and the optimizer beside the trace"
     ),
     _check("A6", "whole:check_memory", 60, "memory of whole steps beside the trace and the dry run"),
+    _check("A7", "save:check_save", 30, "state copied to the host for a checkpoint while work goes on"),
     _check("B1.qwen3", "fast:check_qwen3", 40, "a MoE layer of Qwen3-30B-A3B"),
     _check("B1.mixtral", "fast:check_mixtral", 40, "a MoE layer of Mixtral 8x7B"),
     _check("B1.deepseek", "fast:check_deepseek", 40, "a MoE layer of DeepSeek-V3"),

@@ -5,6 +5,7 @@ Decides nothing: everything between the recipe and the result is what `phalanx t
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,13 +24,14 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.models import TokenBatch, part_of
 from phalanx.plan.mapping import AnyFolding, plain_placement
 from phalanx.plan.model import PRESETS, ModelSpec
+from phalanx.runtime.checkpoint import Staging
 from phalanx.runtime.comm import GroupCache, Peers
 from phalanx.runtime.processes import WorldInfo
 from phalanx.simulate.memory import MemoryEstimate, estimate_memory
 from phalanx.simulate.memory.balance import Balance
 from phalanx.train.build import make_parts, microbatches_per_rank
 from phalanx.train.setup import Announced, Rank, resolve_pipeline, resolve_shape
-from phalanx.train.step import StepParts, train_step
+from phalanx.train.step import StepParts, commit_step, publish, reduce_step
 from phalanx_lab.bench.trace.device import World
 from phalanx_lab.bench.trace.watch import Seen, Witness
 
@@ -48,6 +50,8 @@ class TracedCase:
     """Micro-batches of the step over all ranks; None: one for each rank that has its own. Fewer leave ranks with an empty one."""
     documents: int = 1
     """Documents packed in each sequence."""
+    saves: bool = False
+    """Whether a checkpoint of the state before is copied beside the step."""
 
 
 @dataclass(kw_only=True)
@@ -127,8 +131,16 @@ def trace(case: TracedCase, current: Any) -> Traced:
             static_bytes = watch.seen.now_bytes
             _clear(watch.seen)
             batches = [_batch(recipe, parts, case, world, j) for j in range(microbatches_per_rank(recipe, folding))]
-            train_step(parts, batches, step=0, lr=1e-3)
-            del parts, batches
+            staging = Staging()
+            writing = _begin_save(staging, parts) if case.saves else None
+            reduced = reduce_step(parts, batches, step=0, lr=1e-3)
+            staging.order()
+            commit_step(parts, reduced)
+            del reduced
+            publish(parts)
+            if writing is not None:
+                writing.join()
+            del parts, batches, staging
     finally:
         if case.world > 1:
             dist.destroy_process_group()
@@ -138,6 +150,14 @@ def trace(case: TracedCase, current: Any) -> Traced:
     )
     found.num_groups, found.seconds = len(rank.cache), time.monotonic() - begin_s
     return found
+
+
+def _begin_save(staging: Staging, parts: StepParts) -> threading.Thread:
+    """Begins the copy, and the thread that would write it."""
+    staged = staging.copy([box for box in parts.state.boxes() if box.primary])
+    writing = threading.Thread(target=staged.wait)
+    writing.start()
+    return writing
 
 
 def even_estimate(settings: Sequence[str], *, world: int, rank: int = 0, samples: int | None = None) -> MemoryEstimate:
