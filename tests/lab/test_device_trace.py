@@ -191,7 +191,7 @@ def test_a_save_adds_copies_and_one_wait_in_the_thread_that_writes(traces: Trace
     ((phase, what, line, times),) = [wait for wait in map(tuple, saved["syncs"]) if wait not in before]
     assert (phase, what, times) == ("step", "synchronize", 1) and len(saved["syncs"]) == len(before) + 1
     file, number = line.split(":")
-    assert file == "runtime/checkpoint/staging.py"
+    assert file == "runtime/checkpoint/host_copies.py"
     assert "# SYNC:" in (Path(phalanx.__file__).parent / file).read_text().splitlines()[int(number) - 1]
     assert {**saved["ops"], "step": 0} == {**plain["ops"], "step": 0} and saved["peak_bytes"] == plain["peak_bytes"]
     more = Counter(saved["ops"]["step"]) - Counter(plain["ops"]["step"])

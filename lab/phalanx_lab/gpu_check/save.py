@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from phalanx.plan.layout import Box
-from phalanx.runtime.checkpoint import CheckpointManager, RunState, Staging
+from phalanx.runtime.checkpoint import CheckpointManager, RunState
+from phalanx.runtime.checkpoint.host_copies import HostCopies
 from phalanx.runtime.state import BoxTensor
 from phalanx_lab.gpu_check.here import Here
 
@@ -26,10 +27,10 @@ def check_save(here: Here) -> None:
     before = [torch.randn(rows, device=here.device) for _ in range(count)]
     before += [torch.randn(rows // 3, device=here.device).to(torch.bfloat16), torch.randn((), device=here.device)]
     held = [x.clone() for x in before]
-    staging, boxes = Staging(), [_box(f"x{i}", x) for i, x in enumerate(held)]
+    copies, boxes = HostCopies(), [_box(f"x{i}", x) for i, x in enumerate(held)]
     for name in ("first save", "second save"):
-        _save_beside(here, name, staging, boxes, before)
-    seconds = _seconds(here, lambda: staging.copy(boxes).wait())
+        _save_beside(here, name, copies, boxes, before)
+    seconds = _seconds(here, lambda: copies.copy(boxes).wait())
     size = sum(x.nbytes for x in held)
     here.tell("GB", size / 1e9)
     here.tell_rate("to the host GB/s", size / seconds / 1e9, least=LEAST_GB_PER_S)
@@ -45,7 +46,7 @@ def check_save(here: Here) -> None:
 
 
 def _save_beside(
-    here: Here, name: str, staging: Staging, boxes: Sequence[BoxTensor], before: Sequence[torch.Tensor]
+    here: Here, name: str, copies: HostCopies, boxes: Sequence[BoxTensor], before: Sequence[torch.Tensor]
 ) -> None:
     """One save, while the device multiplies; then state changes, and is put back."""
     x = torch.randn(here.pick(8192, 8), here.pick(8192, 8), device=here.device)
@@ -53,19 +54,19 @@ def _save_beside(
     _seconds(here, lambda: x @ x)
     alone_s = _seconds(here, lambda: [x @ x for _ in range(products)])
     begin_s = time.perf_counter()
-    staged = staging.copy(boxes)
+    copied = copies.copy(boxes)
     here.tell(f"{name}: the host stands still ms", 1e3 * (time.perf_counter() - begin_s))
-    here.tell(f"{name}: memory that is not pinned", int(bool(staged.note)), most=0)
-    writing = Thread(target=staged.wait)
+    here.tell(f"{name}: memory that is not pinned", int(bool(copied.note)), most=0)
+    writing = Thread(target=copied.wait)
     writing.start()
     beside_s = _seconds(here, lambda: [x @ x for _ in range(products)])
     here.tell(f"{name}: products beside it, of their time alone", beside_s / alone_s)
-    staging.order()
+    copies.order()
     for box in boxes:
         box.tensor.add_(1)
     writing.join()
-    copied = [box.tensor.to(here.device) for box in staged.boxes]
-    here.tell(f"{name}: tensors with other bytes", _differing(copied, before), most=0)
+    found = [box.tensor.to(here.device) for box in copied.boxes]
+    here.tell(f"{name}: tensors with other bytes", _differing(found, before), most=0)
     for box, y in zip(boxes, before, strict=True):
         box.tensor.copy_(y)
 

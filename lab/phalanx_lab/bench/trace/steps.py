@@ -24,7 +24,7 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.models import TokenBatch, part_of
 from phalanx.plan.mapping import AnyFolding, plain_placement
 from phalanx.plan.model import PRESETS, ModelSpec
-from phalanx.runtime.checkpoint import Staging
+from phalanx.runtime.checkpoint.host_copies import HostCopies
 from phalanx.runtime.comm import GroupCache, Peers
 from phalanx.runtime.processes import WorldInfo
 from phalanx.simulate.memory import MemoryEstimate, estimate_memory
@@ -131,16 +131,16 @@ def trace(case: TracedCase, current: Any) -> Traced:
             static_bytes = watch.seen.now_bytes
             _clear(watch.seen)
             batches = [_batch(recipe, parts, case, world, j) for j in range(microbatches_per_rank(recipe, folding))]
-            staging = Staging()
-            writing = _begin_save(staging, parts) if case.saves else None
+            copies = HostCopies()
+            writing = _begin_save(copies, parts) if case.saves else None
             reduced = reduce_step(parts, batches, step=0, lr=1e-3)
-            staging.order()
+            copies.order()
             commit_step(parts, reduced)
             del reduced
             publish(parts)
             if writing is not None:
                 writing.join()
-            del parts, batches, staging
+            del parts, batches, copies
     finally:
         if case.world > 1:
             dist.destroy_process_group()
@@ -152,10 +152,10 @@ def trace(case: TracedCase, current: Any) -> Traced:
     return found
 
 
-def _begin_save(staging: Staging, parts: StepParts) -> threading.Thread:
+def _begin_save(copies: HostCopies, parts: StepParts) -> threading.Thread:
     """Begins the copy, and the thread that would write it."""
-    staged = staging.copy([box for box in parts.state.boxes() if box.primary])
-    writing = threading.Thread(target=staged.wait)
+    copied = copies.copy([box for box in parts.state.boxes() if box.primary])
+    writing = threading.Thread(target=copied.wait)
     writing.start()
     return writing
 

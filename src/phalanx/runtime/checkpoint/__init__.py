@@ -23,6 +23,5 @@ if TYPE_CHECKING:
         import_beside as import_beside,
         import_now as import_now,
     )
-    from phalanx.runtime.checkpoint.staging import Staging as Staging
 else:
     __getattr__ = lazy(__name__)

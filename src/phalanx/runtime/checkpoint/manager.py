@@ -1,6 +1,6 @@
 """Saves and loads the state of a run by logical tensors: any mapping and number of ranks to any other, bit for bit.
 
-A save stages (copies) this rank's primary boxes (`staging.py`) and returns; a thread of each rank writes them while training goes on. We run
+A save stages (copies) this rank's primary boxes (`host_copies.py`) and returns; a thread of each rank writes them while training goes on. We run
 `dcp.save` in our own thread and not `dcp.async_save`: a checkpoint is more than its tensors (checksums, run state, rename,
 `latest`, deletion of old ones), all of that must follow the tensors on every rank in one agreed order, and with `async_save` it would
 need a second thread anyway. The threads talk over a gloo group of their own, so that their messages never mix with those of
@@ -38,7 +38,7 @@ from phalanx.runtime.checkpoint.folder import (
     differences,
     with_files,
 )
-from phalanx.runtime.checkpoint.staging import Staged, Staging
+from phalanx.runtime.checkpoint.host_copies import HostCopies, HostCopy
 from phalanx.runtime.comm import AbortableCall, Peers, run_abortable
 from phalanx.runtime.state import BoxTensor
 
@@ -68,7 +68,7 @@ class Saved:
 
 @dataclass
 class _Job:
-    staged: Staged
+    copied: HostCopy
     state: RunState
     begin_s: float
     blocked_s: float
@@ -110,7 +110,7 @@ class CheckpointManager:
         """Job of the thread that was started last; `by_steps` until all ranks have completed it."""
         self._thread: threading.Thread | None = None
         self._outcomes: list[Saved | CheckpointError] = []
-        self._staging = Staging()
+        self._copies = HostCopies()
         self._opens_later = False
 
     def open(self) -> list[str]:
@@ -132,8 +132,8 @@ class CheckpointManager:
         begin_s = time.perf_counter()
         self._join()
         primary = [b for b in boxes if b.primary]
-        staged = self._staging.copy(primary) if self._asynchronous else Staged(boxes=primary)
-        job = _Job(staged, state, begin_s, time.perf_counter() - begin_s)
+        copied = self._copies.copy(primary) if self._asynchronous else HostCopy(boxes=primary)
+        job = _Job(copied, state, begin_s, time.perf_counter() - begin_s)
         if not self._asynchronous:
             self._run(job, lambda: self._write(job))
         elif self._by_steps:
@@ -143,7 +143,7 @@ class CheckpointManager:
 
     def order(self) -> None:
         """Call it before state is changed or dropped: on a device that then comes behind the copy of it that a save has begun."""
-        self._staging.order()
+        self._copies.order()
 
     def poll(self) -> Saved | None:
         """A save that ended since the last call, if any; `by_steps` all ranks call it together. Raises `CheckpointError` if it failed; nothing saved before is harmed."""
@@ -176,7 +176,7 @@ class CheckpointManager:
             self._job.over.set()
             self._job.hurry.set()  # it may wait for its rate
             self.order()
-            self._job, self._staging = None, Staging()
+            self._job, self._copies = None, HostCopies()
 
     @property
     def busy(self) -> bool:
@@ -250,7 +250,7 @@ class CheckpointManager:
             path = Path(self._first(partial(self._empty_folder, job.state.step, opens=self._opens_later)))
             self._opens_later = False
             if self._write_rate:  # who has more to write has more of it
-                mine = sum(b.tensor.nbytes for b in job.staged.boxes)
+                mine = sum(b.tensor.nbytes for b in job.copied.boxes)
                 job.bytes_per_s = self._write_rate * 1e6 * mine / max(1, sum(self._peers.gather(mine))) or math.inf
             return path
         except CheckpointError as err:
@@ -278,9 +278,9 @@ class CheckpointManager:
         on, for a disk may take its time."""
         from phalanx.runtime.checkpoint.planner import write_boxes
 
-        job.staged.wait()
+        job.copied.wait()
         work = partial(
-            write_boxes, job.staged.boxes, path, rank=self._peers.rank, bytes_per_s=job.bytes_per_s,
+            write_boxes, job.copied.boxes, path, rank=self._peers.rank, bytes_per_s=job.bytes_per_s,
             over=job.over, hurry=job.hurry,
         )  # fmt: skip
         return work() if self._asynchronous else run_abortable(self._peers.escape, work)
@@ -312,7 +312,7 @@ class CheckpointManager:
         total_s = now_s - job.begin_s
         return Saved(
             step=step, path=self.folder.of(step), bytes=size, blocked_s=blocked_s, total_s=total_s,
-            not_deleted=not_deleted, not_pinned=job.staged.note,
+            not_deleted=not_deleted, not_pinned=job.copied.note,
         )  # fmt: skip
 
     def _prune(self, step: int) -> str:

@@ -283,7 +283,7 @@ class _Run:
     def copy_bytes(self) -> int:
         """A copy of what this rank writes, kept from the first save on.
 
-        `runtime/checkpoint/staging.py` makes it where saving goes on beside training. Members of an elastic run and has `checkpoint.asynchronous = false` write between
+        `runtime/checkpoint/host_copies.py` makes it where saving goes on beside training. Members of an elastic run and has `checkpoint.asynchronous = false` write between
         steps, and there the writer of `torch.distributed.checkpoint` makes it: it clones every part of a larger tensor and lets none go before the end of the file. That is
         on a thread of its own (`run_abortable`), in whose heap it stays.
         """

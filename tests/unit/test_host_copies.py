@@ -18,9 +18,9 @@ from checkpoint_help import run_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.plan.layout.parameters import Box
-from phalanx.runtime.checkpoint import staging
+from phalanx.runtime.checkpoint import host_copies
+from phalanx.runtime.checkpoint.host_copies import HostCopies, HostCopy, pack
 from phalanx.runtime.checkpoint.manager import CheckpointManager
-from phalanx.runtime.checkpoint.staging import Staged, Staging, pack
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train import loop
 from phalanx.train.loop import Trainer
@@ -112,7 +112,7 @@ def late(seed: int) -> Iterator[LateDevice]:
         return empty(*args, **kwargs).fill_(255) if pin_memory else empty(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "_device_of", lambda boxes: CUDA)
+        patch.setattr(host_copies, "_device_of", lambda boxes: CUDA)
         patch.setattr(torch, "empty", allocate)
         patch.setattr(torch.cuda, "Stream", lambda _: Stream(device))
         patch.setattr(torch.cuda, "Event", lambda **_: Event(device))
@@ -169,7 +169,7 @@ def test_checkpoints_are_of_one_step_whatever_the_order_of_the_streams(tmp_path:
 
 @pytest.mark.parametrize(
     ("where", "what"),
-    [(CheckpointManager, "order"), (Staged, "wait"), (Stream, "wait_stream")],
+    [(CheckpointManager, "order"), (HostCopy, "wait"), (Stream, "wait_stream")],
     ids=["state changes before the copy has ended", "files are written before", "the copy begins before the step has ended"],
 )  # fmt: skip
 def test_a_missing_wait_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: type, what: str) -> None:
@@ -222,7 +222,7 @@ def test_a_commit_and_experts_that_move_come_behind_the_copy(monkeypatch: pytest
 
 def test_memory_is_pinned_once_and_each_tensor_has_a_storage_of_its_own(tmp_path: Path) -> None:
     with late(0) as device:
-        kept, boxes = Staging(), boxes_of(state(5))
+        kept, boxes = HostCopies(), boxes_of(state(5))
         first, again = (kept.copy(boxes) for _ in range(2))
         assert device.allocated == len(pack([b.tensor.nbytes for b in boxes])[0]) > 0
         assert [b.tensor.data_ptr() for b in first.boxes] == [b.tensor.data_ptr() for b in again.boxes]
@@ -251,13 +251,13 @@ def refuse() -> torch.Tensor:
 
 def test_on_a_cpu_the_copy_is_there_at_once_and_nothing_is_waited_for() -> None:
     held = state(1)
-    kept = Staging()
-    staged = kept.copy(boxes_of(held))
+    kept = HostCopies()
+    copied = kept.copy(boxes_of(held))
     for tensor in held.values():
         tensor.fill_(2)
     kept.order()
-    staged.wait()
-    assert staged.device is None and all((b.tensor == 1).all() for b in staged.boxes)
+    copied.wait()
+    assert copied.device is None and all((b.tensor == 1).all() for b in copied.boxes)
 
 
 def test_boxes_lie_apart_in_their_blocks_which_are_hardly_larger() -> None:

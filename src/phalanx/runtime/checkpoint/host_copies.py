@@ -1,6 +1,6 @@
 """Copies of a rank's state on the host, from which a checkpoint is written while training goes on.
 
-On a CPU a copy is there when `Staging.copy` returns. On a GPU it goes to pinned memory, on a stream of its own beside the next step:
+On a CPU a copy is there when `HostCopies.copy` returns. On a GPU it goes to pinned memory, on a stream of its own beside the next step:
 
     current stream   step n | forward and backward of step n + 1 ... [order] commit ...
                             \\ event                                  ^ event
@@ -10,7 +10,7 @@ On a CPU a copy is there when `Staging.copy` returns. On a GPU it goes to pinned
 The host waits in the thread that writes, and nowhere else.
 
 Must never change: a copy is of one step, for it begins behind all that the current stream was given before, and whoever changes or drops state calls
-`Staging.order` first; a copy is read after `Staged.wait` only.
+`HostCopies.order` first; a copy is read after `HostCopy.wait` only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALIGN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staged:
+class HostCopy:
     """What one save writes."""
 
     boxes: list[BoxTensor]
@@ -47,7 +47,7 @@ class Staged:
             self.done.synchronize()  # SYNC: in the thread that writes, beside training
 
 
-class Staging:
+class HostCopies:
     """Memory for copies, kept from save to save: its pages are then already there, and pinned."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Staging:
         self._under_way: tuple[Any, Sequence[BoxTensor]] | None = None
         """The end of the newest copy, and what it reads, until `order`."""
 
-    def copy(self, boxes: Sequence[BoxTensor]) -> Staged:
+    def copy(self, boxes: Sequence[BoxTensor]) -> HostCopy:
         """Copy `boxes`, behind all that the current stream was given so far. The copy before must be of no more use."""
         device = _device_of(boxes)
         note, wanted = "", (device, [(b.tensor.shape, b.tensor.dtype) for b in boxes])
@@ -71,8 +71,8 @@ class Staging:
                 note = self._share_blocks([b.tensor for b in boxes])
             self._made_for = wanted
         done = self._start(boxes, device)
-        staged = [BoxTensor(b.name, b.shape, b.box, own, True) for b, own in zip(boxes, self._own, strict=True)]
-        return Staged(boxes=staged, note=note, done=done, device=device)
+        copied = [BoxTensor(b.name, b.shape, b.box, own, True) for b, own in zip(boxes, self._own, strict=True)]
+        return HostCopy(boxes=copied, note=note, done=done, device=device)
 
     def order(self) -> None:
         """What the current stream is given from here on comes behind the newest copy. The host waits for nothing."""
