@@ -23,6 +23,7 @@ os.environ.setdefault("PHALANX_SEED", str(tiers.SEED))
 
 # A shell starts what it runs beside itself (scripts/tests.sh) with Ctrl-C ignored, and programs that tests start would ignore it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and `nohup` a closed terminal
 
 COSTS = pytest.StashKey[dict[str, float]]()
 RANKS = pytest.StashKey[dict[str, bool]]()
