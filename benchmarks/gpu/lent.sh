@@ -20,7 +20,7 @@ clean() { pkill -9 -f 'phalanx gpu-check'; sleep 0.3; }
 
 part timed 90 A1 B D2
 clean
-part heal 110 C3 & part alone 110 A3 A4 & part counted 110 A5 A6
+part heal 110 C3 & part alone 110 A3 A4 & part counted 110 A5 A6 A7
 wait
 clean
 part order 120 C2 & part two 120 C1.two C1.four & part layers 120 C4 A2

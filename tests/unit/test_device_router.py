@@ -52,7 +52,7 @@ def both(spec: RouterSpec, logits_TE: torch.Tensor, *, top_k: int = K) -> list[l
         return router._plain_choice(x, ForwardInfo(), None, sequences=sequences)
 
     def launched(x: torch.Tensor) -> fused.Choice:
-        return fused.fused_choice(x, router._rule(), sequences=sequences, bias_E=router.expert_bias)
+        return fused.fused_choice(x, router.rule, sequences=sequences, bias_E=router.expert_bias)
 
     out = []
     for choose in (launched, plain):

@@ -227,9 +227,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="old-weights-forward",
         summary="a stage runs a micro-batch forward with the weights of the step before: pipeline weight version off by one",
-        needs=all_of(
-            over("pp"), recomputes_nothing
-        ),  # else a layer runs again with other weights than before, and routes otherwise
+        # where a layer runs again, it does so with other weights than before, and routes otherwise
+        needs=all_of(over("pp"), recomputes_nothing),
         alter=version(OldForward),
     ),
     Fault(

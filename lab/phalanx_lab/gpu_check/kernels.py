@@ -16,6 +16,9 @@ from phalanx_lab.gpu_check.layer import PARTS, LayerRun, make_layer, passes
 from phalanx_lab.gpu_check.timing import seconds_of
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu" / "overlap.py"
+PADDED = DispatchSpec(policy="drop", pad_to_capacity=True, capacity_factor=1.25)
+WARM = 3
+"""Passes before a capture."""
 
 
 def check_overlap(here: Here) -> None:
@@ -30,10 +33,6 @@ def check_overlap(here: Here) -> None:
         if file.exists():
             here.tell("found", json.loads(file.read_text()))
         here.tell("exit status", done.returncode, most=0)
-
-
-PADDED = DispatchSpec(policy="drop", pad_to_capacity=True, capacity_factor=1.25)
-WARM = 3
 
 
 def check_graph(here: Here) -> None:

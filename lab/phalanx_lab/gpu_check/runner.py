@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -26,6 +27,8 @@ from phalanx_lab.gpu_check.checks import CheckLine, GpuCheck
 from phalanx_lab.gpu_check.here import Here, Skipped
 
 LOOK_S = 0.02
+FOLDERS = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), Path(__file__).resolve().parents[3])
+"""Of this machine; what is written of files begins below them."""
 SHOWN = 1200
 """Characters of an error, and of what a process printed before it ended."""
 
@@ -130,12 +133,12 @@ def _kill_group(pid: int) -> None:
 
 def _line(check: GpuCheck, told: Path, said: Path, *, status: int | None, seconds: float) -> CheckLine:
     """What came of a check, from what it told; a last line that was cut off is left out."""
-    records = [json.loads(text) for text in told.read_text().split("\n")[:-1]] if told.exists() else []
+    records = [json.loads(text) for text in _read(told).split("\n")[:-1]]
     values = [r for r in records if "name" in r]
     ended = next((r for r in records if "ended" in r), None)
     failed = [r for r in values if r["failed"]]
     if ended is None:
-        last = _last_words(said.read_text(errors="replace")) if said.exists() else ""
+        last = _last_words(_read(said))
         how = (
             f"killed after its {check.limit_s:.3g} s" if status is None else f"its process ended with {_words(status)}"
         )
@@ -152,6 +155,14 @@ def _line(check: GpuCheck, told: Path, said: Path, *, status: int | None, second
         seconds=round(seconds, 2),
         why=why,
     )
+
+
+def _read(file: Path) -> str:
+    """What was written there, without the folders of this machine; empty where there is nothing."""
+    text = file.read_text(errors="replace") if file.exists() else ""
+    for folder in FOLDERS:
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def _last_words(text: str) -> str:

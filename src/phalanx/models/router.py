@@ -69,6 +69,7 @@ class Router(nn.Module):
         self.expert_bias: torch.Tensor | None
         bias = torch.zeros(self.num_experts, dtype=torch.float32, device=ctx.device) if self.spec.bias_rate else None
         self.register_buffer("expert_bias", bias)
+        self.rule = self._rule()
 
     def forward(
         self,
@@ -85,7 +86,7 @@ class Router(nn.Module):
         logits_TE: torch.Tensor = _Logits.apply(x_TH, self.weight, self.lanes)
         apart = num_sequences if self.spec.aux_loss and self.spec.aux_scope == "sequence" else 1
         if self.fast and self.spec.force == "none" and runs_programs(logits_TE):
-            choice = fused_choice(logits_TE, self._rule(), sequences=apart, bias_E=self.expert_bias)
+            choice = fused_choice(logits_TE, self.rule, sequences=apart, bias_E=self.expert_bias)
         else:
             choice = self._plain_choice(logits_TE, info, token_index_T, sequences=apart)
         balance_E = _over_sequences(choice.free_counts_SE)
@@ -101,6 +102,7 @@ class Router(nn.Module):
 
     def _rule(self) -> RouterRule:
         spec, limited = self.spec, self.spec.num_groups > 1 and self.spec.group_topk < self.spec.num_groups
+        is_free = self.expert_bias is None and spec.num_groups == 1
         return RouterRule(
             top_k=self.top_k,
             sigmoid=spec.score == "sigmoid",
@@ -111,7 +113,7 @@ class Router(nn.Module):
             groups=spec.num_groups if limited else 1,
             groups_kept=spec.group_topk if limited else 1,
             group_best=_best_of_group(spec, self.top_k, self.num_experts // spec.num_groups),
-            counts_free=self._counts_free,
+            counts_free=bool(spec.aux_loss) and not is_free and spec.force == "none",
         )
 
     def _plain_choice(
@@ -121,7 +123,7 @@ class Router(nn.Module):
         with torch.no_grad():
             experts_TK = self._choose(logits_TE, scores_TE, info, token_index_T)
             counts_SE = counted = self._count(experts_TK, sequences)
-            if self._counts_free:
+            if self.rule.counts_free:
                 counted = self._count(largest(scores_TE, self.top_k), sequences)
         weights_TK = routing_weights(logits_TE, scores_TE, experts_TK, self.spec)
         probs_TE = scores_TE
@@ -139,12 +141,6 @@ class Router(nn.Module):
             squares=torch.logsumexp(logits_TE, -1).square().sum() if self.spec.z_loss else none,
             entropy_sum=entropy_sum,
         )
-
-    @property
-    def _counts_free(self) -> bool:
-        """Whether the balance loss counts another choice: by the scores alone, without bias and groups."""
-        limited = self.expert_bias is not None or self.spec.num_groups > 1
-        return bool(self.spec.aux_loss) and limited and self.spec.force == "none"
 
     def _count(self, experts_TK: torch.Tensor, sequences: int) -> torch.Tensor:
         """(S, E) int64 pairs of each sequence."""

@@ -63,7 +63,7 @@ def fused_adamw(
 
     master = state[0]
     launch(
-            programs.adamw, (-(-size // BLOCK),),
+        programs.adamw, (-(-size // BLOCK),),
         *state, grad, master if out is None else out, scale,
         master if table is None else table.runs_R4, 0 if table is None else len(table.runs_R4),
         0 if table is None else table.start, size,

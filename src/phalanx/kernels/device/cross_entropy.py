@@ -76,16 +76,9 @@ def scaled(x: torch.Tensor, grad: torch.Tensor, *, programs: bool) -> torch.Tens
 
     out = torch.empty_like(x)
     launch(
-        cross_entropy.scaled,
-        (-(-x.numel() // BLOCK),),
-        x,
-        grad,
-        out,
-        x.numel(),
-        WIDE=wide_of(x, grad),
-        BLOCK=BLOCK,
-        num_warps=warps_of(BLOCK),
-    )
+        cross_entropy.scaled, (-(-x.numel() // BLOCK),),
+        x, grad, out, x.numel(), WIDE=wide_of(x, grad), BLOCK=BLOCK, num_warps=warps_of(BLOCK),
+    )  # fmt: skip
     return out
 
 

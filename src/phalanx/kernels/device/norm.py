@@ -74,7 +74,7 @@ def norm_backward(
     dy_TH = dy_TH.contiguous()
     d_stream = dy_TH if d_stream_TH is None else d_stream_TH.contiguous()
     launch(
-            programs.norm_backward, (parts,),
+        programs.norm_backward, (parts,),
         stream_TH, stream_TH.stride(0), scale_T, w_H, dy_TH, d_stream, dx_TH, dw_PH, rows, width, tiles,
         ADDS=d_stream_TH is not None, **shape,
     )  # fmt: skip

@@ -22,16 +22,9 @@ def take_rows(x_TH: torch.Tensor, index_M: torch.Tensor) -> torch.Tensor:
         rows, width = out_MH.shape
         x_TH, block = dense_rows(x_TH), block_of(width, BLOCK)
         launch(
-            programs.take_rows,
-            (rows, -(-width // block)),
-            x_TH,
-            x_TH.stride(0),
-            index_M.contiguous(),
-            out_MH,
-            width,
-            BLOCK=block,
-            num_warps=warps_of(block),
-        )
+            programs.take_rows, (rows, -(-width // block)),
+            x_TH, x_TH.stride(0), index_M.contiguous(), out_MH, width, BLOCK=block, num_warps=warps_of(block),
+        )  # fmt: skip
     return out_MH
 
 

@@ -27,8 +27,8 @@ class SortedKeys:
     """int32."""
     order_N: torch.Tensor
     """int64; what is behind the numbers that have a place is not written."""
-    places_N: torch.Tensor
-    """int64, -1 where there is none."""
+    places_N: torch.Tensor | None
+    """int64, -1 where there is none; None: not made."""
 
 
 def sort_keys(keys_N: torch.Tensor, values: int) -> SortedKeys:

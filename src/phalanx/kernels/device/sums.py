@@ -43,16 +43,9 @@ def device_checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             whole = x.detach().view(-1).view(kind)
             parts, tiles = _cut(whole.numel())
             launch(
-                programs.add_checksum,
-                (parts,),
-                whole,
-                total,
-                whole.numel(),
-                tiles,
-                BYTES=whole.element_size(),
-                BLOCK=BLOCK,
-                num_warps=warps_of(BLOCK),
-            )
+                programs.add_checksum, (parts,),
+                whole, total, whole.numel(), tiles, BYTES=whole.element_size(), BLOCK=BLOCK, num_warps=warps_of(BLOCK),
+            )  # fmt: skip
     return totals_N
 
 

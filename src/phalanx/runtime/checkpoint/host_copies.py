@@ -106,10 +106,9 @@ class HostCopies:
                 made.append(torch.empty(size, dtype=torch.uint8))
         for x, (block, at) in zip(tensors, places, strict=True):
             part = made[block][at : at + x.nbytes]
-            self._into.append(
-                part.view(x.dtype).view(x.shape)
-            )  # of the block, which its allocator keeps until copies end
-            own = torch.from_numpy(part.numpy()).view(x.dtype).view(x.shape) if x.nbytes else self._into[-1]
+            into = part.view(x.dtype).view(x.shape)  # of the block, which its allocator keeps until copies end
+            self._into.append(into)
+            own = torch.from_numpy(part.numpy()).view(x.dtype).view(x.shape) if x.nbytes else into
             self._own.append(own)
         return note
 

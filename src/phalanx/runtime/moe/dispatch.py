@@ -320,7 +320,9 @@ class Dispatcher:
         num_rows = int(counts_PE[self.ep_etp.index].sum())
         pair_of_row_R = self.by_slot(found.order_N[:num_rows], plan)
         dropped = on_device(num_pairs - num_rows, device)
-        row_of_pair_N = found.places_N if self.is_plain else inverse_exact(pair_of_row_R, num_pairs)
+        row_of_pair_N = found.places_N if self.is_plain else None
+        if row_of_pair_N is None:
+            row_of_pair_N = inverse_exact(pair_of_row_R, num_pairs)
         return plan, SendList(pair_of_row_R, row_of_pair_N.view(experts_TK.shape), dropped), all_told
 
     def by_slot(self, pair_of_row_R: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
@@ -439,9 +441,7 @@ def sorted_keys(keys_N: torch.Tensor, values: int, *, impl: Impl) -> SortedKeys:
     if impl == "fast" and runs_programs(keys_N):
         return sort_keys(keys_N.contiguous(), values)
     counts_E = count_keys(keys_N, values + 1)[:values].to(torch.int32)
-    order_N = stable_order(keys_N, values)
-    places_N = inverse_exact(order_N, len(order_N))
-    return SortedKeys(counts_E, order_N, torch.where(keys_N < values, places_N, FILL))
+    return SortedKeys(counts_E, stable_order(keys_N, values), None)
 
 
 def stable_order(keys_N: torch.Tensor, largest: int) -> torch.Tensor:
