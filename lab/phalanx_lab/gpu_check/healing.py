@@ -91,23 +91,21 @@ class KillWatch:
 
 
 class NotedBackend:
-    """A backend of a group whose calls are timed; what an abort complains about is told too."""
+    """A communicator whose abort is timed; what it complains about is told too."""
 
     def __init__(self, inner: Any, file: TellFile) -> None:
         self._inner, self._file = inner, file
 
-    def __getattr__(self, name: str) -> Any:
-        def call() -> None:
-            begin_s, said = now_s(), ""
-            try:
-                getattr(self._inner, name)()
-            except RuntimeError as err:
-                said = str(err)[:300]
-                raise
-            finally:
-                self._file.say("AbortCall", at_s=begin_s, name=name, seconds=now_s() - begin_s, said=said)
-
-        return call
+    def abort(self) -> None:
+        begin_s, said = now_s(), ""
+        self._file.say("AbortBegun", at_s=begin_s)
+        try:
+            self._inner.abort()
+        except RuntimeError as err:
+            said = str(err)[:300]
+            raise
+        finally:
+            self._file.say("Aborted", at_s=begin_s, seconds=now_s() - begin_s, said=said)
 
 
 class KilledMember:
@@ -119,14 +117,7 @@ class KilledMember:
         self._file, self._still = TellFile(folder / f"member-{name}.jsonl"), (folder / f"still-{name}").open("w")
         self._members = self._generation = self._steps = 0
         abort = devices._abort
-
-        def noted(backends: Sequence[Any]) -> None:
-            begin_s = now_s()
-            self._file.say("AbortBegun", at_s=begin_s, communicators=len(backends))
-            abort([NotedBackend(backend, self._file) for backend in backends])
-            self._file.say("Aborted", at_s=begin_s, seconds=now_s() - begin_s)
-
-        devices._abort = noted
+        devices._abort = lambda backend: abort(NotedBackend(backend, self._file))
 
     def phase(self, name: Phase, step: int) -> None:
         """Comes from the member's own thread."""
@@ -235,9 +226,10 @@ def tell_kills(here: Here, told: Sequence[Told], kills: Kills) -> None:
     here.tell("members at the end", max(formed, key=lambda r: r["generation"])["members"] if formed else 0, least=RANKS)
     checked = [r["checked"] for r in told if r["kind"] == "TeamFormed" and r["generation"] > 1]
     here.tell("pieces of state compared between members", min(checked, default=0), least=1)
-    calls = sorted((r for r in told if r["kind"] == "AbortCall"), key=lambda r: -r["seconds"])
-    here.tell("longest calls of aborts", [[r["name"], r["seconds"], r["said"]] for r in calls[:4]])
-    here.tell("complaints of aborts", sorted({r["said"] for r in calls}))
+    aborts = [r for r in told if r["kind"] == "Aborted"]
+    here.tell("aborts", len(aborts))
+    here.tell("aborts that did not end", sum(r["kind"] == "AbortBegun" for r in told) - len(aborts), most=0)
+    here.tell("complaints of aborts", sorted({r["said"] for r in aborts}))
     here.tell("lost", [[r["uid"], r["why"]] for r in told if r["kind"] == "MemberLost"])
     last = {r["worker"]: r for r in told if r["kind"] == "Phase"}
     end_s = max((r["at_s"] for r in last.values()), default=0.0)
@@ -278,7 +270,6 @@ def after_kill(kill: Told, told: Sequence[Told]) -> dict[str, float]:
         "supervisor knew s": most("Reformed", "lost_s", less=begin_s),
         "survivors told s": most("Reformed", "told_s"),
         "abort began s": most("AbortBegun", "at_s", less=begin_s),
-        "communicators aborted": most("AbortBegun", "communicators"),
         "abort took s": most("Aborted", "seconds"),
         "seen broken s": most("Reformed", "broken_s", less=begin_s),
         "dropped, decided, connected s": most("TeamFormed", "noticed_s"),

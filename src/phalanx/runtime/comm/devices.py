@@ -3,10 +3,10 @@
 A call of gloo fails where a peer is lost. NCCL's calls return before anything has been sent, its kernels wait for a peer for ever, and an abort from another thread ends them
 without an error, with arbitrary results. So in an elastic run:
 
-    abort      all communicators of the generation are aborted together, by a separate thread because an abort may block; no collective is posted afterwards
+    abort      all communicators of the generation are aborted at once, each by a thread of its own because one waits for another; no collective is posted afterwards
     complete   before a device's results are used, the rank synchronizes and then checks that the generation was not aborted meanwhile
     invalid    arbitrary results may cause any error: after an abort that counts as a lost peer (`runtime/membership/member.py`)
-    left       an abort that does not end (NCCL 2.28.9 on an H200: kernels ended, `ncclGroupEnd` did not return) is left behind with its communicators, whose memory it keeps
+    left       an abort that does not end is left behind with its communicators, whose memory it keeps
     stuck      a call that no abort ends (creating a communicator is one) ends with its process; the supervisor starts another one
 
 Must never change: no member votes for a step, and none compares state, before `complete` has let it through.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,9 +62,9 @@ class DeviceAbort:
         with self._lock:
             new = [b for b in nccl_backends(groups) if not any(b is old for old in self._ended)]
             self._ended += new
-            if new:
-                self._threads.append(threading.Thread(target=_abort, args=(new,), name="abort", daemon=True))
-                self._threads[-1].start()
+            self._threads += [threading.Thread(target=_abort, args=(b,), name="abort", daemon=True) for b in new]
+            for thread in self._threads[len(self._threads) - len(new) :]:
+                thread.start()
 
     def finish(self) -> None:
         """Call it before groups are destroyed: waits for the aborts, and leaves behind the groups of one that does not end."""
@@ -71,11 +72,12 @@ class DeviceAbort:
             _leave_behind()
 
     def wait(self, limit_s: float) -> bool:
-        """Waits until all aborts have ended, each for `limit_s` at most; returns whether they have."""
+        """Waits until all aborts have ended, for `limit_s` at most; returns whether they have."""
+        end_s = time.monotonic() + limit_s
         with self._lock:
             threads = list(self._threads)
         for thread in threads:
-            thread.join(limit_s)
+            thread.join(max(0.0, end_s - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
 
 
@@ -101,12 +103,7 @@ def _leave_behind() -> None:
         del names[group]
 
 
-def _abort(backends: Sequence[Any]) -> None:
-    """Aborts in one group call, the newest first: aborts one after the other can wait for each other (pytorch issue 119797)."""
+def _abort(backend: Any) -> None:
+    """NCCL's abort of a communicator may wait for kernels of others to end (pytorch issue 119797), and torch's runs in yet another thread, which no group call around it reaches."""
     with contextlib.suppress(RuntimeError):  # what it complains about is being ended
-        backends[0]._group_start()
-        try:
-            for backend in reversed(backends):
-                backend.abort()
-        finally:
-            backends[0]._group_end()
+        backend.abort()

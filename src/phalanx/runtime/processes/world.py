@@ -182,13 +182,24 @@ def own_device(info: WorldInfo, device: str) -> torch.device:
     return target
 
 
+LEFT_TO_RUN = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+}
+"""torch's settings for that. After an error its thread would write its records (whose text is made by importing torch's compiler) and sleep four times as long as the third one says,
+60 s by default, while whoever destroys the group waits for it."""
+
+
 def leave_errors_to_run() -> None:
-    """NCCL's own threads neither end this process nor abort its communicators when a peer is lost: an elastic run does. Before the first group is made.
+    """NCCL's own threads neither end this process nor abort its communicators when a peer is lost, nor keep them: an elastic run does. Before the first group is made.
 
     What the user has set stays: torch's defaults end the process, which its supervisor then replaces.
     """
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
-        os.environ.setdefault(name, "0")
+    for name, value in LEFT_TO_RUN.items():
+        os.environ.setdefault(name, value)
 
 
 def _gpu_problems(info: WorldInfo, *, num_gpus: int) -> list[Problem]:
