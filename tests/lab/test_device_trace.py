@@ -180,8 +180,8 @@ def waits_of(told: dict[str, Any], *phases: str) -> list[tuple[str, str, int]]:
 
 def test_the_host_waits_once_a_layer_and_where_the_table_says(traces: Traces) -> None:
     few, more = traces["measured"]["few"][0], traces["measured"]["more"][0]
-    assert waits_of(few, "forward", "backward") == [("copy cuda to cpu", "runtime/moe/dispatch.py", 2)]
-    assert waits_of(more, "forward", "backward") == [("copy cuda to cpu", "runtime/moe/dispatch.py", 3)]
+    assert waits_of(few, "forward", "backward") == [("synchronize", "runtime/moe/dispatch.py", 2)]
+    assert waits_of(more, "forward", "backward") == [("synchronize", "runtime/moe/dispatch.py", 3)]
     assert waits_of(traces["runs"]["padded"][0], "forward", "backward", "loss") == []
 
 
@@ -201,7 +201,7 @@ def test_a_save_adds_copies_and_one_wait_in_the_thread_that_writes(traces: Trace
 @pytest.mark.parametrize("name", ["full", "full, chunks"])
 def test_a_layer_that_runs_again_does_not_wait_again(traces: Traces, name: str) -> None:
     told = traces["runs"][name][0]
-    assert waits_of(told, "forward") == [("copy cuda to cpu", "runtime/moe/dispatch.py", 2)]
+    assert waits_of(told, "forward") == [("synchronize", "runtime/moe/dispatch.py", 2)]
     assert waits_of(told, "backward") == []
 
 

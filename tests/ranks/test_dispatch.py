@@ -25,7 +25,7 @@ from phalanx.plan.moe.dispatch import DispatchSpec, capacity, kept_pairs as kept
 from phalanx.plan.moe.dispatch_local import plan_local_dispatch
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, Groups
-from phalanx.runtime.moe.dispatch import Dispatcher, kept_pairs, stable_order
+from phalanx.runtime.moe.dispatch import CountsUnderWay, Dispatcher, kept_pairs, stable_order
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall, run_experts
 from ranks import run_ranks
 
@@ -412,7 +412,7 @@ def test_bytes_are_those_of_the_plan(ep, etp):
         row, weight = H * 8, 8
         want = {}
         if ep * etp > 1:
-            want[("all_gather", "ep_etp")] = (1, E * 4 * (ep * etp - 1))
+            want[("all_gather", "ep_etp")] = (1, E * 8 * (ep * etp - 1))
         if ep > 1:  # rows there and back, weights there; their gradients the other way
             want[("all_to_all_rows", "ep")] = (6, (2 * row + weight) * (away + back))
         if etp > 1:
@@ -508,14 +508,24 @@ class SilentCollectives(Collectives):
 
 
 class CountingDispatcher(Dispatcher):
-    """Answers the one question that needs the host from a table, and counts how often it is asked."""
+    """Answers the one question that needs the host from a table, counts how often it is asked, and takes down when rows are picked and when the host waits."""
 
     asked = 0
+    order: tuple[str, ...] = ()
+
+    def finish_list(self, begun):
+        self.order += ("wait",)
+        return super().finish_list(begun)
+
+    def _permute(self, x, **maps):
+        self.order += ("rows",)
+        return super()._permute(x, **maps)
 
     def _gather_counts(self, counts_E, told, op_prefix, known):
         self.asked += 1
         size, further = self.ep_etp.size, 0 if told is None else len(told)
-        return np.full((size, E), 8 * K // E), np.full((size, further), 8)
+        table = np.concatenate([np.full((size, E), 8 * K // E), np.full((size, further), 8)], axis=1)
+        return CountsUnderWay(torch.empty(table.size, dtype=torch.int64, device="meta"), torch.from_numpy(table))
 
 
 @pytest.mark.core
@@ -544,6 +554,9 @@ def test_host_synchronisations(name, ep, etp):
         assert x.grad.shape == x.shape and weights.grad.shape == weights.shape
     assert y.shape == x.shape
     assert dispatcher.asked == (0 if spec.is_static else 1)
+    if not spec.is_static:  # all pairs travel: rows are picked while the counts come
+        early = spec.policy == "dropless" and (spec.transport == "all_to_all" or ep * etp == 1)
+        assert dispatcher.order == (("rows", "wait") if early else ("wait", "rows"))
 
 
 # ---- the layer -----------------------------------------------------------------------------------------------------------

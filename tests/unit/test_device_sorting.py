@@ -24,10 +24,12 @@ def test_equals_the_plain_sort(size: int, values: int, drops: bool, monkeypatch:
     monkeypatch.setattr(sorting, "PROGRAMS", 11)
     monkeypatch.setattr(sorting, "SUMMED", 4)
     keys = torch.randint(0, values + drops, (size,), generator=seeded(size))
-    got, want = sorting.sort_keys(keys, values), sorted_keys(keys, values, impl="reference")
+    got, want = sorting.sort_keys(keys, values, copies=3), sorted_keys(keys, values, impl="reference")
     placed = int(want.counts_E.sum())
     assert got.counts_E.dtype == want.counts_E.dtype and torch.equal(got.counts_E, want.counts_E)
     assert torch.equal(got.order_N[:placed], want.order_N[:placed])
+    assert torch.equal(got.tokens_N[:placed], want.order_N[:placed] // 3)
+    assert sorting.sort_keys(keys, values, counted=True).counts_E is None
     assert torch.equal(got.places_N, inverse_exact(want.order_N[:placed], size))
 
 

@@ -373,12 +373,13 @@ def check_router(here: Here) -> None:
         keys_N[::7] = spec.num_experts  # pairs that were dropped
         ours = sorted_keys(keys_N.to(here.device), spec.num_experts, impl="fast")
         plain = sorted_keys(keys_N, spec.num_experts, impl="reference")
-        placed = int(plain.counts_E.sum())
-        places_N = inverse_exact(plain.order_N[:placed], len(keys_N))
-        wrong = [ours.counts_E.cpu() != plain.counts_E, ours.order_N[:placed].cpu() != plain.order_N[:placed]]
-        if ours.places_N is not None:  # those of programs
-            wrong.append(ours.places_N.cpu() != places_N)
-        here.tell(f"{preset}: pairs in another place", int(sum(x.sum() for x in wrong)), most=0)
+        placed = int((keys_N < spec.num_experts).sum())
+        pairs = [(ours.counts_E, plain.counts_E), (ours.order_N[:placed], plain.order_N[:placed])]
+        if ours.places_N is not None and ours.tokens_N is not None:  # those of programs
+            pairs += [(ours.places_N, inverse_exact(plain.order_N[:placed], len(keys_N)))]
+            pairs += [(ours.tokens_N[:placed], plain.order_N[:placed])]
+        wrong = sum(int((a.cpu() != b).sum()) for a, b in pairs if a is not None and b is not None)
+        here.tell(f"{preset}: pairs in another place", wrong, most=0)
 
 
 def _routed(spec: ModelSpec, x_TE: torch.Tensor, *, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:

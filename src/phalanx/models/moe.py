@@ -80,6 +80,7 @@ class MoE(nn.Module):
             later=self.later,
             recompute=self.recompute,
             known=info.known,
+            counts_E=routing.counts_E,
             token_index_T=batch.token_index_T,
             part_T=batch.part_T,
             op_prefix=prefix,

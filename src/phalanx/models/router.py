@@ -70,6 +70,8 @@ class Router(nn.Module):
         bias = torch.zeros(self.num_experts, dtype=torch.float32, device=ctx.device) if self.spec.bias_rate else None
         self.register_buffer("expert_bias", bias)
         self.rule = self._rule()
+        self.no_loss = torch.zeros((), dtype=torch.promote_types(ctx.dtype, torch.float32), device=ctx.device)
+        """Of losses that are not asked for; nobody writes to it."""
 
     def forward(
         self,
@@ -194,7 +196,7 @@ class Router(nn.Module):
     def _aux_loss(self, choice: Choice, num_tokens: int, balance_E: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
         spec, axis = self.spec, self.groups.axis("micro")
         if not spec.aux_loss:
-            return choice.entropy_sum.new_zeros(())
+            return self.no_loss
         tokens = max(num_tokens * axis.size, 1)
         factor = spec.aux_loss * self.num_experts / self.top_k
         if spec.aux_scope == "global_batch":
@@ -228,7 +230,7 @@ class Router(nn.Module):
 
     def _z_loss(self, squares: torch.Tensor, num_tokens: int, info: ForwardInfo) -> torch.Tensor:
         if not self.spec.z_loss:
-            return squares.new_zeros(())
+            return self.no_loss
         tokens = max(num_tokens * self.groups.axis("micro").size * info.num_microbatches, 1)
         return self.spec.z_loss / tokens * squares
 

@@ -207,7 +207,7 @@ def _counts(x: torch.Tensor, world: World, stack: Any) -> np.ndarray:
     dispatcher: Any = next(
         frame.f_locals.get("self") or frame.f_locals["dispatcher"]
         for frame in stack
-        if frame.f_code.co_name in ("_gather_counts", "_gather")
+        if frame.f_code.co_name in ("finish_list", "_gather")
     )
     experts, axis = dispatcher.num_experts, dispatcher.ep_etp
     table = np.zeros((axis.size, x.numel() // axis.size), dtype=np.int64)

@@ -50,6 +50,7 @@ def expert_ffn(
     counts: Sequence[int],
     *,
     row_weights_M: torch.Tensor | None = None,
+    ends_e: torch.Tensor | None = None,
     recompute: bool = False,
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
@@ -57,7 +58,7 @@ def expert_ffn(
 ) -> torch.Tensor:
     """`w2 (row_weight * silu(w_gate x) * (w_up x))`, (M, H), in the type of `x_MH`.
 
-    `counts` (host integers, one per slot, sum M) says how many consecutive rows belong to each slot; zeros are fine.
+    `counts` (host integers, one per slot, sum M) says how many consecutive rows belong to each slot; zeros are fine. `ends_e`: their running sums, int32, on a device that has them.
     `row_weights_M` may be of a wider type than `x_MH`; its gradient comes back in that type. With `recompute` the backward pass
     computes the first projection again instead of keeping it (the reference lets autograd keep what it likes). With `later` the gradients of the
     weights are put off; until then `h` and the gradient of the first projection are kept, so that nothing is computed twice.
@@ -70,7 +71,9 @@ def expert_ffn(
         out: torch.Tensor = _CpuExpertFfn.apply(x_MH, w13, w2, row_weights_M, tuple(counts), recompute, lanes, target)
         return out
     if impl == "fast" and can_group(x_MH, w13, w2) and lanes.sums is None:
-        return grouped_ffn(x_MH, w13, w2, counts, row_weights_M=row_weights_M, recompute=recompute, target=target)
+        return grouped_ffn(
+            x_MH, w13, w2, counts, row_weights_M=row_weights_M, ends_e=ends_e, recompute=recompute, target=target
+        )
     return _reference(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M, later, lanes.sums)
 
 

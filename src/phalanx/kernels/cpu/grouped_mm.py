@@ -38,6 +38,7 @@ def grouped_ffn(
     counts: Sequence[int],
     *,
     row_weights_M: torch.Tensor | None = None,
+    ends_e: torch.Tensor | None = None,
     recompute: bool = False,
     target: Target | None = None,
 ) -> torch.Tensor:
@@ -50,7 +51,9 @@ def grouped_ffn(
             f"counts {list(counts)}: must sum to the number of rows, and sum to {sum(counts)} for {len(x_MH)} rows; "
             "rows of no group would be read without having been written"
         )
-    out: torch.Tensor = _GroupedFfn.apply(x_MH, w13_e2fH, w2_eHf, row_weights_M, tuple(counts), recompute, target)
+    out: torch.Tensor = _GroupedFfn.apply(
+        x_MH, w13_e2fH, w2_eHf, row_weights_M, tuple(counts), ends_e, recompute, target
+    )
     return out
 
 
@@ -82,13 +85,14 @@ class _GroupedFfn(torch.autograd.Function):
         w2_eHf: torch.Tensor,
         row_weights_M: torch.Tensor | None,
         counts: tuple[int, ...],
+        ends_e: torch.Tensor | None,
         recompute: bool,
         target: Target | None,
     ) -> torch.Tensor:
-        x_MH, ends_e, gate_up_MF = x_MH.contiguous(), None, None
+        x_MH, gate_up_MF = x_MH.contiguous(), None
         y_MH = x_MH.new_empty(x_MH.shape)
         if len(x_MH):
-            ends_e = ends_of(counts, x_MH.device)
+            ends_e = ends_of(counts, x_MH.device) if ends_e is None else ends_e
             gate_up_MF = _gate_up(x_MH, w13_e2fH, ends_e)
             h_Mf = swiglu(gate_up_MF.unflatten(1, (2, -1)), row_weights_M=row_weights_M)
             y_MH = F.grouped_mm(h_Mf, w2_eHf.transpose(1, 2), offs=ends_e)
@@ -118,7 +122,7 @@ class _GroupedFfn(torch.autograd.Function):
             ctx.target.put(of_weights)
         elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             d_weights = of_weights()
-        return dx_MH, *d_weights, d_row_weights_M, None, None, None
+        return dx_MH, *d_weights, d_row_weights_M, None, None, None, None
 
 
 def _gate_up(x_MH: torch.Tensor, w13_e2fH: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:

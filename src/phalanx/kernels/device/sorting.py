@@ -23,18 +23,20 @@ SUMMED = 16
 class SortedKeys:
     """Each number's place among all, smaller ones first, equal ones in their order. Numbers from `values` on come last and have no place."""
 
-    counts_E: torch.Tensor
-    """int32."""
+    counts_E: torch.Tensor | None
+    """int64; None: not asked for."""
     order_N: torch.Tensor
     """int64; what is behind the numbers that have a place is not written."""
     places_N: torch.Tensor | None
     """int64, -1 where there is none; None: not made."""
+    tokens_N: torch.Tensor | None
+    """int64 `order_N // copies`; None: not made."""
 
 
-def sort_keys(keys_N: torch.Tensor, values: int) -> SortedKeys:
-    """Of int64 `keys_N` (contiguous, not negative)."""
+def sort_keys(keys_N: torch.Tensor, values: int, *, copies: int = 1, counted: bool = False) -> SortedKeys:
+    """Of int64 `keys_N` (contiguous, not negative), `copies` for each token, one after the other. `counted`: how often each occurs is known."""
     size, wide = len(keys_N), block_of(values, 1 << 14)
-    order_N, places_N = torch.empty_like(keys_N), torch.empty_like(keys_N)
+    order_N, places_N, tokens_N = torch.empty((3, size), dtype=torch.int64, device=keys_N.device).unbind()
     block = max(1, min(256, TILE // wide))
     tiles = max(1, -(-size // (block * PROGRAMS)))
     programs = -(-size // (block * tiles))
@@ -46,7 +48,8 @@ def sort_keys(keys_N: torch.Tensor, values: int) -> SortedKeys:
         launch(own.count_values, (programs,), keys_N, counts_PE, size, values, tiles, **shape, num_warps=4)
         rows = max(1, min(SUMMED, TILE // wide))
         launch(
-            own.place_values, (programs,), keys_N, counts_PE, order_N, places_N, size, values, tiles, programs,
-            **shape, P2=rows, num_warps=4,
+            own.place_values, (programs,), keys_N, counts_PE, order_N, places_N, tokens_N, size, values, tiles, programs,
+            COPIES=copies, **shape, P2=rows, num_warps=4,
         )  # fmt: skip
-    return SortedKeys(counts_PE.sum(0, dtype=torch.int32), order_N, places_N)
+    counts_E = None if counted else counts_PE.sum(0, dtype=torch.int64)
+    return SortedKeys(counts_E, order_N, places_N, tokens_N)

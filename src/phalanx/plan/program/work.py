@@ -220,7 +220,7 @@ class Counting:
             share = 1.0 / self._num_chunks
         if name == "dispatch.counts":
             further = 2 if self._by_tiles else 1 if self.dispatch.transport == "all_gather" else 0
-            return (self.spec.num_experts * self._num_chunks + further) * INT32 * (n - 1)
+            return (self.spec.num_experts * self._num_chunks + further) * INT64 * (n - 1)
         if name == "dispatch.full_index":
             return self._rows_T * INT64 * (n - 1)
         if name in ("dispatch.full_experts", "dispatch.full_weights"):

@@ -46,6 +46,8 @@ from phalanx.runtime.moe.dispatch import (
     reordered,
     repeated,
     stable_order,
+    to_host,
+    tokens_of,
 )
 from phalanx.runtime.moe.experts import MoeCall, rows_of_experts
 
@@ -131,7 +133,7 @@ def _cut_tokens(call: MoeCall, dispatcher: Dispatcher, kept_TK: torch.Tensor | N
         keys_N = torch.where(kept_TK.reshape(-1), keys_N, num_keys - 1)
     (first_key_N,) = repeated([(num_keys * np.arange(chunks), dispatcher.top_k * np.array(sizes))], device)
     keys_N = keys_N + first_key_N
-    counts_CE = count_keys(keys_N, chunks * num_keys).view(chunks, num_keys)[:, :-1].to(torch.int32)
+    counts_CE = count_keys(keys_N, chunks * num_keys).view(chunks, num_keys)[:, :-1].contiguous()
     counts_PCE = _gather(dispatcher, counts_CE, call)
     order_N = stable_order(keys_N, chunks * num_keys)
     rows_C = counts_PCE[dispatcher.ep_etp.index].sum(1)
@@ -143,7 +145,9 @@ def _cut_tokens(call: MoeCall, dispatcher: Dispatcher, kept_TK: torch.Tensor | N
         plan = dispatcher.plan(counts_PCE[:, number])
         pair_of_row_R = dispatcher.by_slot(order_N[first : first + int(rows_C[number])] - first, plan)
         rows_of_token_tK = inverse_exact(pair_of_row_R, weights_tK.numel()).view(weights_tK.shape)
-        parts.append(_Part(number, x_tH, weights_tK, plan, SendList(pair_of_row_R, rows_of_token_tK, dropped)))
+        tokens_R = tokens_of(pair_of_row_R, dispatcher.top_k)
+        send = SendList(pair_of_row_R, rows_of_token_tK, dropped, tokens_R)
+        parts.append(_Part(number, x_tH, weights_tK, plan, send))
         first += weights_tK.numel()
     return parts
 
@@ -151,7 +155,7 @@ def _cut_tokens(call: MoeCall, dispatcher: Dispatcher, kept_TK: torch.Tensor | N
 def _gather(dispatcher: Dispatcher, counts_CE: torch.Tensor, call: MoeCall) -> np.ndarray:
     """(P, C, E) rows of all chunks, sources and experts, on the host."""
     gathered = dispatcher.comms.all_gather(counts_CE, dispatcher.ep_etp, op_id=call.op_prefix + "dispatch.counts")
-    table = counts_on_host(gathered, call.known)
+    table = counts_on_host(to_host(gathered, call.known))
     return table.reshape(dispatcher.ep_etp.size, *counts_CE.shape)
 
 

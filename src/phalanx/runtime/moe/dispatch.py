@@ -3,7 +3,8 @@
 Decides nothing about who sends what. It drops what the policy drops, sorts, moves, and undoes all of it in `combine`:
 
     counts     all-gather over ep_etp (not where sizes are static, nor on one rank)         E integers
-    permute    rows of this rank in slot order, each source's rows of an expert in token order
+    permute    rows of this rank in slot order, each source's rows of an expert in token order;
+               on a device the host waits for the counts behind it, where the order needs none of them
     rows       all-to-all over ep, all-gather over etp; the same for the rows' weights
     slot sort  from order of arrival to slot order                                           (experts run here)
     back       undo the sort, reduce-scatter over etp, all-to-all over ep, sum the copies of each token
@@ -28,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +44,6 @@ from phalanx.plan.moe import (
     DispatchPlan,
     DispatchSpec,
     capacity,
-    plan_dispatch,
     plan_local_dispatch,
     plan_static_dispatch,
     rows_of_source,
@@ -62,18 +63,39 @@ class KnownCounts:
 
 
 @dataclass(frozen=True, eq=False)
+class CountsUnderWay:
+    """Counts of all sources, on their way to the host while the device and the host go on."""
+
+    gathered: torch.Tensor
+    there: torch.Tensor
+    """The same on the host, once `done`."""
+    done: Any = None
+    """Event of a device; None: they are there."""
+    known: KnownCounts | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class SendList:
-    """The rows that this rank sends, in slot order. Each map is the inverse of the other."""
+    """The rows that this rank sends, in slot order. Each of the first two maps is the inverse of the other."""
 
     pair_of_row_R: torch.Tensor
     """Pair `t * K + k` of each row, FILL for a fill row."""
     rows_of_token_TK: torch.Tensor
     """Row of each pair, FILL for a dropped one."""
     dropped: torch.Tensor
+    token_of_row_R: torch.Tensor
+    """FILL for a fill row."""
 
-    @property
-    def token_of_row_R(self) -> torch.Tensor:
-        return torch.div(self.pair_of_row_R, self.rows_of_token_TK.shape[1], rounding_mode="floor")
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BegunList:
+    """What to send, while the counts of all sources are under way."""
+
+    counts: CountsUnderWay
+    found: SortedKeys
+    experts_TK: torch.Tensor
+    send: SendList | None
+    """Known already: all pairs travel, in the order of their experts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +137,8 @@ class Dispatched:
     dropped: torch.Tensor
     """int64 0-d: pairs of this rank that were dropped."""
     state: DispatchState
+    ends_e: torch.Tensor | None = None
+    """int32 row behind the last one of each of those experts, on the device, where it is there already."""
 
 
 class Dispatcher:
@@ -146,6 +170,7 @@ class Dispatcher:
         self.shares = self._shares()
         self.listen: Callable[[DispatchPlan, np.ndarray], None] | None = None
         """Hears every plan that is made of gathered counts, and those: for metrics and verification."""
+        self._zero: torch.Tensor | None = None
 
     def _shares(self) -> tuple[int, ...]:
         """Slots of each expert that this rank holds, in the order of its weights."""
@@ -155,15 +180,18 @@ class Dispatcher:
     def plan(self, counts_PE: np.ndarray) -> DispatchPlan:
         """Who sends how many rows to which slot, for the gathered counts."""
         here = {"ep": self.ep.size, "etp": self.etp.size}
-        if self.is_plain:
-            return plan_dispatch(counts_PE, self.slots_G, **here)
+        if self.is_plain:  # in nearly every layer of every step: nothing is to be split
+            return DispatchPlan(self.slots_G, rows_PG=counts_PE, **here)
         return plan_local_dispatch(
             counts_PE, self.slots_G, host_of_ep=self.host_of_ep, unit_rows=self.unit_rows, **here
         )
 
     def expert_counts(self, plan: DispatchPlan) -> tuple[int, ...]:
         """Rows of each expert that this rank holds: those of its slots here, which stand beside each other."""
-        counts = iter(plan.slot_counts(ep=self.ep.index))
+        of_slots = plan.slot_counts(ep=self.ep.index)
+        if len(of_slots) == len(self.shares):
+            return of_slots
+        counts = iter(of_slots)
         return tuple(sum(next(counts) for _ in range(slots)) for slots in self.shares)
 
     # ---- there -----------------------------------------------------------------------------------------------------------
@@ -178,33 +206,63 @@ class Dispatcher:
         part_T: torch.Tensor | None = None,
         op_prefix: str = "",
         known: KnownCounts | None = None,
+        counts_E: torch.Tensor | None = None,
     ) -> Dispatched:
         """Send each token to the slots of its experts.
 
         `token_index_T`: place of each token in its micro-batch, where ranks of `tp_cp` share one and it is not simply rank by rank
         (it decides ties and `position` under full_sequence). `part_T`: this rank stands in for several, part by part (sub_sequence drops
-        in each part by itself). `op_prefix` names the collectives (`mb0.L3.fwd.`). `known`: of a pass that runs again.
+        in each part by itself). `op_prefix` names the collectives (`mb0.L3.fwd.`). `known`: of a pass that runs again. `counts_E`: int64 pairs of each expert,
+        where they are known.
         """
         kept_TK = self.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
+        gathers = self.spec.transport == "all_gather" and self.ep_etp.size > 1
         if self.spec.is_static:
             plan, send = self._static_list(experts_TK, kept_TK)
-        else:
-            gathers = self.spec.transport == "all_gather" and self.ep_etp.size > 1
-            tokens = on_device(x_TH.shape[0], x_TH.device).view(1) if gathers else None
-            plan, send, told = self.exact_list(experts_TK, kept_TK, op_prefix, told=tokens, known=known)
-            token_sizes = tuple(int(n) for n in told.reshape(-1))
-        if self.spec.transport == "all_gather" and self.ep_etp.size > 1:
-            sizes = (x_TH.shape[0],) * self.ep_etp.size if self.spec.is_static else token_sizes
-            return self._gather(x_TH, weights_TK, plan, send, sizes, op_prefix)
-        return self._exchange(x_TH, weights_TK, plan, send, op_prefix)
+            if gathers:
+                return self._gather(x_TH, weights_TK, plan, send, (x_TH.shape[0],) * self.ep_etp.size, op_prefix)
+            return self._exchange(*self._pick(x_TH, weights_TK, send, op_prefix), plan, send, op_prefix)
+        tokens = on_device(x_TH.shape[0], x_TH.device).view(1) if gathers else None
+        begun = self.begin_list(experts_TK, kept_TK, op_prefix, told=tokens, known=known, counts_E=counts_E)
+        if gathers:
+            plan, send, told = self.finish_list(begun)
+            return self._gather(x_TH, weights_TK, plan, send, tuple(int(n) for n in told.reshape(-1)), op_prefix)
+        ends_e = self._ends(begun.counts.gathered)
+        if begun.send is None:
+            plan, send, _ = self.finish_list(begun)
+            picked = self._pick(x_TH, weights_TK, send, op_prefix)
+        else:  # beside the way of the counts
+            picked = self._pick(x_TH, weights_TK, begun.send, op_prefix)
+            plan, send, _ = self.finish_list(begun)
+        return self._exchange(*picked, plan, send, op_prefix, ends_e=ends_e)
+
+    def _pick(
+        self, x_TH: torch.Tensor, weights_TK: torch.Tensor, send: SendList, op_prefix: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows that travel, and their weights."""
+        permute = partial(self._permute, token_of_row=send.token_of_row_R, rows_of_token=send.rows_of_token_TK)
+        rows_RH = traced(self.comms, op_prefix + "dispatch.permute", permute, x_TH)
+        return rows_RH, pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
+
+    def _ends(self, gathered: torch.Tensor) -> torch.Tensor | None:
+        """(e,) int32 row behind the last one of each expert here, on a device, where no plan is needed to say so."""
+        if gathered.device.type == "cpu" or not self.is_plain:
+            return None
+        width = self.num_experts // self.ep.size
+        mine_Pe = gathered.view(self.ep_etp.size, -1).narrow(1, self.ep.index * width, width)
+        of_all_e = mine_Pe[0] if len(mine_Pe) == 1 else mine_Pe.sum(0)
+        return of_all_e.cumsum(0, dtype=torch.int32)
 
     def _exchange(
-        self, x_TH: torch.Tensor, weights_TK: torch.Tensor, plan: DispatchPlan, send: SendList, op_prefix: str
+        self,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        plan: DispatchPlan,
+        send: SendList,
+        op_prefix: str,
+        *,
+        ends_e: torch.Tensor | None = None,
     ) -> Dispatched:
-        token_of_row_R = send.token_of_row_R
-        permute = partial(self._permute, token_of_row=token_of_row_R, rows_of_token=send.rows_of_token_TK)
-        rows = traced(self.comms, op_prefix + "dispatch.permute", permute, x_TH)
-        weights = pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
         here = {"ep": self.ep.index, "etp": self.etp.index}
         splits = {"in_splits": plan.sends(**here), "out_splits": plan.receives(**here)}
         sizes = plan.etp_sizes(ep=self.ep.index)
@@ -216,8 +274,8 @@ class Dispatcher:
         maps = self.slot_maps(plan, rows.device)
         if maps is not None:
             rows, weights = traced(self.comms, at + "sort", partial(reordered, maps), rows, weights)
-        state = DispatchState(plan, send, token_of_row_R, send.rows_of_token_TK, op_prefix, maps=maps)
-        return Dispatched(rows, weights, self.expert_counts(plan), send.dropped, state)
+        state = DispatchState(plan, send, send.token_of_row_R, send.rows_of_token_TK, op_prefix, maps=maps)
+        return Dispatched(rows, weights, self.expert_counts(plan), send.dropped, state, ends_e)
 
     def _gather(
         self,
@@ -303,27 +361,71 @@ class Dispatcher:
         *,
         told: torch.Tensor | None = None,
         known: KnownCounts | None = None,
+        counts_E: torch.Tensor | None = None,
     ) -> tuple[DispatchPlan, SendList, np.ndarray]:
-        """Exactly the kept pairs. The one host synchronisation of a layer is here: sizes of everything that follows.
+        """Exactly the kept pairs, all at once. Arguments as of `begin_list`, result as of `finish_list`."""
+        return self.finish_list(
+            self.begin_list(experts_TK, kept_TK, op_prefix, told=told, known=known, counts_E=counts_E)
+        )
 
-        `told`: further integers of this rank that all are to know; what all have told is the last of the three, by source.
+    def begin_list(
+        self,
+        experts_TK: torch.Tensor,
+        kept_TK: torch.Tensor | None,
+        op_prefix: str,
+        *,
+        told: torch.Tensor | None = None,
+        known: KnownCounts | None = None,
+        counts_E: torch.Tensor | None = None,
+    ) -> BegunList:
+        """Exactly the kept pairs: counts are gathered and set out for the host, pairs are sorted.
+
+        `told`: further integers of this rank that all are to know. `counts_E`: int64 pairs of each expert, where they are known and none is dropped.
         """
-        num_pairs, device = experts_TK.numel(), experts_TK.device
-        keys_N = experts_TK.reshape(-1)
+        keys_N, top_k = experts_TK.reshape(-1), experts_TK.shape[1]
         if kept_TK is not None:  # dropped pairs sort to the end, behind the last expert
-            keys_N = torch.where(kept_TK.reshape(-1), keys_N, self.num_experts)
-        found = sorted_keys(keys_N, self.num_experts, impl=self.kernels)
-        counts_PE, all_told = self._gather_counts(found.counts_E, told, op_prefix, known)
+            keys_N, counts_E = torch.where(kept_TK.reshape(-1), keys_N, self.num_experts), None
+        under_way = None if counts_E is None else self._gather_counts(counts_E, told, op_prefix, known)
+        found = sorted_keys(keys_N, self.num_experts, copies=top_k, counted=counts_E is not None, impl=self.kernels)
+        if under_way is None:
+            assert found.counts_E is not None
+            under_way = self._gather_counts(found.counts_E, told, op_prefix, known)
+        send = None
+        if self.is_plain and kept_TK is None:
+            send = self._send(found, found.order_N, experts_TK, self._nothing(experts_TK.device))
+        return BegunList(counts=under_way, found=found, experts_TK=experts_TK, send=send)
+
+    def finish_list(self, begun: BegunList) -> tuple[DispatchPlan, SendList, np.ndarray]:
+        """The one host synchronisation of a layer is here: sizes of everything that follows. What all have told is the last of the three, by source."""
+        table = counts_on_host(begun.counts).reshape(self.ep_etp.size, -1)
+        counts_PE = table[:, : self.num_experts]
         plan = self.plan(counts_PE)
         if self.listen is not None:
             self.listen(plan, counts_PE)
-        num_rows = int(counts_PE[self.ep_etp.index].sum())
-        pair_of_row_R = self.by_slot(found.order_N[:num_rows], plan)
-        dropped = on_device(num_pairs - num_rows, device)
+        send = begun.send
+        if send is None:
+            num_rows, experts_TK = int(counts_PE[self.ep_etp.index].sum()), begun.experts_TK
+            pair_of_row_R = self.by_slot(begun.found.order_N[:num_rows], plan)
+            dropped = on_device(experts_TK.numel() - num_rows, experts_TK.device)
+            send = self._send(begun.found, pair_of_row_R, experts_TK, dropped)
+        return plan, send, table[:, self.num_experts :]
+
+    def _send(
+        self, found: SortedKeys, pair_of_row_R: torch.Tensor, experts_TK: torch.Tensor, dropped: torch.Tensor
+    ) -> SendList:
         row_of_pair_N = found.places_N if self.is_plain else None
         if row_of_pair_N is None:
-            row_of_pair_N = inverse_exact(pair_of_row_R, num_pairs)
-        return plan, SendList(pair_of_row_R, row_of_pair_N.view(experts_TK.shape), dropped), all_told
+            row_of_pair_N = inverse_exact(pair_of_row_R, experts_TK.numel())
+        token_of_row_R = None if found.tokens_N is None or not self.is_plain else found.tokens_N[: len(pair_of_row_R)]
+        if token_of_row_R is None:
+            token_of_row_R = tokens_of(pair_of_row_R, experts_TK.shape[1])
+        return SendList(pair_of_row_R, row_of_pair_N.view(experts_TK.shape), dropped, token_of_row_R)
+
+    def _nothing(self, device: torch.device) -> torch.Tensor:
+        """int64 0-d zero."""
+        if self._zero is None:
+            self._zero = on_device(0, device)
+        return self._zero
 
     def by_slot(self, pair_of_row_R: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
         """Pairs sorted by expert, sorted by slot."""
@@ -334,13 +436,12 @@ class Dispatcher:
 
     def _gather_counts(
         self, counts_E: torch.Tensor, told: torch.Tensor | None, op_prefix: str, known: KnownCounts | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(P, E) counts of all sources on the host, and what else they tell."""
+    ) -> CountsUnderWay:
+        """Counts of all sources, and what else they tell, behind them."""
         if told is not None:
             counts_E = torch.cat([counts_E, told.to(counts_E)])
         gathered = self.comms.all_gather(counts_E, self.ep_etp, op_id=op_prefix + "dispatch.counts")
-        table = counts_on_host(gathered, known).reshape(self.ep_etp.size, -1)
-        return table[:, : self.num_experts], table[:, self.num_experts :]
+        return to_host(gathered, known)
 
     def _static_list(self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None) -> tuple[DispatchPlan, SendList]:
         """Every expert gets the same number of rows from this rank, fill rows among them; nothing depends on the routing."""
@@ -362,7 +463,8 @@ class Dispatcher:
             row_N = torch.where(here_N, back[row_N], FILL) if len(back) else row_N
         pair_of_row_R = inverse_of(row_N, self.num_experts * num_rows)
         dropped = kept_N.numel() - kept_N.sum()
-        return plan, SendList(pair_of_row_R, row_N.view(experts_TK.shape), dropped)
+        tokens_R = tokens_of(pair_of_row_R, experts_TK.shape[1])
+        return plan, SendList(pair_of_row_R, row_N.view(experts_TK.shape), dropped, tokens_R)
 
     def static_rows(self, num_tokens: int) -> int:
         """Rows to each expert in padded mode: the capacity, of which one rank can fill no more than it has tokens."""
@@ -436,12 +538,17 @@ def kept_pairs(weights_TK: torch.Tensor, experts_TK: torch.Tensor, *, rows: int,
 # ---- index arithmetic on the device ----------------------------------------------------------------------------------------
 
 
-def sorted_keys(keys_N: torch.Tensor, values: int, *, impl: Impl) -> SortedKeys:
-    """Numbers below `values`, and `values` itself for those that have no place."""
+def sorted_keys(keys_N: torch.Tensor, values: int, *, copies: int = 1, counted: bool = False, impl: Impl) -> SortedKeys:
+    """Numbers below `values`, and `values` itself for those that have no place, `copies` of each token. `counted`: how many there are of each is known."""
     if impl == "fast" and runs_programs(keys_N):
-        return sort_keys(keys_N.contiguous(), values)
-    counts_E = count_keys(keys_N, values + 1)[:values].to(torch.int32)
-    return SortedKeys(counts_E, stable_order(keys_N, values), None)
+        return sort_keys(keys_N.contiguous(), values, copies=copies, counted=counted)
+    counts_E = None if counted else count_keys(keys_N, values + 1)[:values]
+    return SortedKeys(counts_E, stable_order(keys_N, values), None, None)
+
+
+def tokens_of(pairs_R: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The token of each pair, FILL of FILL."""
+    return torch.div(pairs_R, top_k, rounding_mode="floor")
 
 
 def stable_order(keys_N: torch.Tensor, largest: int) -> torch.Tensor:
@@ -451,12 +558,25 @@ def stable_order(keys_N: torch.Tensor, largest: int) -> torch.Tensor:
     return torch.sort(keys_N, stable=True).indices
 
 
-def counts_on_host(gathered: torch.Tensor, known: KnownCounts | None) -> np.ndarray:
+def to_host(gathered: torch.Tensor, known: KnownCounts | None) -> CountsUnderWay:
+    """Let counts set out for the host, in pinned memory where they come from a device. Where the pass ran before they are known there."""
+    if not gathered.is_cuda or (known is not None and known.table is not None):
+        return CountsUnderWay(gathered, gathered, known=known)
+    there = gathered.to("cpu", non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return CountsUnderWay(gathered, there, done, known)
+
+
+def counts_on_host(counts: CountsUnderWay) -> np.ndarray:
     """int64 counts of all sources: of a device read once, also where the pass runs twice. All ranks have gathered them in both runs, whose messages are alike."""
+    known, gathered = counts.known, counts.gathered
     if known is not None and known.counts is not None and known.table is not None:
         torch._assert_async((gathered == known.counts).all(), "a MoE layer that runs again routes otherwise")
         return known.table
-    table = gathered.cpu().numpy().astype(np.int64)  # SYNC: sizes of the exchanges
+    if counts.done is not None:
+        counts.done.synchronize()  # SYNC: sizes of the exchanges
+    table = counts.there.numpy().astype(np.int64)
     if known is not None and gathered.device.type != "cpu":
         known.counts, known.table = gathered, table
     return table

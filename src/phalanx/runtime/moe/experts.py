@@ -45,6 +45,8 @@ class MoeCall:
     """The backward pass computes activations again that are not kept."""
     known: KnownCounts | None = None
     """See `Dispatcher.dispatch`."""
+    counts_E: torch.Tensor | None = None
+    """int64 pairs of each expert, where they are known."""
     token_index_T: torch.Tensor | None = None
     part_T: torch.Tensor | None = None
     """Both: see `Dispatcher.dispatch`."""
@@ -68,7 +70,9 @@ def run_experts(
     """
 
     def compute(rows_MH: torch.Tensor, weights_M: torch.Tensor, sent: Dispatched) -> torch.Tensor:
-        return rows_of_experts(rows_MH, weights_M, call=call, counts=sent.counts, kernels=kernels, lanes=lanes)
+        return rows_of_experts(
+            rows_MH, weights_M, call=call, counts=sent.counts, ends_e=sent.ends_e, kernels=kernels, lanes=lanes
+        )
 
     return _in_turn(call, dispatcher, compute)
 
@@ -79,16 +83,18 @@ def rows_of_experts(
     *,
     call: MoeCall,
     counts: Sequence[int],
+    ends_e: torch.Tensor | None = None,
     kernels: Impl,
     lanes: Lanes,
 ) -> torch.Tensor:
-    """(M, H) weighted results of rows that lie expert by expert, `counts` of each."""
+    """(M, H) weighted results of rows that lie expert by expert, `counts` of each. `ends_e`: as of `expert_ffn`."""
     return expert_ffn(
         rows_MH,
         call.experts.w13_e2fH,
         call.experts.w2_eHf,
         counts,
         row_weights_M=weights_M,
+        ends_e=ends_e,
         recompute=call.recompute,
         impl=kernels,
         lanes=lanes,
@@ -131,6 +137,7 @@ def _in_turn(
         part_T=call.part_T,
         op_prefix=call.op_prefix,
         known=call.known,
+        counts_E=call.counts_E,
     )
 
     def experts(rows_MH: torch.Tensor, weights_M: torch.Tensor) -> torch.Tensor:

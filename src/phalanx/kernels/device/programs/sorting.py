@@ -24,10 +24,10 @@ def count_values(keys, counts, size, values, tiles, BLOCK: tl.constexpr, E2: tl.
 
 @triton.jit
 def place_values(
-    keys, counts, order, places, size, values, tiles, programs,
-    BLOCK: tl.constexpr, E2: tl.constexpr, P2: tl.constexpr,
+    keys, counts, order, places, tokens, size, values, tiles, programs,
+    COPIES: tl.constexpr, BLOCK: tl.constexpr, E2: tl.constexpr, P2: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P,). `order[j]` is where the j-th number stands, sorted; `places` its inverse, -1 for a number that is no value."""
+    """Grid (P,). `order[j]` is where the j-th number stands, sorted, `tokens[j]` that divided by COPIES; `places` the inverse, -1 for a number that is no value."""
     value_E = tl.arange(0, E2)
     total_E = tl.zeros((E2,), dtype=tl.int32)
     before_E = tl.zeros((E2,), dtype=tl.int32)
@@ -48,4 +48,5 @@ def place_values(
         is_value_B = here_B & (key_B < values)
         tl.store(places + at_B, tl.where(is_value_B, place_B, -1).to(tl.int64), mask=here_B)
         tl.store(order + place_B, at_B.to(tl.int64), mask=is_value_B)
+        tl.store(tokens + place_B, (at_B // COPIES).to(tl.int64), mask=is_value_B)
         next_E += tl.sum(is_it_BE, axis=0)
