@@ -29,6 +29,8 @@ CLASSES = {
 }
 """Class of a kernel -> words in its name; the first that fits."""
 LEAST_GROUPED = 0.8
+LOADED_S = 0.5
+"""A layer of 30 ms, again and again, is such a load: an H200's dense rate falls from 810 to 690 TFLOP/s in it, which is no fault of the layer."""
 POLICIES: tuple[Recompute, ...] = ("full", "selective", "none")
 """The last one is looked at by a profiler, which slows launches of its process from then on."""
 SHOWN, NAME = 24, 90
@@ -59,6 +61,7 @@ def _check_layer(here: Here, part: LayerPart) -> None:
     here.tell("forward ms", 1e3 * forward_s)
     here.tell("forward and backward ms", 1e3 * both_s)
     here.tell_rate("of the dense rate", run.flops / both_s / dense, least=part.least_mfu)
+    here.tell("dense TFLOP/s under load", dense_flops_per_s(here, loaded_s=LOADED_S) / 1e12)
     begin_s = time.perf_counter()
     passes(run)
     here.tell("host ms", 1e3 * (time.perf_counter() - begin_s))

@@ -35,8 +35,13 @@ def seconds_of(work: Callable[[], object], here: Here, *, repeats: int = 15) -> 
     return statistics.median(found)
 
 
-def dense_flops_per_s(here: Here) -> float:
-    """Rate of `a @ b`, bf16, 8192 cubed, random data."""
+def dense_flops_per_s(here: Here, *, loaded_s: float = 0.0) -> float:
+    """Rate of `a @ b`, bf16, 8192 cubed, random data; after so many seconds of nothing else, when the card draws all the power that it may and lowers its clocks."""
     n = here.pick(8192, 64)
     a, b = (torch.randn(n, n, device=here.device, dtype=torch.bfloat16) for _ in range(2))
+    end_s = time.perf_counter() + loaded_s
+    while here.on_gpu and time.perf_counter() < end_s:
+        for _ in range(20):
+            a @ b
+        torch.cuda.synchronize()
     return 2 * n**3 / seconds_of(lambda: a @ b, here)
