@@ -35,6 +35,7 @@ def experts(dtype: torch.dtype, width: int) -> None:
     gate_up, weights = empty(8 * TOKENS, 2, width, dtype=dtype), empty(8 * TOKENS)
     y = swiglu(gate_up, row_weights_M=weights)
     swiglu_backward(gate_up, weights, y)
+    swiglu_backward(gate_up, weights, y, d_gate_up_M2F=gate_up, y_MF=y)
 
 
 def permute(dtype: torch.dtype) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_help import agree, close, normal, seeded
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
 
+from phalanx.kernels.cpu import grouped_mm
+from phalanx.kernels.cpu.grouped import expert_ffn
+from phalanx.kernels.cpu.grouped_mm import grouped_ffn
 from phalanx.kernels.cpu.norm import residual_norm
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
 from phalanx.kernels.cpu.rope import apply_rope, rope_table
@@ -16,7 +22,7 @@ from phalanx.kernels.device import norm
 from phalanx.kernels.device.norm import fused_norm
 from phalanx.kernels.device.rope import fused_rope
 from phalanx.kernels.device.rows import sum_rows, take_rows
-from phalanx.kernels.device.swiglu import fused_swiglu
+from phalanx.kernels.device.swiglu import fused_swiglu, swiglu_backward, swiglu_forward
 from phalanx.kernels.triton.tiles import is_interpreted
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="Triton was told to compile (TRITON_INTERPRET=0)")
@@ -52,6 +58,47 @@ def test_swiglu_keeps_its_inputs_alone(swiglu: object) -> None:
         swiglu(gate_up, weights).sum().backward()
     assert kept == [(torch.bfloat16, (6, 2, 16)), (torch.float32, (6,))]
     assert gate_up.grad.dtype == torch.bfloat16 and weights.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("rows", "width"), [(3, 5), (4, 16), (2, 1500), (0, 8)])
+def test_swiglu_backward_writes_over_its_operands(rows: int, width: int, weighted: bool, dtype: torch.dtype) -> None:
+    """What the forward pass computed over the gradient, the gradient over the input: the same bits as in places of their own."""
+    gate_up, dy = (normal(rows, *shape, width, seed=i).to(dtype) for i, shape in enumerate(((2,), ())))
+    weights = normal(rows, seed=2).to(torch.promote_types(dtype, torch.float32)) if weighted else None
+    d_gate_up, d_weights = swiglu_backward(gate_up, weights, dy)
+    y = swiglu_forward(gate_up, weights)
+    kept, apart = gate_up.clone(), torch.full_like(dy, torch.nan)
+    assert torch.equal(swiglu_backward(gate_up, weights, dy, y_MF=apart)[0], d_gate_up)
+    assert torch.equal(gate_up, kept) and torch.equal(apart, y)
+    over, d_weights_over = swiglu_backward(gate_up, weights, dy, d_gate_up_M2F=gate_up, y_MF=dy)
+    assert over is gate_up and torch.equal(over, d_gate_up) and torch.equal(dy, y)
+    assert (d_weights is None and d_weights_over is None) or torch.equal(d_weights, d_weights_over)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_experts_write_over_what_is_theirs(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for the backward pass stays as it was: a second one has the same bits."""
+    monkeypatch.setattr(F, "grouped_mm", _grouped_mm)
+    monkeypatch.setattr(grouped_mm, "runs_programs", lambda x: True)
+    counts = (3, 0, 4)
+    inputs = [normal(7, 8), normal(3, 2, 24, 8, seed=1), normal(3, 8, 24, seed=2), normal(7, seed=3)]
+    x, w13, w2, r = leaves = [x.clone().requires_grad_() for x in inputs]
+    dy = normal(7, 8, seed=4)
+    y = grouped_ffn(x, w13, w2, counts, row_weights_M=r, recompute=recompute)
+    first, second = (torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(2))
+    plain = expert_ffn(x, w13, w2, counts, row_weights_M=r, impl="reference")
+    for a, b, want in zip(first, second, torch.autograd.grad(plain, leaves, dy), strict=True):
+        assert torch.equal(a, b) and close(a, want, 1e-12)
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    """`F.grouped_mm` in fp64: rows of each group by its matrix, or products over the rows of each group."""
+    groups = list(itertools.pairwise([0, *offs.tolist()]))
+    if b.dim() == 3:
+        return torch.cat([a[i:j] @ w for (i, j), w in zip(groups, b, strict=True)])
+    return torch.stack([a[:, i:j] @ b[i:j] for i, j in groups])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")

@@ -252,10 +252,11 @@ def _if_it_takes(here: Here, case: KernelCase) -> bool:
 
 
 def expert_cases(here: Here) -> list[KernelCase]:
-    """Full groups, empty ones in all places, and no row at all."""
-    hidden, width = here.pick((512, 256), (16, 24))
+    """Full groups, empty ones in all places, no row at all; and a first projection that is computed again, whose gradient is written over it."""
+    hidden, width = here.pick((512, 1088), (16, 24))
+    kinds = (("even", (64,) * 4), ("computed again", (64,) * 4), ("empty groups", (0, 100, 0, 0, 7, 0)), ("no rows", (0, 0)))  # fmt: skip
     cases = []
-    for name, counts in (("even", (64,) * 4), ("empty groups", (0, 100, 0, 0, 7, 0)), ("no rows", (0, 0))):
+    for name, counts in kinds:
         inputs = [
             normal(sum(counts), hidden, seed=1),
             normal(len(counts), 2, width, hidden, seed=2, scale=hidden**-0.5),
@@ -263,8 +264,8 @@ def expert_cases(here: Here) -> list[KernelCase]:
             normal(sum(counts), seed=4).abs() + 0.25,
         ]
 
-        def run(impl: Impl, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weight: torch.Tensor, counts: tuple[int, ...] = counts) -> torch.Tensor:  # fmt: skip
-            return grouped.expert_ffn(x, w13, w2, counts, row_weights_M=weight, impl=impl)
+        def run(impl: Impl, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weight: torch.Tensor, counts: tuple[int, ...] = counts, again: bool = name == "computed again") -> torch.Tensor:  # fmt: skip
+            return grouped.expert_ffn(x, w13, w2, counts, row_weights_M=weight, recompute=again, impl=impl)
 
         cases.append(KernelCase(name=f"experts, {name}", run=run, inputs=inputs, wide=frozenset({3})))
     return cases

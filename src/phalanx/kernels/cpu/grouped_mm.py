@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from phalanx.kernels.cpu.deferred import Target
 from phalanx.kernels.cpu.swiglu import swiglu
-from phalanx.kernels.device import runs_programs, swiglu_backward, swiglu_forward
+from phalanx.kernels.device import runs_programs, swiglu_backward
 
 
 def can_group(*tensors: torch.Tensor) -> bool:
@@ -105,9 +105,10 @@ class _GroupedFfn(torch.autograd.Function):
         x_MH, w13_e2fH, w2_eHf, row_weights_M, ends_e, gate_up_MF = ctx.saved_tensors
         dy_MH = dy_MH.contiguous()  # grouped products refuse an expanded one (that of `sum`)
         if len(x_MH):
-            gate_up_MF = _gate_up(x_MH, w13_e2fH, ends_e) if gate_up_MF is None else gate_up_MF
+            again = gate_up_MF is None
+            gate_up_MF = _gate_up(x_MH, w13_e2fH, ends_e) if again else gate_up_MF
             dh_Mf = F.grouped_mm(dy_MH, w2_eHf, offs=ends_e)
-            h_Mf, d_gate_up_MF, d_row_weights_M = through_swiglu(gate_up_MF, row_weights_M, dh_Mf)
+            h_Mf, d_gate_up_MF, d_row_weights_M = through_swiglu(gate_up_MF, row_weights_M, dh_Mf, in_place=again)
             dx_MH = F.grouped_mm(d_gate_up_MF, w13_e2fH.flatten(1, 2), offs=ends_e) if ctx.needs_input_grad[0] else None
         else:
             h_Mf, d_gate_up_MF = (dy_MH.new_empty(0, n) for n in (w2_eHf.shape[2], 2 * w2_eHf.shape[2]))
@@ -131,14 +132,18 @@ def _gate_up(x_MH: torch.Tensor, w13_e2fH: torch.Tensor, ends_e: torch.Tensor) -
 
 
 def through_swiglu(
-    gate_up_MF: torch.Tensor, row_weights_M: torch.Tensor | None, dh_Mf: torch.Tensor
+    gate_up_MF: torch.Tensor, row_weights_M: torch.Tensor | None, dh_Mf: torch.Tensor, *, in_place: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What the second projection took, (M, f), computed again; the gradient of the first one's result; that of the row weights."""
+    """What the second projection took, (M, f), computed again; the gradient of the first one's result; that of the row weights.
+
+    The first is written over `dh_Mf` and, if `in_place`, the second over `gate_up_MF`, where one program makes all of them.
+    """
     if runs_programs(gate_up_MF):
         gate_up_M2f = gate_up_MF.unflatten(1, (2, -1))
         weights_M = None if row_weights_M is None else row_weights_M.contiguous()
-        d_gate_up_M2f, d_weights_M = swiglu_backward(gate_up_M2f, weights_M, dh_Mf)
-        return swiglu_forward(gate_up_M2f, weights_M), d_gate_up_M2f.flatten(1), d_weights_M
+        where = gate_up_M2f if in_place else None
+        d_gate_up_M2f, d_weights_M = swiglu_backward(gate_up_M2f, weights_M, dh_Mf, d_gate_up_M2F=where, y_MF=dh_Mf)
+        return dh_Mf, d_gate_up_M2f.flatten(1), d_weights_M
     with torch.enable_grad():
         gate_up_M2f = gate_up_MF.detach().unflatten(1, (2, -1)).requires_grad_()
         weights = [] if row_weights_M is None else [row_weights_M.detach().requires_grad_()]

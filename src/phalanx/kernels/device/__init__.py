@@ -32,10 +32,6 @@ if TYPE_CHECKING:
         device_checksums as device_checksums,
         device_square_sums as device_square_sums,
     )
-    from phalanx.kernels.device.swiglu import (
-        fused_swiglu as fused_swiglu,
-        swiglu_backward as swiglu_backward,
-        swiglu_forward as swiglu_forward,
-    )
+    from phalanx.kernels.device.swiglu import fused_swiglu as fused_swiglu, swiglu_backward as swiglu_backward
 else:
     __getattr__ = lazy(__name__)

@@ -41,22 +41,30 @@ def swiglu_forward(gate_up_M2F: torch.Tensor, row_weights_M: torch.Tensor | None
 
 
 def swiglu_backward(
-    gate_up_M2F: torch.Tensor, row_weights_M: torch.Tensor | None, dy_MF: torch.Tensor
+    gate_up_M2F: torch.Tensor,
+    row_weights_M: torch.Tensor | None,
+    dy_MF: torch.Tensor,
+    *,
+    d_gate_up_M2F: torch.Tensor | None = None,
+    y_MF: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients (M, 2, F) and (M,), each in the type of its operand, from dense operands."""
+    """Gradients (M, 2, F) and (M,), each in the type of its operand, from dense operands.
+
+    Written where the caller says: the first to `d_gate_up_M2F`, which may be `gate_up_M2F`; and to `y_MF`, which may be `dy_MF`, what the forward pass computed.
+    """
     rows, _, width = gate_up_M2F.shape
-    d_gate_up_M2F = torch.empty_like(gate_up_M2F)
+    d_gate_up_M2F = torch.empty_like(gate_up_M2F) if d_gate_up_M2F is None else d_gate_up_M2F
     d_weights_M = None if row_weights_M is None else torch.empty_like(row_weights_M)
     if rows:
         from phalanx.kernels.device.programs import swiglu as programs
 
         block = block_of(width, BLOCK)
-        some = gate_up_M2F  # stands where no weights are
+        some = gate_up_M2F  # stands where no weights are, and where nothing is written
         launch(
             programs.swiglu_backward, (rows,),
             gate_up_M2F, some if row_weights_M is None else row_weights_M, dy_MF, d_gate_up_M2F,
-            some if d_weights_M is None else d_weights_M, width,
-            WEIGHTED=row_weights_M is not None, WIDE=wide_of(gate_up_M2F), BLOCK=block, num_warps=warps_of(block),
+            some if d_weights_M is None else d_weights_M, some if y_MF is None else y_MF, width,
+            WEIGHTED=row_weights_M is not None, AGAIN=y_MF is not None, WIDE=wide_of(gate_up_M2F), BLOCK=block, num_warps=warps_of(block),
         )  # fmt: skip
     return d_gate_up_M2F, d_weights_M
 

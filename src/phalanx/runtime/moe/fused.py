@@ -239,7 +239,7 @@ class _Fused(torch.autograd.Function):
             dy_MH = _received(call)
             gate_up = kept[0] if kept else _again(x_MH, w13_e2fH.flatten(1, 2), call)
             weights_M = row_weights(call.told, call.order)[: call.rows]
-            h_Mf, d_gate_up_Mf, dots_M = through_swiglu(gate_up[: call.rows], weights_M, d_h_Mf)
+            h_Mf, d_gate_up_Mf, dots_M = through_swiglu(gate_up[: call.rows], weights_M, d_h_Mf, in_place=not kept)
             assert dots_M is not None  # weights were given
             _send_back(d_gate_up_Mf, w13_e2fH.flatten(1, 2).transpose(1, 2), call)
 

@@ -138,13 +138,15 @@ def experts_forward(x: Local) -> list[int]:
 
 
 def experts_backward(x: Local, *, weights: bool = True) -> list[int]:
-    """`_GroupedFfn.backward` when the gradients of its weights are made; and the residual stream's gradient."""
+    """`_GroupedFfn.backward` when the gradients of its weights are made; and the residual stream's gradient.
+
+    `h` lies where its gradient was; so does the gradient of a first projection that was computed again.
+    """
     rows, inner = x.held * x.spec.hidden * x.item, x.held * x.width * x.item
     per_slot = 3 * x.width * x.spec.hidden * x.item
-    again = [2 * inner] if x.recompute == "selective" else []
     made = [x.slots * per_slot] if weights else []
     shared = [x.stream()] if x.spec.shared_ffn else []
-    return [x.stream(), *shared, rows, *again, inner, inner, 2 * inner, rows, *made]
+    return [x.stream(), *shared, rows, inner, 2 * inner, rows, *made]
 
 
 def attention_backward(x: Local) -> list[int]:
