@@ -25,6 +25,8 @@ CHANGES: Mapping[str, tuple[tuple[Any, int], ...]] = {
     "train.recompute": (("none", 0), ("selective", 1), ("full", 3)),
 }
 """Setting -> values, each of which takes less memory than those before it, and how far it is from the first."""
+GB = 0.985 * 2**30
+"""Bytes that torch finds for a GB in a card's name: 0.9875 GiB of an A100 (39.5 of 40), 0.989 or more of an H100 (81,559 MiB of 80; 93.0 GiB of 94), 0.991 of an H200 (150.1e9 bytes of 141)."""
 Peak = Callable[[Recipe], int]
 """Bytes of tensors of the fullest rank."""
 
@@ -42,15 +44,15 @@ class FittingRun:
 
 
 def room_of(card_gb: float) -> int:
-    """Bytes that a card of so many GB (10^9) leaves for tensors: less its context and buffers of NCCL, and holes between blocks."""
-    return int(card_gb * 1e9 * (1 - WASTE) - FIXED_BYTES)
+    """Bytes that a card which is sold as one of so many GB leaves for tensors: less its context and buffers of NCCL, and holes between blocks."""
+    return int(card_gb * GB * (1 - WASTE) - FIXED_BYTES)
 
 
 def card_gb_here() -> float | None:
-    """Memory of the first GPU of this machine; None where there is none."""
+    """Memory of the first GPU of this machine, in GB of names; None where there is none."""
     import torch
 
-    return torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else None
+    return torch.cuda.get_device_properties(0).total_memory / GB if torch.cuda.is_available() else None
 
 
 def check_card(

@@ -42,7 +42,7 @@ class Machine:
     launched: bool = False
     """Another program starts and ends the ranks."""
     card_gb: float | None = None
-    """Memory of a GPU in GB (10^9); None: there is none here, and nobody said."""
+    """Memory of a GPU in GB as it is sold; None: there is none here, and nobody said."""
 
 
 def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -> None:
