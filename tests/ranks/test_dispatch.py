@@ -517,9 +517,9 @@ class CountingDispatcher(Dispatcher):
         self.order += ("wait",)
         return super().finish_list(begun)
 
-    def _permute(self, x, **maps):
+    def pick(self, *given, **how):
         self.order += ("rows",)
-        return super()._permute(x, **maps)
+        return super().pick(*given, **how)
 
     def _gather_counts(self, counts_E, told, op_prefix, known):
         self.asked += 1
@@ -554,8 +554,8 @@ def test_host_synchronisations(name, ep, etp):
         assert x.grad.shape == x.shape and weights.grad.shape == weights.shape
     assert y.shape == x.shape
     assert dispatcher.asked == (0 if spec.is_static else 1)
-    if not spec.is_static:  # all pairs travel: rows are picked while the counts come
-        early = spec.policy == "dropless" and (spec.transport == "all_to_all" or ep * etp == 1)
+    if not spec.is_static and (spec.transport == "all_to_all" or ep * etp == 1):
+        early = spec.policy == "dropless"  # all pairs travel: rows are picked while the counts come
         assert dispatcher.order == (("rows", "wait") if early else ("wait", "rows"))
 
 

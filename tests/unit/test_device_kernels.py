@@ -15,13 +15,13 @@ from phalanx.kernels.cpu import grouped_mm
 from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.grouped_mm import grouped_ffn
 from phalanx.kernels.cpu.norm import residual_norm
-from phalanx.kernels.cpu.permute import combine_rows, gather_rows
+from phalanx.kernels.cpu.permute import combine_rows, gather_rows, gather_weighted
 from phalanx.kernels.cpu.rope import apply_rope, rope_table
 from phalanx.kernels.cpu.swiglu import PlainSwiglu, reference_swiglu
 from phalanx.kernels.device import norm
 from phalanx.kernels.device.norm import fused_norm
 from phalanx.kernels.device.rope import fused_rope
-from phalanx.kernels.device.rows import sum_rows, take_rows
+from phalanx.kernels.device.rows import TakeWeighted, sum_rows, take_rows
 from phalanx.kernels.device.swiglu import fused_swiglu, swiglu_backward, swiglu_forward
 from phalanx.kernels.triton.tiles import is_interpreted
 
@@ -139,6 +139,27 @@ def test_rows_are_taken_and_summed(
     assert sum_rows(y.to(dtype), rows_of_token, out) is out
     assert close(out, want, TOLERANCE[dtype])
     assert torch.equal(out, sum_rows(y.to(dtype).T.contiguous().T, rows_of_token)), "rows that are not dense"
+
+
+@pytest.mark.parametrize(("tokens", "copies", "width"), [(7, 3, 24), (3, 1, 5), (2, 8, 2100)])
+def test_rows_are_taken_with_their_weights(tokens: int, copies: int, width: int) -> None:
+    """Fill rows and dropped pairs among them; gradients of weights go back to their pairs."""
+    token_of_row, rows_of_token = _routed(tokens, copies, index=torch.int64)
+    pair_of_row = torch.full_like(token_of_row, -1)
+    kept = rows_of_token.flatten() >= 0
+    pair_of_row[rows_of_token.flatten()[kept]] = kept.nonzero().squeeze(1)
+    maps = {"token_of_row_M": token_of_row, "pair_of_row_M": pair_of_row, "rows_of_token_TK": rows_of_token}
+    inputs = [normal(tokens, width, seed=4), normal(tokens, copies, seed=5)]
+
+    def both(taken: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([taken[0], taken[1].unsqueeze(1)], 1)
+
+    agree(
+        lambda x, weights: both(TakeWeighted.apply(x, weights, *maps.values())),
+        lambda x, weights: both(gather_weighted(x, weights, **maps, impl="reference")),
+        inputs,
+        tolerance=TOLERANCE,
+    )
 
 
 def test_rows_of_nothing() -> None:

@@ -16,7 +16,7 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.shapes import cache_blocks
-from phalanx.kernels.device import runs_programs, sum_rows, take_rows
+from phalanx.kernels.device import TakeWeighted, runs_programs, sum_rows, take_rows
 
 COPY_BLOCK = 1 << 19
 """Elements of a piece of a plain copy, which reads and writes everything once."""
@@ -35,6 +35,36 @@ def gather_rows(
         return _reference_take(x_TH, token_of_row_M)
     out: torch.Tensor = _Gather.apply(x_TH, token_of_row_M, rows_of_token_TK, lanes)
     return out
+
+
+def gather_weighted(
+    x_TH: torch.Tensor,
+    weights_TK: torch.Tensor,
+    *,
+    token_of_row_M: torch.Tensor,
+    pair_of_row_M: torch.Tensor,
+    rows_of_token_TK: torch.Tensor,
+    has_fill: bool = True,
+    impl: Impl = "fast",
+    lanes: Lanes = SERIAL,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather_rows` and `pick_weights`, together one launch each way on a GPU. `pair_of_row_M[m]` is `t * K + k`."""
+    if impl == "fast" and runs_programs(x_TH):
+        taken: tuple[torch.Tensor, torch.Tensor] = TakeWeighted.apply(
+            x_TH, weights_TK, token_of_row_M, pair_of_row_M, rows_of_token_TK
+        )
+        return taken
+    rows_MH = gather_rows(x_TH, token_of_row_M, rows_of_token_TK=rows_of_token_TK, impl=impl, lanes=lanes)
+    return rows_MH, pick_weights(weights_TK, pair_of_row_M, has_fill=has_fill)
+
+
+def pick_weights(weights_TK: torch.Tensor, pair_of_row_R: torch.Tensor, *, has_fill: bool) -> torch.Tensor:
+    """(R,) weight of each row, zero for fill rows."""
+    flat_N = weights_TK.reshape(-1)
+    if not has_fill:
+        return flat_N.index_select(0, pair_of_row_R)
+    padded = torch.cat([flat_N, flat_N.new_zeros(1)])
+    return padded.index_select(0, torch.where(pair_of_row_R < 0, len(flat_N), pair_of_row_R))
 
 
 def combine_rows(

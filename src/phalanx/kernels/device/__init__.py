@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from phalanx.kernels.device.norm import WIDEST_NORM as WIDEST_NORM, fused_norm as fused_norm
     from phalanx.kernels.device.rope import fused_rope as fused_rope
     from phalanx.kernels.device.router import Choice as Choice, RouterRule as RouterRule, fused_choice as fused_choice
-    from phalanx.kernels.device.rows import sum_rows as sum_rows, take_rows as take_rows
+    from phalanx.kernels.device.rows import (
+        TakeWeighted as TakeWeighted,
+        sum_rows as sum_rows,
+        take_rows as take_rows,
+    )
     from phalanx.kernels.device.sorting import SortedKeys as SortedKeys, sort_keys as sort_keys
     from phalanx.kernels.device.sums import (
         device_checksums as device_checksums,

@@ -113,8 +113,9 @@ class _Choose(torch.autograd.Function):
         blocks = -(-(tokens // sequences) // tile["ROWS"])
         experts_TK = torch.empty((tokens, top_k), dtype=torch.int64, device=logits_TE.device)
         weights_TK = logits_TE.new_empty(tokens, top_k)
-        counts_SE = torch.zeros((sequences, experts), dtype=torch.int64, device=logits_TE.device)
-        free_SE = torch.zeros_like(counts_SE) if rule.counts_free else counts_SE
+        wanted = (1 + rule.counts_free, sequences, experts)
+        counts = torch.zeros(wanted, dtype=torch.int64, device=logits_TE.device).unbind()
+        counts_SE, free_SE = counts if rule.counts_free else 2 * counts
         parts_SbX = logits_TE.new_empty(sequences, blocks, experts + 2)
         if tokens:
             from phalanx.kernels.device.programs import router as programs
@@ -130,7 +131,7 @@ class _Choose(torch.autograd.Function):
         sums_SX = parts_SbX.sum(1)
         ctx.save_for_backward(logits_TE, experts_TK)
         probs_SE, rest_S2 = sums_SX.split((experts, 2), 1)
-        entropy_sum, squares = (rest_S2[0] if sequences == 1 else rest_S2.sum(0)).unbind()
+        entropy_sum, squares = (rest_S2.squeeze(0) if sequences == 1 else rest_S2.sum(0)).unbind()
         ctx.mark_non_differentiable(experts_TK, counts_SE, free_SE, entropy_sum)
         return experts_TK, weights_TK, counts_SE, free_SE, probs_SE, squares, entropy_sum
 

@@ -32,7 +32,7 @@ import torch
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.permute import combine_rows, gather_rows
+from phalanx.kernels.cpu.permute import combine_rows
 from phalanx.plan.moe import DispatchPlan
 from phalanx.runtime.comm import RowsUnderWay, traced
 from phalanx.runtime.moe.dispatch import (
@@ -42,7 +42,6 @@ from phalanx.runtime.moe.dispatch import (
     counts_on_host,
     inverse_exact,
     on_device,
-    pick_weights,
     reordered,
     repeated,
     stable_order,
@@ -183,15 +182,8 @@ class _ChunkExchange:
     def start(self, part: _Part) -> _PendingChunk:
         """Post the chunk's rows, and the rows' weights."""
         of = self.of
-        permute = partial(
-            gather_rows,
-            token_of_row_M=part.send.token_of_row_R,
-            rows_of_token_TK=part.send.rows_of_token_TK,
-            impl=of.kernels,
-            lanes=of.lanes,
-        )
-        rows_RH = traced(self.comms, self._id("dispatch", part) + "permute", permute, part.x_tH)
-        weights_R = pick_weights(part.weights_tK, part.send.pair_of_row_R, has_fill=of.spec.is_static)
+        permute = self._id("dispatch", part) + "permute"
+        rows_RH, weights_R = of.pick(part.x_tH, part.weights_tK, part.send, op_id=permute)
         splits = {"in_splits": part.plan.sends(**self.here), "out_splits": part.plan.receives(**self.here)}
         at = self._id("dispatch", part)
         weights = self.comms.start_all_to_all_rows(weights_R, **splits, axis=of.ep, op_id=at + "weights")

@@ -36,7 +36,7 @@ import torch
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.permute import combine_rows, gather_rows
+from phalanx.kernels.cpu.permute import combine_rows, gather_rows, gather_weighted, pick_weights
 from phalanx.kernels.device import SortedKeys, runs_programs, sort_keys
 from phalanx.plan.mapping import Placement
 from phalanx.plan.moe import (
@@ -221,7 +221,9 @@ class Dispatcher:
             plan, send = self._static_list(experts_TK, kept_TK)
             if gathers:
                 return self._gather(x_TH, weights_TK, plan, send, (x_TH.shape[0],) * self.ep_etp.size, op_prefix)
-            return self._exchange(*self._pick(x_TH, weights_TK, send, op_prefix), plan, send, op_prefix)
+            return self._exchange(
+                *self.pick(x_TH, weights_TK, send, op_id=op_prefix + "dispatch.permute"), plan, send, op_prefix
+            )
         tokens = on_device(x_TH.shape[0], x_TH.device).view(1) if gathers else None
         begun = self.begin_list(experts_TK, kept_TK, op_prefix, told=tokens, known=known, counts_E=counts_E)
         if gathers:
@@ -230,19 +232,27 @@ class Dispatcher:
         ends_e = self._ends(begun.counts.gathered)
         if begun.send is None:
             plan, send, _ = self.finish_list(begun)
-            picked = self._pick(x_TH, weights_TK, send, op_prefix)
+            picked = self.pick(x_TH, weights_TK, send, op_id=op_prefix + "dispatch.permute")
         else:  # beside the way of the counts
-            picked = self._pick(x_TH, weights_TK, begun.send, op_prefix)
+            picked = self.pick(x_TH, weights_TK, begun.send, op_id=op_prefix + "dispatch.permute")
             plan, send, _ = self.finish_list(begun)
         return self._exchange(*picked, plan, send, op_prefix, ends_e=ends_e)
 
-    def _pick(
-        self, x_TH: torch.Tensor, weights_TK: torch.Tensor, send: SendList, op_prefix: str
+    def pick(
+        self, x_TH: torch.Tensor, weights_TK: torch.Tensor, send: SendList, *, op_id: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows that travel, and their weights."""
-        permute = partial(self._permute, token_of_row=send.token_of_row_R, rows_of_token=send.rows_of_token_TK)
-        rows_RH = traced(self.comms, op_prefix + "dispatch.permute", permute, x_TH)
-        return rows_RH, pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
+        """The rows that travel, in the order in which they do, and their weights."""
+        pick = partial(
+            gather_weighted,
+            token_of_row_M=send.token_of_row_R,
+            pair_of_row_M=send.pair_of_row_R,
+            rows_of_token_TK=send.rows_of_token_TK,
+            has_fill=self.spec.is_static,
+            impl=self.kernels,
+            lanes=self.lanes,
+        )
+        picked: tuple[torch.Tensor, torch.Tensor] = traced(self.comms, op_id, pick, x_TH, weights_TK)
+        return picked
 
     def _ends(self, gathered: torch.Tensor) -> torch.Tensor | None:
         """(e,) int32 row behind the last one of each expert here, on a device, where no plan is needed to say so."""
@@ -303,7 +313,13 @@ class Dispatcher:
         pair_M = torch.where(local_M < 0, FILL, local_M + offset_M)
         rows_of_token_NK = inverse_of(pair_M, all_NH.shape[0] * self.top_k).view(-1, self.top_k)
         token_of_row_M = torch.div(pair_M, self.top_k, rounding_mode="floor")
-        permute = partial(self._permute, token_of_row=token_of_row_M, rows_of_token=rows_of_token_NK)
+        permute = partial(
+            gather_rows,
+            token_of_row_M=token_of_row_M,
+            rows_of_token_TK=rows_of_token_NK,
+            impl=self.kernels,
+            lanes=self.lanes,
+        )
         rows_MH = traced(self.comms, at + "permute", permute, all_NH)
         weights_M = weights.index_select(0, index_M)
         state = DispatchState(plan, send, token_of_row_M, rows_of_token_NK, op_prefix, token_sizes)
@@ -326,10 +342,6 @@ class Dispatcher:
             rows, in_splits=plan.receives(**here), out_splits=plan.sends(**here), axis=self.ep, op_id=at + "rows"
         )
         return traced(self.comms, at + "sum", partial(self._sum, state), rows)
-
-    def _permute(self, x: torch.Tensor, *, token_of_row: torch.Tensor, rows_of_token: torch.Tensor) -> torch.Tensor:
-        """The rows of tokens that travel, in the order in which they do."""
-        return gather_rows(x, token_of_row, rows_of_token_TK=rows_of_token, impl=self.kernels, lanes=self.lanes)
 
     def _sum(self, state: DispatchState, rows_MH: torch.Tensor) -> torch.Tensor:
         """Each token's copies, added up."""
@@ -642,15 +654,6 @@ def inverse_of(index_R: torch.Tensor, size: int) -> torch.Tensor:
     cells_R = torch.where(index_R < 0, size, index_R)
     out[cells_R] = torch.arange(len(index_R), device=index_R.device)
     return out[:size]
-
-
-def pick_weights(weights_TK: torch.Tensor, pair_of_row_R: torch.Tensor, *, has_fill: bool) -> torch.Tensor:
-    """(R,) weight of each row, zero for fill rows."""
-    flat_N = weights_TK.reshape(-1)
-    if not has_fill:
-        return flat_N.index_select(0, pair_of_row_R)
-    padded = torch.cat([flat_N, flat_N.new_zeros(1)])
-    return padded.index_select(0, torch.where(pair_of_row_R < 0, len(flat_N), pair_of_row_R))
 
 
 def reordered(maps: SlotMaps, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
