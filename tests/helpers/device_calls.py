@@ -21,6 +21,7 @@ from phalanx.kernels.device.router import RouterRule, choice_backward, fused_cho
 from phalanx.kernels.device.sorting import sort_keys
 from phalanx.kernels.device.sums import device_checksums
 from phalanx.kernels.device.swiglu import swiglu_backward
+from phalanx.kernels.device.three_parts import wide_product_backward
 
 DTYPES = (torch.bfloat16, torch.float32)
 TOKENS, HIDDEN = 4096, 2048
@@ -79,6 +80,11 @@ def route(experts: int, *, grouped: bool) -> None:
     choice_backward(logits, choice.experts_TK, rule, 1, (choice.weights_TK, choice.probs_SE, choice.squares))
 
 
+def logits_backward(experts: int) -> None:
+    x, w = (empty(rows, HIDDEN, dtype=torch.bfloat16) for rows in (TOKENS, experts))
+    wide_product_backward(empty(TOKENS, experts), x, w)
+
+
 def sort(experts: int) -> None:
     sort_keys(empty(8 * TOKENS, dtype=torch.int64), experts)
 
@@ -120,6 +126,7 @@ def calls() -> dict[str, Callable[[], object]]:
         found[f"plain loss of a shard {name}"] = partial(loss, dtype, 151_936, programs=False, ranks=8)
         for count in (8, 128, 256):
             found[f"route {count} {name}"] = partial(route, count, grouped=count == 256)
+            found[f"logits {count} {name}"] = partial(logits_backward, count)
             found[f"sort {count} {name}"] = partial(sort, count)
         found |= {f"swiglu {width} {name}": partial(experts, dtype, width) for width in (768, 14336)}
     return found

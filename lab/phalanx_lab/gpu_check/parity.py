@@ -27,7 +27,7 @@ from phalanx.kernels.cpu.square_sum import square_sums
 from phalanx.kernels.cpu.words import on_host, word_sum
 from phalanx.kernels.device import padded
 from phalanx.models.context import ForwardInfo
-from phalanx.models.router import Router
+from phalanx.models.router import Router, router_logits
 from phalanx.plan.attention import AttentionBlock
 from phalanx.plan.layout import flat_layouts
 from phalanx.plan.mapping import make_folding, plain_placement
@@ -356,7 +356,7 @@ def check_rows(here: Here) -> None:
 
 
 def check_router(here: Here) -> None:
-    """A3.router: choice, weights, losses and gradient of routers of three models, whose logits are their input; and how routed pairs are sorted."""
+    """A3.router: choice, weights, losses and gradient of routers of three models, whose logits are their input; their product; and how routed pairs are sorted."""
     tokens = here.pick(2000, 20)
     for preset in PARTS:
         spec = PRESETS[preset]
@@ -381,6 +381,24 @@ def check_router(here: Here) -> None:
             pairs += [(ours.tokens_N[:placed], plain.order_N[:placed])]
         wrong = sum(int((a.cpu() != b).sum()) for a, b in pairs if a is not None and b is not None)
         here.tell(f"{preset}: pairs in another place", wrong, most=0)
+        here.tell(f"{preset}: product and its gradients", _logits_error(here, tokens, spec.num_experts), most=1e-2)
+
+
+def _logits_error(here: Here, tokens: int, experts: int) -> float:
+    """Of the router's product in bf16. Operands are equal in pairs and gradients cancel but for a ten-thousandth, which fewer than their 24 bits would lose."""
+    hidden = here.pick(1024, 24)
+    pairs = (normal(rows // 2, hidden, seed=i).repeat_interleave(2, 0) for i, rows in enumerate((tokens, experts)))
+    digits = [normal(tokens // 2, experts // 2, seed=2 + i, scale=2.0 ** (-8 * i)) for i in range(3)]
+    large_TE = torch.stack(digits).sum(0).repeat_interleave(2, 0).repeat_interleave(2, 1)
+    small_TE = normal(tokens, experts, seed=5, scale=2.0**-13)
+    sign_TE = 1 - 2 * ((torch.arange(tokens).unsqueeze(1) + torch.arange(experts)) % 2)
+    dy_TE = (sign_TE * large_TE + small_TE).to(torch.float32).to(torch.float64)
+    x_TH, w_EH = pairs
+    leaves = [x.to(here.device, torch.bfloat16).requires_grad_() for x in (x_TH, w_EH)]
+    logits_TE = router_logits(*leaves)
+    grads = torch.autograd.grad(logits_TE, leaves, dy_TE.to(logits_TE))
+    got = [x.detach().cpu().to(torch.float64) for x in (logits_TE, *grads)]
+    return max(map(error, got, (x_TH @ w_EH.T, dy_TE @ w_EH, dy_TE.T @ x_TH)))
 
 
 def _routed(spec: ModelSpec, x_TE: torch.Tensor, *, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -26,9 +26,10 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import RunError
-from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.shapes import cache_blocks
-from phalanx.kernels.device import Choice, RouterRule, fused_choice, runs_programs
+from phalanx.kernels.device import Choice, RouterRule, fused_choice, runs_programs, wide_product_backward
 from phalanx.models.context import ForwardInfo, ModelContext
 from phalanx.models.layers import new_parameter
 from phalanx.plan.model import RouterSpec
@@ -65,7 +66,7 @@ class Router(nn.Module):
         self.num_experts, self.top_k = ctx.spec.num_experts, ctx.spec.top_k
         self.layer, self.moe_index = layer, ctx.spec.moe_layers.index(layer)
         self.groups, self.comms, self.seed, self.lanes = ctx.groups, ctx.comms, ctx.seed, ctx.lanes
-        self.fast = ctx.kernels == "fast"
+        self.impl: Impl = ctx.kernels
         self.expert_bias: torch.Tensor | None
         bias = torch.zeros(self.num_experts, dtype=torch.float32, device=ctx.device) if self.spec.bias_rate else None
         self.register_buffer("expert_bias", bias)
@@ -85,9 +86,9 @@ class Router(nn.Module):
 
         `token_index_T`: place of each row in the micro-batch (None: they are all here, in order).
         """
-        logits_TE: torch.Tensor = _Logits.apply(x_TH, self.weight, self.lanes)
+        logits_TE = router_logits(x_TH, self.weight, impl=self.impl, lanes=self.lanes)
         apart = num_sequences if self.spec.aux_loss and self.spec.aux_scope == "sequence" else 1
-        if self.fast and self.spec.force == "none" and runs_programs(logits_TE):
+        if self.impl == "fast" and self.spec.force == "none" and runs_programs(logits_TE):
             choice = fused_choice(logits_TE, self.rule, sequences=apart, bias_E=self.expert_bias)
         else:
             choice = self._plain_choice(logits_TE, info, token_index_T, sequences=apart)
@@ -325,19 +326,26 @@ def _dot(counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     return (counts.detach().to(probs.dtype) * probs).sum()
 
 
-class _Logits(torch.autograd.Function):
-    """`x w^T` in fp32 at least, keeping only the narrow `x` for the backward pass.
+def router_logits(
+    x_TH: torch.Tensor, w_EH: torch.Tensor, *, impl: Impl = "fast", lanes: Lanes = SERIAL
+) -> torch.Tensor:
+    """(T, E) `x w^T` in fp32 at least, keeping only the narrow `x` for the backward pass."""
+    out: torch.Tensor = _Logits.apply(x_TH, w_EH, impl, lanes)
+    return out
 
-    Block by block, so that the wide copy of a block never leaves the cache of the core that makes it. Blocks depend on the shape alone.
-    """
+
+class _Logits(torch.autograd.Function):
+    """Block by block, so that the wide copy of a block never leaves the cache of the core that makes it. Blocks depend on the shape alone."""
 
     @staticmethod
-    def forward(ctx: Any, x_TH: torch.Tensor, w_EH: torch.Tensor, lanes: Lanes) -> torch.Tensor:
+    def forward(ctx: Any, x_TH: torch.Tensor, w_EH: torch.Tensor, impl: Impl, lanes: Lanes) -> torch.Tensor:
         ctx.save_for_backward(x_TH, w_EH)
         ctx.lanes = lanes
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         is_narrow = x_TH.dtype == w_EH.dtype == torch.bfloat16  # whose products are exact in fp32
-        if x_TH.is_cuda and is_narrow and lanes.sums is None:
+        on_tensor_cores = x_TH.is_cuda and is_narrow and lanes.sums is None
+        ctx.in_parts = on_tensor_cores and impl == "fast" and runs_programs(x_TH)
+        if on_tensor_cores:
             return torch.mm(x_TH, w_EH.T, out_dtype=torch.float32)
         w_HE = w_EH.to(wide).T
         logits_TE = x_TH.new_empty((x_TH.shape[0], w_EH.shape[0]), dtype=wide)
@@ -351,8 +359,10 @@ class _Logits(torch.autograd.Function):
         return logits_TE
 
     @staticmethod
-    def backward(ctx: Any, grad_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad_TE: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TH, w_EH = ctx.saved_tensors
+        if ctx.in_parts:
+            return *wide_product_backward(grad_TE, x_TH, w_EH), None, None
         wide, blocks = grad_TE.dtype, _blocks(x_TH)
         wide_EH = w_EH.to(wide)
         if len(blocks) == 1:
@@ -360,7 +370,7 @@ class _Logits(torch.autograd.Function):
             grad_w_EH = grad_TE.T @ wide_TH
             ctx.lanes.check("router input gradient", grad_x_TH, (grad_TE, wide_EH))
             ctx.lanes.check("router weight gradient", grad_w_EH, (grad_TE.T, wide_TH))
-            return grad_x_TH.to(x_TH.dtype), grad_w_EH.to(w_EH.dtype), None
+            return grad_x_TH.to(x_TH.dtype), grad_w_EH.to(w_EH.dtype), None, None
         grad_x_TH = torch.empty_like(x_TH)
         partial_nEH = wide_EH.new_empty((len(blocks), *w_EH.shape))
 
@@ -374,7 +384,7 @@ class _Logits(torch.autograd.Function):
             ctx.lanes.check("router weight gradient", partial_EH, (grad_rE.T, x_rH))
 
         ctx.lanes.run(block, list(enumerate(blocks)))
-        return grad_x_TH, partial_nEH.sum(0).to(w_EH.dtype), None
+        return grad_x_TH, partial_nEH.sum(0).to(w_EH.dtype), None, None
 
 
 def _blocks(x_TH: torch.Tensor) -> list[slice]:

@@ -37,5 +37,6 @@ if TYPE_CHECKING:
         device_square_sums as device_square_sums,
     )
     from phalanx.kernels.device.swiglu import fused_swiglu as fused_swiglu, swiglu_backward as swiglu_backward
+    from phalanx.kernels.device.three_parts import wide_product_backward as wide_product_backward
 else:
     __getattr__ = lazy(__name__)
