@@ -9,6 +9,14 @@ without an error, with arbitrary results. So in an elastic run:
     left       an abort that does not end is left behind with its communicators, whose memory it keeps
     stuck      a call that no abort ends (creating a communicator is one) ends with its process; the supervisor starts another one
 
+Communicators are not shrunk (`ncclCommShrink`, behind `shrink_group` of torch 2.11 and 2.13), so that survivors would keep them:
+
+    who        all survivors must name the same ranks. A generation is settled only once all its members have reported, and the abort is what brings them out of their kernels to do so; with
+               one more loss in between the call has no end, for it creates a communicator
+    which      a generation has other groups, in another order of ranks, and mostly a replacement for who was lost: a communicator cannot gain ranks in these versions, nor change their order
+    parent     kernels are ended by the same flag, with results as arbitrary, and the parent must be aborted all the same (pytorch issue 194679): the step that does not end on an H200
+    torch      destroys the parent instead, which hangs with NCCL from 2.31 on; keeps one backend of a group for CPU and GPU; clones the store, which one written in Python does not allow
+
 Must never change: no member votes for a step, and none compares state, before `complete` has let it through.
 """
 
