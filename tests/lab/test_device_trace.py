@@ -93,6 +93,7 @@ RUNS = {
     "whole state": Case(words="--folding.ep 4 --optim.zero 0"),
     "plain": Case(words="--folding.ep 4"),
     "saved": Case(words="--folding.ep 4", more={"saves": True}),
+    "fused": Case(words="--folding.ep 4 --dispatch.overlap fused"),
 }
 FAMILIES = {
     name: Case(base=f"--model.preset {name} --train.seq_len 512 --train.micro_batch 1", words=f"--model.num_layers {layers} --folding.ep {ep}", world=ep)
@@ -196,6 +197,32 @@ def test_a_save_adds_copies_and_one_wait_in_the_thread_that_writes(traces: Trace
     assert {**saved["ops"], "step": 0} == {**plain["ops"], "step": 0} and saved["peak_bytes"] == plain["peak_bytes"]
     more = Counter(saved["ops"]["step"]) - Counter(plain["ops"]["step"])
     assert set(more) == {"copy to host"} and more["copy to host"] > 10
+
+
+def test_fused_kernels_compute_what_grouped_products_do_and_send_a_token_to_a_rank_once(traces: Traces) -> None:
+    plain, fused = (traces["runs"][name][0] for name in ("plain", "fused"))
+    assert sum(fused["fused"].values()) > 0 == sum(plain["fused"].values())
+    for phase in ("forward", "backward"):
+        assert fused["fused"].get(phase, 0) + fused["flops"][phase] == plain["flops"][phase]
+    rows = [sum(sent for _, what, _, _, sent in told["exchanges"] if what == "rows") for told in (plain, fused)]
+    assert 0.8 < rows[1] / rows[0] < 0.98  # of two experts both are on one rank of four for a token of seven
+
+
+def test_exchanges_are_told_apart_by_what_they_carry(traces: Traces) -> None:
+    def contents(told: dict[str, Any]) -> dict[tuple[str, str], int]:
+        found = Counter[tuple[str, str]]()
+        for phase, what, _, _, sent in told["exchanges"]:
+            found[phase, what] += sent
+        return found
+
+    plain, tiles = contents(traces["runs"]["plain"][0]), contents(traces["order"]["tiles"][0])
+    assert (
+        plain["forward", "rows"] >= 2 * 2 * 256 * 2 * 256 * 2 * 3 // 4
+    )  # 2 layers, there and back, 256 x 2 rows of 256
+    assert plain["backward", "gradients"] > plain["publish", "parameters"] > 0 == plain["publish", "gradients"]
+    assert tiles["forward", "rows"] > 0 and set(tiles) == set(plain)
+    assert contents(traces["order"]["a pipeline"][0])["step", "stages"] == 2 * 256 * 256 * 2  # two micro-batches' rows
+    assert not contents(traces["runs"]["one rank"][0])
 
 
 @pytest.mark.parametrize("name", ["full", "full, chunks"])

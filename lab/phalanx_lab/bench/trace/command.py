@@ -33,7 +33,7 @@ from phalanx.kernels.native import user_folder
 from phalanx.plan.model import PRESETS
 from phalanx_lab.bench.trace.order import differences
 from phalanx_lab.bench.trace.shim import run_traces
-from phalanx_lab.bench.trace.steps import even_estimate
+from phalanx_lab.bench.trace.steps import even_estimate, stages_of
 
 LOSS_TOKENS = 4096
 Trace = Mapping[str, Any]
@@ -111,9 +111,12 @@ def measure(options: TraceArgs, rest: Sequence[str]) -> dict[str, Any]:
         (2, 3) if options.pp == 1 else (2 * options.pp, 3 * options.pp)
     )  # a pipeline that is not full has other counts
     cases = [few, more, {**few, "samples": 2 * replicas}]
-    cases += [{**one, "samples": n * replicas} for n in rounds for one in (few, more)]
-    measured = 1 + len(cases)
+    corners = [] if options.pp > 1 else [{**one, "samples": n * replicas} for n in rounds for one in (few, more)]
+    cases += corners
     whole = {**case, "settings": settings}
+    places = [] if options.pp == 1 else stages_of(settings, world=options.world)
+    cases += [{**whole, "rank": of[0], "samples": n * replicas} for of in places for n in rounds]
+    last = 1 + len(cases)
     if options.order:
         cases += [
             {
@@ -128,9 +131,18 @@ def measure(options: TraceArgs, rest: Sequence[str]) -> dict[str, Any]:
     report = {"settings": settings, "options": json.loads(json.dumps(asdict(options), default=str))}
     report |= per_layer(found[1], found[2], found[3])
     report |= memory_of(settings, options, found[0])
-    left = (PRESETS[options.model].num_layers - layers[0]) // options.pp
-    report["step"] = step_of(options, found[4:measured], layers=left, rounds=rounds)
-    of_rank = {r: t["calls"] for r, t in enumerate(found[measured:])}
+    if options.pp == 1:
+        left = PRESETS[options.model].num_layers - layers[0]
+        ranks = [{"places": [0], **counts_of(options, found[4:last], layers=left, rounds=rounds)}]
+    else:  # of all layers of each place
+        ends = (found[4 + 2 * i : 6 + 2 * i] for i in range(len(places)))
+        each = options.world // options.pp
+        ranks = [
+            {"places": [rank // each for rank in of], **counts_of(options, (a, a, b, b), layers=0, rounds=rounds)}
+            for of, (a, b) in zip(places, ends, strict=True)
+        ]
+    report["step"] = {"settings": settings, "world": options.world, "rounds": options.rounds, "ranks": ranks}
+    of_rank = {r: t["calls"] for r, t in enumerate(found[last:])}
     differing = [d.explain() for d in differences(of_rank)]
     return report | {"order_equal": not differing if options.order else None, "order": differing}
 
@@ -204,38 +216,43 @@ KINDS = {
     "product_flops": "flops",
     "attention_flops": "attention",
     "flash_flops": "flash",
+    "fused_flops": "fused",
     "moved_bytes": "moved",
-    "sent_bytes": "sent",
 }
 """What `phalanx simulate traced` counts -> what a trace calls it."""
 
 
-def step_of(options: TraceArgs, corners: Sequence[Trace], *, layers: int, rounds: tuple[int, int]) -> dict[str, Any]:
-    """A step of `layers` more than the fewest layers that were traced, and of all micro-batches, by phase. `corners`: few layers and one more, each with one of two numbers
+def counts_of(options: TraceArgs, corners: Sequence[Trace], *, layers: int, rounds: tuple[int, int]) -> dict[str, Any]:
+    """A rank's step of `layers` more than the fewest layers that were traced, and of all micro-batches, by phase. `corners`: few layers and one more, each with one of two numbers
     of micro-batches (`rounds`), which are all that is needed: every count grows by as much with each layer, each micro-batch, and each layer of each."""
     at = (options.rounds - rounds[0]) / (rounds[1] - rounds[0])
     counts = [_counts(corner) for corner in corners]
 
-    def whole(key: tuple[str, str]) -> int:
+    def whole(key: tuple[Any, ...]) -> int:
         few, more, few_later, more_later = (count[key] for count in counts)
         first, later = few + layers * (more - few), few_later + layers * (more_later - few_later)
-        return round(first + at * (later - first))
+        return max(0, round(first + at * (later - first)))
 
     phases: dict[str, dict[str, int]] = {}
-    for phase, kind in sorted({key for count in counts for key in count}):
-        phases.setdefault(phase, dict.fromkeys((*KINDS, "waits"), 0))[kind] = max(0, whole((phase, kind)))
-    tokens = round(corners[0]["tokens"] / rounds[0]) * options.rounds * options.tp * options.cp
-    sharing = options.tp * options.cp * options.pp
-    return {"model": options.model, "seq_len": options.tokens, "tokens": tokens, "ranks": sharing, "phases": phases}
+    exchanges = []
+    for key in sorted({key for count in counts for key in count}):
+        if len(key) == 2:
+            phases.setdefault(key[0], dict.fromkeys((*KINDS, "waits"), 0))[key[1]] = whole(key)
+        else:
+            exchanges.append([*key[:3], list(key[3]), whole(key)])
+    return {"phases": phases, "exchanges": exchanges}
 
 
-def _counts(trace: Trace) -> Counter[tuple[str, str]]:
-    found = Counter[tuple[str, str]]()
+def _counts(trace: Trace) -> Counter[tuple[Any, ...]]:
+    """By phase and kind; of exchanges by phase, content, operation and ranks."""
+    found = Counter[tuple[Any, ...]]()
     for kind, name in KINDS.items():
         for phase, number in trace[name].items():
             found[phase, kind] = number
     for phase, _, _, times in trace["syncs"]:
         found[phase, "waits"] += times
+    for phase, content, op, ranks, sent in trace["exchanges"]:
+        found[phase, content, op, tuple(ranks)] += sent
     return found
 
 

@@ -27,6 +27,13 @@ FUNCTIONS = {
     ("train/step/transaction.py", "publish"): "publish",
 }
 """(file, function) -> phase; a file may be reached from several."""
+CONTENTS = (
+    ("runtime/state/optimizer.py", "parameters"),
+    ("runtime/state/", "gradients"),
+    ("train/step/passes.py", "layers"),
+    ("runtime/pipeline/", "stages"),
+)
+"""Beginning of a file -> what goes out there."""
 
 
 def frames() -> list[FrameType]:
@@ -52,6 +59,16 @@ def phase_of(stack: list[FrameType]) -> str:
         if phase is not None:
             return phase
     return "step"
+
+
+def content_of(stack: list[FrameType], op: str) -> str:
+    """What a collective or message carries: `gradients`, `parameters`, what crosses between `stages`, of `layers` their `rows` apart (all-to-alls and messages of experts), or the `rest`."""
+    for frame in stack:
+        file = frame.f_code.co_filename[len(HOME) :]
+        content = next((what for start, what in CONTENTS if file.startswith(start)), None)
+        if content is not None:
+            return "rows" if content == "layers" and op in ("alltoall_base", "send", "recv") else content
+    return "rest"
 
 
 def local(stack: list[FrameType], file: str, function: str, name: str) -> object:

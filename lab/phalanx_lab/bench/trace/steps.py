@@ -74,7 +74,9 @@ class Traced:
     flops: dict[str, int] = field(default_factory=dict)
     attention: dict[str, int] = field(default_factory=dict)
     flash: dict[str, int] = field(default_factory=dict)
-    sent: dict[str, int] = field(default_factory=dict)
+    fused: dict[str, int] = field(default_factory=dict)
+    exchanges: list[tuple[str, str, str, tuple[int, ...], int]] = field(default_factory=list)
+    """(phase, content, operation, ranks, bytes sent)."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     static_bytes: int = 0
     kept_bytes: int = 0
@@ -106,6 +108,18 @@ def shape_of(recipe: Recipe, *, world: int) -> tuple[ModelSpec, AnyFolding]:
     preset = PRESETS.get(recipe.model.preset)
     vocabulary = recipe.model.vocab or (preset.vocab if preset is not None else 1)
     return resolve_shape(recipe, world=world, tokenizer_vocab=vocabulary)
+
+
+def stages_of(settings: Sequence[str], *, world: int) -> list[list[int]]:
+    """First ranks of the places of a pipeline, those together that hold layers of the same kinds, and ask for the same."""
+    recipe = recipe_of(TracedCase(settings=tuple(settings), world=world))
+    spec, folding = shape_of(recipe, world=world)
+    stages, found = resolve_pipeline(recipe, spec, folding).stages, dict[tuple[Any, ...], list[int]]()
+    for place in range(folding.pp):
+        held = stages.of_rank(place)
+        kind = tuple((s.num_layers, len(s.moe_layers), s.has_embedding, s.has_head) for s in held)
+        found.setdefault(kind, []).append(place * world // folding.pp)
+    return list(found.values())
 
 
 def trace_case(case: dict[str, Any], current: Any) -> dict[str, Any]:
@@ -225,7 +239,8 @@ def _clear(seen: Seen) -> None:
         seen.flops,
         seen.attention,
         seen.flash,
-        seen.sent,
+        seen.fused,
+        seen.exchanges,
     ):
         counter.clear()
     seen.calls.clear()
@@ -245,5 +260,6 @@ def _told(seen: Seen, static_bytes: int) -> Traced:
     found.kept, found.peaks = dict(seen.kept), dict(seen.peaks)
     found.moved, found.flops = dict(seen.moved), dict(seen.flops)
     found.moved_at = dict(seen.moved_at)
-    found.attention, found.flash, found.sent = dict(seen.attention), dict(seen.flash), dict(seen.sent)
+    found.attention, found.flash, found.fused = dict(seen.attention), dict(seen.flash), dict(seen.fused)
+    found.exchanges = [(*key, size) for key, size in sorted(seen.exchanges.items()) if size]
     return found

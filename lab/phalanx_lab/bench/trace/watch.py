@@ -6,7 +6,8 @@ syncs      where the host waits for the device: copies that block, values that P
 calls      collectives and messages, by communicator, in the order in which they were posted
 memory     bytes of all storages that are alive, rounded up to 512 as torch's allocator does, by a reference to each
 moved      bytes that operations other than products read and write, each tensor once
-flops      of products and attention
+flops      of products and attention; of products in kernels that wait for rows apart (`fused`)
+exchanges  bytes that this rank sends, by what they are: rows of experts, gradients, parameters, what crosses between stages, or else
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from phalanx_lab.bench.trace.places import frames, line_of, phase_of
+from phalanx_lab.bench.trace.places import content_of, frames, line_of, phase_of
 
 GRAIN = 512
 NO_LAUNCH = frozenset(
@@ -44,6 +45,7 @@ READS = frozenset(
 )
 """Operations whose result the host must know before it can go on."""
 PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
+FUSED_PRODUCTS = frozenset(("triton first_kernel", "triton second_kernel"))
 PICKS = frozenset(("index_select", "embedding", "gather", "index"))
 """Operations that read of their first tensor what they write, not all of it."""
 
@@ -67,8 +69,10 @@ class Seen:
     """FLOPs of attention by the kernel that the card likes best, all scores counted."""
     flash: Counter[str] = field(default_factory=Counter)
     """The same of documents that are packed, which flash attention takes."""
-    sent: Counter[str] = field(default_factory=Counter)
-    """Bytes of rows that go to other ranks."""
+    fused: Counter[str] = field(default_factory=Counter)
+    """FLOPs of products that begin as their rows arrive, and send their results (`dispatch.overlap = "fused"`)."""
+    exchanges: Counter[tuple[str, str, str, tuple[int, ...]]] = field(default_factory=Counter)
+    """Bytes sent, by phase, content (`places.content_of`), operation and ranks of the communicator."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     now_bytes: int = 0
     peak_bytes: int = 0
@@ -88,13 +92,17 @@ class Seen:
         self.syncs[phase_of(stack), what, line_of(stack)] += 1
 
     def launch(self, name: str, tensors: list[torch.Tensor]) -> None:
-        """A kernel of our own with these arguments."""
+        """A kernel of our own with these arguments. One that computes products as rows come has rows, a matrix for each group and its result as its first tensors of floats."""
         stack = frames()
         phase = phase_of(stack)
         self._backward_begins(phase)
         self.launches[phase, name] += 1
         self.lines[phase, line_of(stack)] += 1
-        self.move(phase, name, line_of(stack), sum(num_bytes(x) for x in tensors))
+        if name in FUSED_PRODUCTS:
+            rows, _, out = [x for x in tensors if x.is_floating_point()][:3]
+            self.fused[phase] += 2 * out.numel() * rows.shape[1]
+        else:
+            self.move(phase, name, line_of(stack), sum(num_bytes(x) for x in tensors))
 
     def move(self, phase: str, name: str, line: str, size: int) -> None:
         """Bytes that an operation reads and writes."""
@@ -190,8 +198,9 @@ class Witness(TorchDispatchMode):
         ranks = tuple(dist.get_process_group_ranks(group))
         entry: dict[str, Any] = {"on": [list(ranks), group.group_name], "op": name.rstrip("_"), "phase": phase}
         entry["sizes"] = [[x.numel(), str(x.dtype)] for x in ins]
+        content = content_of(frames(), entry["op"])
+        self.seen.exchanges[phase, content, entry["op"], ranks] += _sent(entry["op"], ins, len(ranks))
         if entry["op"] == "alltoall_base":
-            self.seen.sent[phase] += num_bytes(ins[-1]) * (len(ranks) - 1) // len(ranks)
             entry["splits"] = [
                 list(a) for a in args if isinstance(a, (list, tuple)) and all(isinstance(n, int) for n in a)
             ]
@@ -222,6 +231,14 @@ class Witness(TorchDispatchMode):
 def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> int:
     """Of rows (M, K) by one matrix (K, N) for each group, or of (K, M) by (M, N), summed over the rows of each group."""
     return 2 * a.numel() * b.shape[-1]
+
+
+def _sent(op: str, ins: list[torch.Tensor], ranks: int) -> int:
+    """Bytes that leave a rank: by a ring, or straight to each of the others, of which each gets as much."""
+    if op in ("send", "recv"):
+        return num_bytes(ins[0]) if op == "send" else 0
+    whole = num_bytes(ins[-1]) if op == "alltoall_base" else max(map(num_bytes, ins))
+    return (2 if op == "allreduce" else 1) * whole * (ranks - 1) // ranks
 
 
 def num_bytes(x: torch.Tensor) -> int:

@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     )
     from phalanx.simulate.step.trace import chrome_trace as chrome_trace
     from phalanx.simulate.step.traced import (
+        TracedExchange as TracedExchange,
         TracedPhase as TracedPhase,
+        TracedRank as TracedRank,
+        TracedStep as TracedStep,
         TracedTime as TracedTime,
-        traced_time as traced_time,
     )
     from phalanx.simulate.step.warmup_choice import with_warmup as with_warmup
 else:
