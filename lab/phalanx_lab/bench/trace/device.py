@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from phalanx.core.samples import owned
-from phalanx_lab.bench.trace.places import PASSES, frames, local
+from phalanx.simulate.hardware import distinct
+from phalanx_lab.bench.trace.places import PASSES, frames, local, phase_of
 from phalanx_lab.bench.trace.watch import Seen
 
 
@@ -146,6 +148,7 @@ def stand_in(current: Callable[[], tuple[Seen, World]]) -> None:
     functional.rms_norm = lambda x, shape, w_H, eps: _Norm.apply(x, w_H, current()[0])
     _stand_in_for_reads(current)
     _stand_in_for_triton(current)
+    _stand_in_for_shared_memory()
 
 
 def _stand_in_for_batches(current: Callable[[], tuple[Seen, World]]) -> None:
@@ -184,6 +187,7 @@ def _stand_in_for_reads(current: Callable[[], tuple[Seen, World]]) -> None:
     fake.__float__ = lambda self: float(read(self, "float", 1.0))
     fake.__int__ = fake.__index__ = lambda self: int(read(self, "int", 1))
     fake.__bool__ = lambda self: bool(read(self, "bool", True))
+    fake.data_ptr = lambda self: 0
 
 
 def _planted(x: torch.Tensor, world: World) -> Any:
@@ -251,7 +255,42 @@ def _stand_in_for_triton(current: Callable[[], tuple[Seen, World]]) -> None:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        current()[0].launch(f"triton {self.fn.__name__}", tensors)
+        seen, world = current()
+        seen.launch(f"triton {self.fn.__name__}", tensors)
+        if self.fn.__name__ in SENDING:
+            _store_rows(seen, world)
 
     kernel: Any = JITFunction
     kernel.run = run
+
+
+SENDING = ("send_kernel", "second_kernel")
+"""Programs that store rows in the memory of other ranks."""
+
+
+def _store_rows(seen: Seen, world: World) -> None:
+    """A token goes once to each rank that has an expert of its: to so many, where all experts are chosen alike."""
+    stack = frames()
+    call: Any = next(frame.f_locals["call"] for frame in stack if "call" in frame.f_locals)
+    ranks, top_k = call.axis.ranks, call.told.slots_PCK.shape[2]
+    copies = world.tokens * distinct(len(ranks), top_k, len(ranks) * call.shape.slots_per_rank)
+    size = round(copies * (1 - 1 / len(ranks)) * call.arena.spec.columns * call.arena.spec.dtype.itemsize)
+    seen.exchanges[phase_of(stack), "rows", "alltoall_base", ranks] += size
+
+
+class _Shared:
+    """Memory that a group's devices share: this rank's is all that there is."""
+
+    def __init__(self, own: torch.Tensor, group: Any) -> None:
+        self.own, self.rank, self.world_size = own, dist.get_rank(group), dist.get_world_size(group)
+
+    def get_buffer(self, rank: int, *_: Any) -> torch.Tensor:
+        return self.own
+
+    def barrier(self) -> None:
+        pass
+
+
+def _stand_in_for_shared_memory() -> None:
+    shared: Any = symmetric
+    shared.empty, shared.rendezvous = torch.empty, _Shared

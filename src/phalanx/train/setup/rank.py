@@ -273,7 +273,7 @@ def make_context(
             paired=_paired(recipe, folding, pipeline, stage=folding.coord(rank.info.rank, "pp")),
             tell=lambda text: rank.sinks(Note(level="info", text=text)),
         ),
-        fused=FusedMemory(left_free=left_free),
+        fused=FusedMemory(left_free=recipe.dispatch.left_free),
         micro_tokens=_micro_tokens(recipe, groups) if recipe.resilience.mode != "off" else 0,
         host_of_rank=hosts_of(rank.peers) if rank.told is None else numbered(rank.told.hosts),
     )
