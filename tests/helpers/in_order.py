@@ -279,10 +279,11 @@ def in_order(folder: Path, *, rank: int) -> Iterator[Orders]:
     """Inside, collectives of this process match by their order. All ranks are given the same empty folder."""
     orders = Orders(folder, rank)
     told = _Told(orders)
-    gather, scatter, posted = (
+    gather, scatter, posted, library = (
         collectives._all_gather_into,
         collectives._reduce_scatter_into,
         collectives.Collectives._posted,
+        collectives.Collectives.by_library,
     )
 
     def all_gather(out: torch.Tensor, x: torch.Tensor, *, group: Any, async_op: bool) -> Any:
@@ -305,11 +306,17 @@ def in_order(folder: Path, *, rank: int) -> Iterator[Orders]:
         told.now.id = call.op_id
         return posted(self, call)
 
+    def by_library(self: collectives.Collectives, op: str, axis: Any, op_id: str, *launch: Any, **kw: Any) -> Any:
+        told.now.id = op_id
+        told(axis.group, op, "tokens")
+        return library(self, op, axis, op_id, *launch, **kw)
+
     with (
         mock.patch.object(collectives, "dist", _Dist(told)),
         mock.patch.object(collectives, "_all_gather_into", all_gather),
         mock.patch.object(collectives, "_reduce_scatter_into", reduce_scatter),
         mock.patch.object(collectives, "between_ranks", between),
         mock.patch.object(collectives.Collectives, "_posted", note),
+        mock.patch.object(collectives.Collectives, "by_library", by_library),
     ):
         yield orders

@@ -73,6 +73,11 @@ ORDER = {
         words="--folding.ep 2 --optim.zero 2 --resilience.mode fast --optim.bucket_mb 0.05", ranks=ALL, more=EMPTY
     ),
     "fine": Case(words="--folding.ep 4 --dispatch.overlap fine", ranks=ALL),
+    "tokens by DeepEP": Case(
+        words="--folding.ep 4 --dispatch.transport deepep --resilience.mode fast --optim.bucket_mb 0.05",
+        ranks=ALL,
+        more=EMPTY,
+    ),
 }
 RUNS = {
     "one rank": Case(words="", world=1),
@@ -80,6 +85,8 @@ RUNS = {
     "drop": Case(words="--folding.ep 4 --dispatch.policy drop"),
     "padded": Case(words="--folding.ep 4 --dispatch.policy drop --dispatch.pad_to_capacity true"),
     "gathered tokens": Case(words="--folding.ep 4 --dispatch.transport all_gather"),
+    "tokens by DeepEP": Case(words="--folding.ep 4 --dispatch.transport deepep"),
+    "tokens by DeepEP, full": Case(words="--folding.ep 4 --dispatch.transport deepep --train.recompute full"),
     "selective": Case(words="--folding.ep 4 --train.recompute selective"),
     "full": Case(words="--folding.ep 4 --train.recompute full"),
     "full, chunks": Case(words="--folding.ep 4 --train.recompute full --dispatch.overlap coarse:2"),
@@ -125,6 +132,8 @@ SHAPES = {
     "qwen2-57b-a14b, full": "--model.num_layers 4 --train.seq_len 2048 --folding.ep 8 --train.recompute full",
     "qwen3-30b-a3b, padded": "--model.num_layers 3 --train.seq_len 2048 --folding.ep 4 --dispatch.policy drop --dispatch.pad_to_capacity true",
     "qwen3-30b-a3b, pipeline": "--model.num_layers 4 --train.seq_len 2048 --folding.ep 4 --folding.pp 2",
+    "qwen3-30b-a3b, tokens by DeepEP": "--model.num_layers 3 --train.seq_len 4096 --folding.ep 8 --dispatch.transport deepep",
+    "olmoe-1b-7b, tokens by DeepEP, full": "--model.num_layers 4 --train.seq_len 4096 --folding.ep 8 --dispatch.transport deepep --train.recompute full",
     "mixtral-8x7b, put off": "--model.num_layers 4 --train.seq_len 2048 --folding.ep 4 --folding.pp 2 --pipeline.schedule zero_bubble",
     "olmoe-1b-7b, sharded": "--model.num_layers 4 --train.seq_len 2048 --folding.ep 4 --optim.zero 2 --optim.state_dtype bfloat16",
 }  # fmt: skip
@@ -184,6 +193,15 @@ def test_the_host_waits_once_a_layer_and_where_the_table_says(traces: Traces) ->
     assert waits_of(few, "forward", "backward") == [("synchronize", "runtime/moe/dispatch.py", 2)]
     assert waits_of(more, "forward", "backward") == [("synchronize", "runtime/moe/dispatch.py", 3)]
     assert waits_of(traces["runs"]["padded"][0], "forward", "backward", "loss") == []
+
+
+def test_deepep_waits_once_a_layer_by_itself_and_not_where_a_layer_runs_again(traces: Traces) -> None:
+    for name in ("tokens by DeepEP", "tokens by DeepEP, full"):
+        told = traces["runs"][name][0]
+        assert waits_of(told, "forward", "backward") == [("DeepEP's wait", "runtime/comm/tokens.py", 2)]
+        (line,) = (line for _, what, line, _ in told["syncs"] if what == "DeepEP's wait")
+        file, number = line.split(":")
+        assert "# SYNC:" in (Path(phalanx.__file__).parent / file).read_text().splitlines()[int(number) - 1]
 
 
 def test_a_save_adds_copies_and_one_wait_in_the_thread_that_writes(traces: Traces) -> None:
@@ -258,7 +276,8 @@ def test_selective_recomputation_keeps_half(traces: Traces) -> None:
 def test_the_dry_run_is_within_5_percent_of_the_trace(traces: Traces, name: str) -> None:
     case, (told,) = MEMORY[name], traces["memory"][name]
     estimate = even_estimate(case.asked[0]["settings"], world=case.world, samples=case.more.get("samples"))
-    assert 0.95 <= estimate.peak_bytes / told["peak_bytes"] <= 1.05
+    seen = estimate.peak_bytes - estimate.peak.terms["fused buffers"]  # which are not of torch's allocator
+    assert 0.95 <= seen / told["peak_bytes"] <= 1.05
 
 
 def call(op: str, *sizes: int, ranks: Sequence[int] = (0, 1), **more: Any) -> dict[str, Any]:

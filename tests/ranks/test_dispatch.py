@@ -273,7 +273,7 @@ def token_order_case(rank, cache, places):
     x, weights, experts = tokens_of(0, 16, skew=2.0)
     mine = torch.tensor(places[rank])
     sent = dispatcher.dispatch(x[mine], weights[mine], experts[mine], token_index_T=mine)
-    return sent.state.send.rows_of_token_TK >= 0
+    return sent.state.rows_of_token >= 0
 
 
 @pytest.mark.ranks

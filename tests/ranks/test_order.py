@@ -17,6 +17,7 @@ from unittest import mock
 import in_order as in_order_module
 import pytest
 import torch
+from deepep_stand_in import stand_in
 from in_order import Entry, OrderError, Orders, crossed, in_order, stuck
 
 from phalanx.cli.predicting.dry_run import _groups as describe_groups
@@ -30,6 +31,7 @@ from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
+from phalanx.runtime.comm.tokens import TokenBuffers
 from phalanx.runtime.pipeline import runner
 from phalanx.train.assembly import assemble
 from phalanx.train.step import passes
@@ -75,6 +77,7 @@ class Way:
         )
 
 
+DEEPEP = DispatchSpec(transport="deepep")
 WAYS = {
     "ep": Way(world=4, samples=7, degrees={"ep": 4}),
     "equal": Way(world=4, samples=8, degrees={"ep": 4}),
@@ -90,6 +93,10 @@ WAYS = {
     "chunks": Way(world=4, samples=7, degrees={"ep": 4}, dispatch=DispatchSpec(overlap="coarse:2")),
     "tiles": Way(world=4, samples=7, degrees={"ep": 4}, dispatch=DispatchSpec(overlap="fine")),
     "whole tokens": Way(world=4, samples=7, degrees={"ep": 4}, dispatch=DispatchSpec(transport="all_gather")),
+    "whole tokens by DeepEP": Way(world=4, samples=7, degrees={"ep": 4}, dispatch=DEEPEP),
+    "whole tokens by DeepEP, again": Way(
+        world=4, samples=7, degrees={"cp": 2, "ep": 4}, dispatch=DEEPEP, recompute="full"
+    ),
     "pp": Way(world=4, samples=7, degrees={"pp": 2, "ep": 2}),
     "pp, tied": Way(world=4, samples=7, degrees={"pp": 2, "ep": 2}, model={"tied_embeddings": True}),
     "pp, dualpipev": Way(world=4, samples=7, degrees={"pp": 2, "ep": 2}, model={"num_layers": 4}, schedule="dualpipev"),
@@ -113,7 +120,10 @@ def build(rank: int, cache: GroupCache, way: Way, *, ordered: bool = True) -> St
     placement = None
     if way.slots:
         placement = random_placements(setup.spec.moe_layers, setup.spec.num_experts, folding.ep, way.slots, 0)
-    ctx = context(setup, groups, Collectives(timeout_s=60), dtype=torch.float32, placement=placement)
+    tokens, ep = TokenBuffers(), groups.axis("ep").group
+    if way.dispatch == DEEPEP and ep is not None:
+        tokens = TokenBuffers(stand_in(ep))
+    ctx = context(setup, groups, Collectives(timeout_s=60, tokens=tokens), dtype=torch.float32, placement=placement)
     return assemble(
         dataclasses.replace(ctx, recompute=way.recompute),
         optim=dataclasses.replace(

@@ -129,8 +129,8 @@ class DispatchConfig:
     """Capacity counted over a rank's own tokens, or over the whole micro-batch (default sub_sequence)."""
     pad_to_capacity: bool | None = None
     """Every expert computes exactly its capacity, so that no size depends on the routing (default false)."""
-    transport: Literal["all_to_all", "all_gather"] = "all_to_all"
-    """Rows sent to the ranks that need them, or gathered everywhere (for tiny ep)."""
+    transport: Literal["all_to_all", "all_gather", "deepep"] = "all_to_all"
+    """Rows sent to the ranks that need them, or whole tokens: gathered everywhere (for tiny ep), or sent once to each rank with an expert of theirs by DeepEP, which is installed apart (deepep: GPUs, bfloat16, dropless, every expert once; no GPU has run it)."""
     overlap: str = "serial"
     """Communication beside the experts' computing: serial (none), coarse:N (N chunks of tokens), fine (tile by tile), auto (by a measured model), tiles (serial, the bits of fine; any schedule as tiles:parts=4,order=arrival,blocks=2), fused (kernels that compute while they receive and send; GPUs of one host; several have not run it)."""
     left_free: int | None = None

@@ -6,6 +6,7 @@ reads. Must never change: what `run_problems` accepts, `resolve_model` and `reso
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.core.config import Recipe
@@ -15,6 +16,7 @@ from phalanx.core.samples import num_rounds
 from phalanx.core.settings import describe_settings
 from phalanx.plan.mapping import AnyFolding, Folding, StagedFolding, folding_problems, parse_stages, resolve_mapping
 from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
+from phalanx.plan.moe import transport_problems
 from phalanx.plan.moe.overlap import (
     block_problems,
     fused_setting_problems,
@@ -56,6 +58,9 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         problems += [p for p in error.problems if p.where not in seen]
         folding = None
     problems += _overlap_problems(recipe, spec, folding)
+    if spec.moe_layers:
+        groups = [] if folding is None else [(stage.ep, stage.etp) for stage in _stages_of(folding)]
+        problems += transport_problems(recipe, spec, groups=groups)
     if recipe.folding.num_stages > 1:
         seen = {p.where for p in problems}
         found = pipeline_problems(recipe.pipeline, spec, pp=recipe.folding.num_stages)
@@ -73,12 +78,16 @@ def equal_shares(recipe: Recipe) -> dict[str, int]:
     return {"global_batch": t.global_batch, "micro_batch": t.micro_batch}
 
 
+def _stages_of(folding: AnyFolding) -> Sequence[Folding]:
+    return folding.stages if isinstance(folding, StagedFolding) else (folding,)
+
+
 def _pair_problems(recipe: Recipe, mapping: AnyFolding) -> list[Problem]:
     """Passes that should run beside one another, and do not communicate, or are no pairs."""
     if not recipe.pipeline.pair_passes:
         return []
     axes = ("tp", "cp", "ep", "etp")
-    stages = [mapping] if isinstance(mapping, Folding) else mapping.stages
+    stages = _stages_of(mapping)
     if all(stage.degree(axis) == 1 for stage in stages for axis in axes):
         rule = "has nothing to hide: with tp, cp, ep and etp of 1 no pass communicates"
         return [Problem(where="pipeline.pair_passes", value=True, rule=rule, hint="folding.ep = 2, or leave it out")]
@@ -90,7 +99,7 @@ def _pair_problems(recipe: Recipe, mapping: AnyFolding) -> list[Problem]:
 def _scope_problems(recipe: Recipe, spec: ModelSpec, mapping: AnyFolding) -> list[Problem]:
     """A capacity of whole micro-batches where each rank has whole ones. (Other policies than `drop` are told so by the recipe alone.)"""
     d = recipe.dispatch
-    stages = [mapping] if isinstance(mapping, Folding) else mapping.stages
+    stages = _stages_of(mapping)
     shared = any(stage.degree(axis) > 1 for stage in stages for axis in ("tp", "cp"))
     if shared or not spec.moe_layers or d.policy != "drop" or d.drop_scope != "full_sequence":
         return []
@@ -106,7 +115,7 @@ def _overlap_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding | Non
     found = setting_problems(d.overlap) or block_problems(d.overlap, hidden=spec.hidden)
     if found or folding is None:
         return found
-    stages = folding.stages if isinstance(folding, StagedFolding) else (folding,)
+    stages = _stages_of(folding)
     group = max(stage.ep * stage.etp for stage in stages)
     replicas = [] if recipe.resilience.slots_per_rank is None else replica_problems(d.overlap)
     fused = fused_setting_problems(

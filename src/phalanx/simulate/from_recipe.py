@@ -111,7 +111,7 @@ def _of_folding(
         cp_method=recipe.folding.cp_method,
         sharding=SHARDING[recipe.optim.zero],
         moment_bytes=moment_bytes(recipe),
-        dispatch="all_gather" if recipe.dispatch.transport == "all_gather" else "all_to_all",
+        dispatch="dedup" if recipe.dispatch.transport == "deepep" else recipe.dispatch.transport,
         routing=_plain_routing(recipe) if replicated else _routing(recipe, spec, folding.ep, micro_batch),
         drop=_drop(recipe) if spec.moe_layers else None,
         stage_layers=_given_layers(recipe, spec, pipeline) if has_stages else None,

@@ -9,8 +9,10 @@ loads all experts alike, sizes that follow from them, and ones and zeros for fig
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -149,6 +151,7 @@ def stand_in(current: Callable[[], tuple[Seen, World]]) -> None:
     _stand_in_for_reads(current)
     _stand_in_for_triton(current)
     _stand_in_for_shared_memory()
+    sys.modules["deep_ep"] = _deepep(current)
 
 
 def _stand_in_for_batches(current: Callable[[], tuple[Seen, World]]) -> None:
@@ -294,3 +297,65 @@ class _Shared:
 def _stand_in_for_shared_memory() -> None:
     shared: Any = symmetric
     shared.empty, shared.rendezvous = torch.empty, _Shared
+
+
+class _Room:
+    """Bytes of a buffer of DeepEP, which lie outside torch's allocator."""
+
+    def get_nvl_buffer_size_hint(self, *_: int) -> int:
+        return 1
+
+    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
+
+
+def _deepep(current: Callable[[], tuple[Seen, World]]) -> ModuleType:
+    """DeepEP as far as tensors and waits go: every row that comes is another token's, as far as there are as many."""
+
+    class Buffer:
+        def __init__(self, *_: Any, comm: Any, **__: Any) -> None:
+            self.comm, self.size = comm, comm.Get_size()
+
+        get_dispatch_config = get_combine_config = staticmethod(lambda ranks: _Room())
+
+        def get_dispatch_layout(self, choices_TK: torch.Tensor, num_experts: int) -> tuple[Any, ...]:
+            to_rank_P = choices_TK.new_empty(self.size, dtype=torch.int32)
+            to_expert_E = choices_TK.new_empty(num_experts, dtype=torch.int32)
+            is_in_TP = choices_TK.new_empty((len(choices_TK), self.size), dtype=torch.bool)
+            current()[0].launch("deepep layout", [choices_TK, is_in_TP])
+            return to_rank_P, None, to_expert_E, is_in_TP, None
+
+        def dispatch(self, x_TH: torch.Tensor, handle: Any = None, **told: Any) -> tuple[Any, ...]:
+            seen, world = current()
+            if handle is not None:
+                x_NH = x_TH.new_empty((len(handle[0]), x_TH.shape[1]))
+                seen.launch("deepep dispatch", [x_TH, x_NH])
+                return x_NH, None, None, None, None, None
+            choices_TK, held = told["topk_idx"], len(told["num_tokens_per_expert"]) // self.size
+            tokens, counts = _coming(world, self.size, choices_TK.shape[1], held)
+            x_NH, choices_NK = (x.new_empty((tokens, x.shape[1])) for x in (x_TH, choices_TK))
+            weights_NK = told["topk_weights"].new_empty(choices_NK.shape)
+            source_N = choices_TK.new_empty(tokens, dtype=torch.int32)
+            head_TP = choices_TK.new_empty((len(x_TH), self.size), dtype=torch.int32)
+            seen.sync("DeepEP's wait")
+            seen.launch("deepep notify", [source_N])
+            seen.launch("deepep dispatch", [x_TH, x_NH, choices_NK, weights_NK])
+            return x_NH, choices_NK, weights_NK, counts, (source_N, head_TP, told["is_token_in_rank"]), None
+
+        def combine(self, x_NH: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None) -> tuple[Any, ...]:
+            x_TH = x_NH.new_empty((len(handle[1]), x_NH.shape[1]))
+            weights = None if topk_weights is None else topk_weights.new_empty((len(x_TH), topk_weights.shape[1]))
+            current()[0].launch("deepep combine", [x_NH, x_TH])
+            return x_TH, weights, None
+
+    module: Any = ModuleType("deep_ep")
+    module.Buffer = Buffer
+    return module
+
+
+def _coming(world: World, ranks: int, top_k: int, held: int) -> tuple[int, list[int]]:
+    """Tokens that come to a rank, and rows of each of its experts, where all experts get alike; none from a rank whose micro-batch is empty."""
+    microbatch = _microbatch(frames())
+    sources = sum(not world.is_empty(rank, microbatch) for rank in range(ranks))
+    rows = sources * world.tokens * top_k // ranks
+    share, rest = divmod(rows, held)
+    return min(rows, sources * world.tokens), [share + (i < rest) for i in range(held)]

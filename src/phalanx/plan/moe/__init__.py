@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
+    from phalanx.plan.moe.deepep import (
+        deepep_bytes as deepep_bytes,
+        host_problems as host_problems,
+        transport_problems as transport_problems,
+    )
     from phalanx.plan.moe.dispatch import (
         Chunks as Chunks,
         DispatchPlan as DispatchPlan,

@@ -44,7 +44,7 @@ class DispatchSpec:
     drop_by: Literal["probability", "position"] = "probability"
     drop_scope: Literal["sub_sequence", "full_sequence"] = "sub_sequence"
     pad_to_capacity: bool = False
-    transport: Literal["all_to_all", "all_gather"] = "all_to_all"
+    transport: Literal["all_to_all", "all_gather", "deepep"] = "all_to_all"
     overlap: str = "serial"
     """See `plan/moe/overlap/settings.py`."""
 

@@ -3,7 +3,7 @@
 Decides nothing: it says what `runtime/moe/experts.py`, `runtime/moe/coarse.py`, `runtime/moe/overlap.py` and `runtime/moe/fused.py` do. Must never change: the same thing has the same id in all of
 them, so that ways can be compared id by id:
 
-    dispatch.rows      rows to the experts (all messages of all parts, tile by tile); backward: gradients of the tokens come back
+    dispatch.rows      rows to the experts (all messages of all parts, tile by tile; by DeepEP tokens with their weights); backward: gradients of the tokens come back
     dispatch.weights   what the rows weigh (tile by tile also where their tokens are); backward: the gradients of the weights
     experts            the products of the experts; tile by tile with all waits in between, which a trace cuts out
     combine.rows       results back; backward: gradients of the output leave
@@ -141,6 +141,8 @@ class _Experts:
     def _decided(self) -> Iterator[Op]:
         """Which pairs are kept, and how many there are of each."""
         spec, at = self.spec, self.at
+        if self._sends_tokens:
+            return
         if spec.policy == "drop" and spec.drop_scope == "full_sequence":
             for what in ("experts", "weights", "index"):
                 yield from self.reach.at(at, f"dispatch.full_{what}", "all_gather", micro_axis(self.reach.folding))
@@ -152,8 +154,17 @@ class _Experts:
     def _gathers(self) -> bool:
         return self.spec.transport == "all_gather" and self.reach.size("ep_etp") > 1
 
+    @property
+    def _sends_tokens(self) -> bool:
+        return self.spec.transport == "deepep" and self.reach.size("ep") > 1
+
     def _dispatch(self, name: str) -> Iterator[Op]:
         at = self.at
+        if self._sends_tokens:
+            yield from self.reach.at(at, name + "rows", "dispatch_tokens", "ep")
+            yield host("dispatch.sizes", at)  # the library's own wait
+            yield compute(name + "permute", at)
+            return
         if self._gathers:
             for what in ("rows", "weights", "pairs"):
                 yield from self.reach.at(at, name + what, "all_gather_rows", "ep_etp")
@@ -174,6 +185,10 @@ class _Experts:
         if self._gathers:
             yield compute(name + "sum", at)
             yield from self.reach.at(at, name + "rows", "reduce_scatter_rows", "ep_etp")
+            return
+        if self._sends_tokens:
+            yield compute(name + "sum", at)
+            yield from self.reach.at(at, name + "rows", "combine_tokens", "ep")
             return
         yield from self._sort(name)
         yield from self.reach.at(at, name + "rows_etp", "reduce_scatter_rows", "etp")

@@ -116,7 +116,12 @@ def exchange(id: str, axis: str, at: At, *, to: int | None = None, source: int |
     )
 
 
-_MIRROR = {"all_gather_rows": "reduce_scatter_rows", "reduce_scatter_rows": "all_gather_rows"}
+_MIRROR = {
+    "all_gather_rows": "reduce_scatter_rows",
+    "reduce_scatter_rows": "all_gather_rows",
+    "dispatch_tokens": "combine_tokens",
+    "combine_tokens": "dispatch_tokens",
+}
 """What carries the gradient of a collective, where it is another one."""
 
 _FORWARD_ONLY = (

@@ -1,7 +1,7 @@
 """How much each operation of a step's program is: FLOPs, bytes of memory, bytes that leave the rank.
 
 Decides nothing: it counts what `models/`, `kernels/` and `runtime/` do. Rows of routed experts are counted for even routing. Must never change: `sent_bytes` of
-every collective is what a run with such routing tells (`core.events.Collective`), but for messages of tiles, which save the second row to a rank where a token has two experts there.
+every collective is what a run with such routing tells (`core.events.Collective`), but for messages of tiles and whole tokens, which save the second row to a rank where a token has two experts there.
 
 FLOPs are those of products (2 for each multiplication and addition) and of attention with the causal half of the scores. A backward pass has twice
 those of the forward pass, 2.5 times in attention; where weight gradients are put off, the products' half of it stands at `weights`.
@@ -231,6 +231,8 @@ class Counting:
         if self.dispatch.transport == "all_gather":
             tokens = self._rows_T * (self.spec.top_k if "weights" in name or "pairs" in name else 1)
             return tokens * (INT32 if "pairs" in name else per_row) * (n - 1)
+        if op.collective in ("dispatch_tokens", "combine_tokens"):
+            return self._rows_T * self._distinct() * self._token_bytes(name, read_op_id(op.id).phase) * (n - 1) / n
         if name.endswith("_etp"):
             return rows * share * per_row * (etp - 1)
         if op.collective == "messages":  # to every rank of ep_etp, a row to each part of its expert
@@ -238,6 +240,12 @@ class Counting:
                 rows = self._rows_T * self._distinct()
             return rows * etp * per_row * (n - 1) / n
         return rows * share * per_row * (n - 1) / n
+
+    def _token_bytes(self, name: str, phase: str | None) -> float:
+        """Bytes of a token that DeepEP sends: there with its choices and weights, but in a pass that runs again; their gradients come back."""
+        wide = max(FP32, self.sizes.itemsize)
+        choice = {"re": 0, "bwd": wide}.get(phase or "", INT64 + wide) if name == "dispatch.rows" else 0
+        return self._hidden_bytes + self.spec.top_k * choice
 
     @property
     def _by_tiles(self) -> bool:

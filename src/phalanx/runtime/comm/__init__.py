@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         MessageSums as MessageSums,
         wrong_messages as wrong_messages,
     )
+    from phalanx.runtime.comm.tokens import TokensCame as TokensCame
     from phalanx.runtime.comm.tracing import traced as traced
     from phalanx.runtime.comm.waiting import ExchangeTime as ExchangeTime, Place as Place
 else:

@@ -12,7 +12,7 @@ exchange, send: all messages sent; receive: nothing.
 Whatever is only moved may be of any type: what a transport does not know (fp8 on gloo, which would lose the group over it) goes as bytes of the same memory.
 Sums of such a type are refused; row sums, which are added up here, are taken in fp32 (`reduce_scatter_rows`).
 
-The row collectives are differentiable: all-to-all <-> all-to-all with swapped splits, all-gather <-> reduce-scatter. Gradients are sums over the
+The row collectives are differentiable: all-to-all <-> all-to-all with swapped splits, all-gather <-> reduce-scatter, whole tokens there <-> their sums back. Gradients are sums over the
 ranks that received a copy, never means. Sums run in rank order, in fp32 for 16-bit types, so results are deterministic.
 
 Shapes: M, N rows; `...` any trailing dims.
@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,7 @@ from phalanx.runtime.comm.row_collectives import (
     StartRows,
 )
 from phalanx.runtime.comm.sums import FEW, MessageSums, Passed
+from phalanx.runtime.comm.tokens import TokenBuffers, TokensCame, TokenTrip, send_tokens
 from phalanx.runtime.comm.waiting import LayerTimes
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -76,6 +77,7 @@ _APART_TAG = 2**31 - 3
 """Tag of the messages of an all-to-all that may be under way beside another."""
 _SUMS_TAG = 2**31 - 4
 """Tag of the parts of a sum that is taken here."""
+T = TypeVar("T")
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -115,8 +117,10 @@ class Collectives:
         synchronous: bool = False,
         escape: AbortableCall | None = None,
         sums: MessageSums | None = None,
+        tokens: TokenBuffers | None = None,
     ) -> None:
         self.sums = sums
+        self.tokens = tokens or TokenBuffers()
         self.timeout_s = timeout_s
         self.trace = trace
         self.check_splits = check_splits
@@ -490,6 +494,36 @@ class Collectives:
             return x
         out: torch.Tensor = AllReduceSum.apply(x, self, axis, op_id)
         return out
+
+    def dispatch_tokens(
+        self,
+        x_TH: torch.Tensor,
+        weights_TK: torch.Tensor,
+        experts_TK: torch.Tensor,
+        *,
+        num_experts: int,
+        axis: Axis,
+        op_id: str = "",
+        known: TokensCame | None = None,
+    ) -> TokensCame:
+        """Send each token, with its choices and their weights, once to every rank of the axis that has an expert of it, of `num_experts` in their order; `TokensCame.trip` sums
+        them back. `known`: of a pass that runs again. Raises `ConfigError` where DeepEP is not there."""
+        if known is None:
+            buffer = self.tokens.of(self, axis, x_TH)
+            trip = TokenTrip(self, buffer, axis, row_bytes=row_bytes(x_TH), on_host=not x_TH.is_cuda)
+        else:
+            trip = known.trip
+        return send_tokens(trip, x_TH, weights_TK, experts_TK, num_experts=num_experts, op_id=op_id, known=known)
+
+    def by_library(
+        self, op: str, axis: Axis, op_id: str, launch: Callable[[], tuple[T, int]], *, on_host: bool, limit_s: float
+    ) -> T:
+        """What a library moves by itself: `launch` gives its result and the bytes that left. `limit_s`: how long the library waits for a rank."""
+        begin_s = self._posted(Call(op_id, 0, on_host))
+        with named_errors(op, axis, limit_s, op_id):
+            found, sent_bytes = launch()
+        self._note(op, axis, Call(op_id, sent_bytes, on_host), begin_s, begin_s, time.monotonic())
+        return found
 
     # ---- the transport under the differentiable ones -------------------------------------------------------------------
 

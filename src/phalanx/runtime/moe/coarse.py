@@ -56,8 +56,8 @@ def run_coarse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`run_experts` in `chunks` chunks, which must be the same number on all ranks of `ep_etp`. Collective over it.
 
-    More chunks than tokens leave some of them empty. Raises `ConfigError` for `chunks < 1`, or where whole tokens are gathered (`transport =
-    "all_gather"`), of which each rank needs all before it can begin.
+    More chunks than tokens leave some of them empty. Raises `ConfigError` for `chunks < 1`, or where whole tokens travel (`transport` other than
+    "all_to_all"), of which each rank needs all before it can begin.
     """
     raise_if(_problems(dispatcher, chunks), ConfigError, subject="overlap")
     kept_TK = dispatcher.kept(
@@ -87,9 +87,10 @@ def _problems(dispatcher: Dispatcher, chunks: int) -> list[Problem]:
     problems = []
     if chunks < 1:
         problems.append(Problem(where="chunks", value=chunks, rule="must be at least 1", hint="use 2"))
-    if dispatcher.spec.transport == "all_gather" and dispatcher.ep_etp.size > 1:
-        rule = "coarse chunks need rows that are sent to their experts, and all_gather sends whole tokens to all ranks"
-        problems.append(Problem(where="dispatch.transport", value="all_gather", rule=rule, hint="use all_to_all"))
+    transport = dispatcher.spec.transport
+    if transport != "all_to_all" and dispatcher.ep_etp.size > 1:
+        rule = f"coarse chunks need rows that are sent to their experts, and {transport} sends whole tokens"
+        problems.append(Problem(where="dispatch.transport", value=transport, rule=rule, hint="use all_to_all"))
     return problems
 
 

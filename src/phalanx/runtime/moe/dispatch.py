@@ -15,6 +15,9 @@ by each source), and the slots of an expert on one rank are one run of rows for 
 With `transport = "all_gather"` whole tokens are gathered over ep_etp instead, each rank takes the rows of its slots, and the partial sums of tokens
 are reduce-scattered: fewer, larger messages, for tiny ep or large K.
 
+With `transport = "deepep"` each token goes once to every rank that has an expert of it (`runtime/comm/tokens.py`), which makes the rows and adds them up again; no counts are gathered, so `listen` hears
+nothing. Rows come to an expert in the order of the all-to-all (between hosts DeepEP has its own), so results differ by the order of sums over a token's copies alone: here those of a rank first, rounded.
+
 Must never change: the set of kept pairs depends on the micro-batch (full_sequence) or this rank's part of it (sub_sequence) and on
 nothing else; sums over copies run in a fixed order. Dropless and dropping cost one host synchronisation a layer, padded none. Padded
 mode needs the same number of tokens on all ranks of the expert-parallel group.
@@ -48,7 +51,7 @@ from phalanx.plan.moe import (
     plan_static_dispatch,
     rows_of_source,
 )
-from phalanx.runtime.comm import Collectives, Groups, traced
+from phalanx.runtime.comm import Collectives, Groups, TokensCame, traced
 
 FILL = -1
 """Marks an entry of an index that stands for nothing (a fill row, a dropped pair)."""
@@ -60,6 +63,8 @@ class KnownCounts:
 
     counts: torch.Tensor | None = None
     table: np.ndarray | None = None
+    tokens: TokensCame | None = None
+    """DeepEP's, on any device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,16 +119,18 @@ class SlotMaps:
 class DispatchState:
     """What `combine` needs of `dispatch`."""
 
-    plan: DispatchPlan
-    send: SendList
+    plan: DispatchPlan | None
+    """None: no rank knows all counts (DeepEP)."""
     token_of_row: torch.Tensor
-    """Rows of this rank to its own tokens (all-to-all), or rows of its slots to the gathered tokens (all-gather)."""
+    """Rows of this rank to its own tokens (all-to-all), or rows of its slots to the tokens that came here."""
     rows_of_token: torch.Tensor
     op_prefix: str
     token_sizes: tuple[int, ...] = ()
     """Tokens of each source (all-gather only)."""
     maps: SlotMaps | None = None
     """From the order of arrival to that of slots, where they differ (all-to-all only)."""
+    came: TokensCame | None = None
+    """Where they came from (DeepEP only)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,6 +222,8 @@ class Dispatcher:
         in each part by itself). `op_prefix` names the collectives (`mb0.L3.fwd.`). `known`: of a pass that runs again. `counts_E`: int64 pairs of each expert,
         where they are known.
         """
+        if self.spec.transport == "deepep" and self.ep_etp.size > 1:
+            return self._dispatch_tokens(x_TH, weights_TK, experts_TK, op_prefix, known)
         kept_TK = self.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
         gathers = self.spec.transport == "all_gather" and self.ep_etp.size > 1
         if self.spec.is_static:
@@ -284,7 +293,7 @@ class Dispatcher:
         maps = self.slot_maps(plan, rows.device)
         if maps is not None:
             rows, weights = traced(self.comms, at + "sort", partial(reordered, maps), rows, weights)
-        state = DispatchState(plan, send, send.token_of_row_R, send.rows_of_token_TK, op_prefix, maps=maps)
+        state = DispatchState(plan, send.token_of_row_R, send.rows_of_token_TK, op_prefix, maps=maps)
         return Dispatched(rows, weights, self.expert_counts(plan), send.dropped, state, ends_e)
 
     def _gather(
@@ -322,8 +331,38 @@ class Dispatcher:
         )
         rows_MH = traced(self.comms, at + "permute", permute, all_NH)
         weights_M = weights.index_select(0, index_M)
-        state = DispatchState(plan, send, token_of_row_M, rows_of_token_NK, op_prefix, token_sizes)
+        state = DispatchState(plan, token_of_row_M, rows_of_token_NK, op_prefix, token_sizes)
         return Dispatched(rows_MH, weights_M, self.expert_counts(plan), send.dropped, state)
+
+    def _dispatch_tokens(
+        self,
+        x_TH: torch.Tensor,
+        weights_TK: torch.Tensor,
+        experts_TK: torch.Tensor,
+        op_prefix: str,
+        known: KnownCounts | None,
+    ) -> Dispatched:
+        """Tokens with an expert here come here, once; their rows are made of them. Every expert has one slot, in their order."""
+        at = op_prefix + "dispatch."
+        came = self.comms.dispatch_tokens(
+            x_TH,
+            weights_TK,
+            experts_TK,
+            num_experts=self.num_experts,
+            axis=self.ep,
+            op_id=at + "rows",
+            known=None if known is None else known.tokens,
+        )
+        if known is not None:
+            known.tokens = came.kept
+        held = len(came.counts)
+        keys_NK = torch.where(came.experts_NK < 0, held, came.experts_NK)  # other ranks' behind the last expert
+        found = sorted_keys(keys_NK.reshape(-1), held, copies=self.top_k, counted=True, impl=self.kernels)
+        rows_here = found.order_N[: sum(came.counts)]
+        send = self._send(found, rows_here, came.experts_NK, self._nothing(x_TH.device))
+        rows_MH, weights_M = self.pick(came.x_NH, came.weights_NK, send, op_id=at + "permute")
+        state = DispatchState(None, send.token_of_row_R, send.rows_of_token_TK, op_prefix, came=came.kept)
+        return Dispatched(rows_MH, weights_M, came.counts, send.dropped, state)
 
     # ---- back ------------------------------------------------------------------------------------------------------------
 
@@ -333,6 +372,10 @@ class Dispatcher:
         if state.token_sizes:
             all_NH = traced(self.comms, at + "sum", partial(self._sum, state), rows_MH)
             return self.comms.reduce_scatter_rows(all_NH, sizes=state.token_sizes, axis=self.ep_etp, op_id=at + "rows")
+        if state.came is not None:
+            sums_NH = traced(self.comms, at + "sum", partial(self._sum, state), rows_MH)
+            return state.came.trip.combine(sums_NH, op_id=at + "rows")
+        assert plan is not None  # of all other transports
         if state.maps is not None:
             (rows_MH,) = traced(self.comms, at + "sort", partial(reordered, state.maps.inverse), rows_MH)
         here = {"ep": self.ep.index, "etp": self.etp.index}

@@ -16,6 +16,7 @@ from phalanx.core.errors import ConfigError, raise_if
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.plan.moe import host_problems
 from phalanx.plan.moe.overlap import OverlapSetting, parse_overlap, replica_problems
 from phalanx.plan.moe.overlap.tiles import TileSchedule
 from phalanx.runtime.moe.coarse import run_coarse
@@ -166,6 +167,9 @@ def routed_experts(
     hosts = [host_of_rank[rank] for rank in dispatcher.ep_etp.ranks] if host_of_rank else None
     if setting.kind == "fused":
         raise_if(fused_problems(dispatcher, hosts), ConfigError, subject="the overlap of a MoE layer")
+    if dispatcher.spec.transport == "deepep" and not alone:
+        raise_if(host_problems(hosts or ()), ConfigError, subject="the transport of a MoE layer")
+        assert dispatcher.is_plain and dispatcher.etp.size == 1 and sums is None  # `plan.moe.transport_problems`
     if not dispatcher.is_plain:
         raise_if(replica_problems(str(setting)), ConfigError, subject="the overlap of a MoE layer")
     if sums is not None:

@@ -182,6 +182,16 @@ class Local:
         return self.folding.cp > 1 and self.cp_method == "ulysses"
 
     @property
+    def sends_tokens(self) -> bool:
+        """By DeepEP, once to each rank that has an expert of theirs."""
+        return self.dispatch.transport == "deepep" and self.sources > 1
+
+    @property
+    def came(self) -> int:
+        """Tokens that come so, at most: each for one row."""
+        return min(self.held, self.tokens * self.sources)
+
+    @property
     def sorts_rows(self) -> bool:
         """Rows arrive from several sources for several slots (`Dispatcher.slot_order`)."""
         return self.sources > 1 and self.slots > 1

@@ -78,12 +78,19 @@ def kept_rows(x: Local) -> list[int]:
     """`Dispatcher`, `_GroupedFfn`: index maps, the rows and their weights, and the first projection."""
     pairs, rows = x.tokens * x.spec.top_k, x.held
     kept = [pairs * INDEX, pairs * INDEX, x.sent * INDEX]
-    if x.dispatch.transport == "all_gather" and x.sources > 1:
+    if x.sends_tokens:
+        kept = [x.came * x.spec.top_k * INDEX, x.came * x.spec.top_k * INDEX, rows * INDEX, kept_handle(x)]
+    elif x.dispatch.transport == "all_gather" and x.sources > 1:
         kept += [pairs * x.sources * INDEX, rows * INDEX, rows * INDEX]
     elif x.sorts_rows:
         kept += [rows * INDEX, rows * INDEX]
     kept += [rows * x.spec.hidden * x.item, rows * 4]
     return kept if x.recompute == "selective" else [*kept, rows * 2 * x.width * x.item]
+
+
+def kept_handle(x: Local) -> int:
+    """DeepEP's: where each token came from, and for each rank whether this rank's tokens went there and at which place."""
+    return x.came * 4 + x.tokens * x.sources * (1 + 4)
 
 
 def kept_moe(x: Local) -> list[int]:
@@ -94,9 +101,11 @@ def kept_moe(x: Local) -> list[int]:
 
 
 def kept_layer(x: Local, layer: int) -> list[int]:
-    """All of a block; with `recompute = full` its input only."""
+    """All of a block; with `recompute = full` its input only, and what DeepEP needs to send the same tokens again."""
     if x.recompute == "full":
-        return [x.stream()]
+        if not (x.sends_tokens and layer in x.spec.moe_layers):
+            return [x.stream()]
+        return [x.stream(), x.came * x.spec.top_k * (INDEX + 4), x.tokens * x.spec.top_k * INDEX, kept_handle(x)]
     return kept_attention(x) + (kept_moe(x) if layer in x.spec.moe_layers else kept_dense(x))
 
 
@@ -130,11 +139,12 @@ def head_forward(x: Local) -> list[int]:
 
 
 def experts_forward(x: Local) -> list[int]:
-    """Rows as they leave, arrive and are sorted; or the experts' own: `h`, their output, and that in the order of the way back."""
-    rows, sent = (n * x.spec.hidden * x.item for n in (x.held, x.sent))
+    """Rows as they leave, arrive and are sorted (or are made of whole tokens, and added up); or the experts' own: `h`, their output, and that in the order of the way back."""
+    rows, sent = (n * x.spec.hidden * x.item for n in (x.held, x.came if x.sends_tokens else x.sent))
     inner = x.held * x.width * x.item
     first = [2 * inner] if x.recompute == "selective" else []
-    return max([sent, rows], [*first, inner, rows], [rows, rows, sent], key=sum)
+    back = [rows, sent, x.stream()] if x.sends_tokens else [rows, rows, sent]
+    return max([sent, rows], [*first, inner, rows], back, key=sum)
 
 
 def experts_backward(x: Local, *, weights: bool = True) -> list[int]:

@@ -24,7 +24,7 @@ from phalanx.core.samples import num_rounds
 from phalanx.plan.layout import FlatLayout, HolderPlan, flat_layouts, publication, stage_params
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, plain_placement
 from phalanx.plan.model import ModelSpec
-from phalanx.plan.moe import dispatch_spec
+from phalanx.plan.moe import deepep_bytes, dispatch_spec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.recovery import FIXED_POINT_ITEM, ITEM, moment_bytes, optimizer_bytes
 from phalanx.simulate.memory import activations, device_activations
@@ -55,7 +55,7 @@ TERMS: Mapping[str, str] = {
     "activations": "kept by the layers for the backward pass",
     "working memory": "of the operation at the peak",
     "communication": "copies that gloo makes",
-    "fused buffers": "where other devices of the host write rows, one pair for all layers",
+    "fused buffers": "where other devices write rows or tokens, for all layers",
     "checkpoint copy": "of the state while it is written",
     "batches": "loaded ahead",
     "mapped text": "pages of the token file",
@@ -400,9 +400,11 @@ class _Run:
     @property
     def _fused_bytes(self) -> int:
         """Bytes of `dispatch.overlap = "fused"`: a place for every token of every source, there and back
-        (`kernels/triton/symmetric.py`); flags are less than a place."""
+        (`kernels/triton/symmetric.py`); flags are less than a place. Or DeepEP's."""
         x, held = self._local(1.0), set(self.layers)
         size = x.folding.ep * x.folding.etp
+        if x.sends_tokens and held & set(self.spec.moe_layers):
+            return deepep_bytes(ranks=size, hidden=self.spec.hidden)
         if self.recipe.dispatch.overlap != "fused" or size == 1 or not held & set(self.spec.moe_layers):
             return 0
         return 2 * size * x.tokens * self.spec.hidden * self.item

@@ -100,7 +100,9 @@ class ProgramOracle:
         match op.collective:
             case "all_reduce":
                 seconds = network.all_reduce(max(8.0, whole / 2), span)
-            case "all_to_all_rows" | "messages" | "reduce_scatter_rows":  # sums of rows are taken where they arrive
+            case (
+                "all_to_all_rows" | "messages" | "reduce_scatter_rows" | "dispatch_tokens" | "combine_tokens"
+            ):  # sums are taken where they arrive
                 seconds = network.all_to_all(max(8.0, whole), span)
             case "reduce_scatter":
                 seconds = network.reduce_scatter(max(8.0, whole), span)

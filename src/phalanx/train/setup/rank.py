@@ -288,6 +288,8 @@ def _collectives(rank: Rank, rows: CompiledRows | None, *, left_free: int) -> Co
         escape=rank.escape,
         sums=MessageSums(rank.info.rank, rows=rows) if checks else None,
     )
+    if rank.recipe.dispatch.transport == "deepep":
+        comms.tokens.library()  # or an error, before there is a parameter
     if left_free:
         leave_free(comms, rank.device, multiprocessors=left_free)
     return comms

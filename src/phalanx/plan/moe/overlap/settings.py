@@ -240,7 +240,7 @@ def overlap_problems(
         wrong("needs ranks that send rows to each other, and ep x etp = 1", 'set folding.ep = 2, or "serial"')
     if transport != "all_to_all":
         wrong(
-            f'sends rows from rank to rank; dispatch.transport = "{transport}" gathers them everywhere',
+            f'sends rows from rank to rank, and dispatch.transport = "{transport}" whole tokens',
             'transport "all_to_all"',
         )
     if pad_to_capacity and not text.startswith("coarse"):
