@@ -36,3 +36,12 @@ def test_equals_the_plain_sort(size: int, values: int, drops: bool, monkeypatch:
 def test_nothing_to_sort() -> None:
     got = sorting.sort_keys(torch.empty(0, dtype=torch.int64), 4)
     assert got.counts_E.tolist() == [0] * 4 and len(got.order_N) == len(got.places_N) == 0
+
+
+@pytest.mark.parametrize(("sources", "groups"), [(1, 1), (1, 16), (3, 5), (40, 130)])
+def test_ends_of_groups(sources: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of other groups and of what else is told lie around them."""
+    monkeypatch.setattr(sorting, "SUMMED", 4)
+    counts = torch.randint(0, 2**33 // (sources * groups), (sources, groups + 5), generator=seeded(groups)) // 8
+    want = counts[:, 3 : 3 + groups].sum(0).cumsum(0).to(torch.int32)
+    assert torch.equal(sorting.ends_of_groups(counts, 3, groups), want)

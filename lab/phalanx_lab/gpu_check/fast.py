@@ -19,7 +19,7 @@ from phalanx.plan.model import flops_per_token
 from phalanx_lab.bench.ours import OurRun, Recompute
 from phalanx_lab.gpu_check.here import Here
 from phalanx_lab.gpu_check.layer import PARTS, LayerPart, LayerRun, LayersOf, forward, make_layer, passes
-from phalanx_lab.gpu_check.timing import dense_flops_per_s, seconds_of
+from phalanx_lab.gpu_check.timing import dense_flops_per_s, seconds_in_a_row, seconds_of
 
 CLASSES = {
     "products": ("gemm", "cutlass", "nvjet", "grouped", "matmul", "aten::mm", "_mm"),
@@ -61,6 +61,9 @@ def _check_layer(here: Here, part: LayerPart) -> None:
     here.tell("forward ms", 1e3 * forward_s)
     here.tell("forward and backward ms", 1e3 * both_s)
     here.tell_rate("of the dense rate", run.flops / both_s / dense, least=part.least_mfu)
+    row_s = seconds_in_a_row(partial(passes, run), here)
+    here.tell("one after the other, ms", 1e3 * row_s)
+    here.tell("one after the other, of the dense rate", run.flops / row_s / dense)
     here.tell("dense TFLOP/s under load", dense_flops_per_s(here, loaded_s=LOADED_S) / 1e12)
     begin_s = time.perf_counter()
     passes(run)

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
         sum_rows as sum_rows,
         take_rows as take_rows,
     )
-    from phalanx.kernels.device.sorting import SortedKeys as SortedKeys, sort_keys as sort_keys
+    from phalanx.kernels.device.sorting import (
+        SortedKeys as SortedKeys,
+        ends_of_groups as ends_of_groups,
+        sort_keys as sort_keys,
+    )
     from phalanx.kernels.device.sums import (
         device_checksums as device_checksums,
         device_square_sums as device_square_sums,

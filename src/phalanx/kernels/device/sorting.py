@@ -1,4 +1,4 @@
-"""A stable sort of the experts of routed pairs, in two launches; the host waits for nothing.
+"""A stable sort of the experts of routed pairs, in two launches, and where each expert's rows end, in one; the host waits for nothing.
 
 Legend: N pairs, E experts, P programs.
 """
@@ -53,3 +53,26 @@ def sort_keys(keys_N: torch.Tensor, values: int, *, copies: int = 1, counted: bo
         )  # fmt: skip
     counts_E = None if counted else counts_PE.sum(0, dtype=torch.int64)
     return SortedKeys(counts_E, order_N, places_N, tokens_N)
+
+
+def ends_of_groups(counts_PX: torch.Tensor, first: int, groups: int) -> torch.Tensor:
+    """(groups,) int32 row behind the last one of each group, of int64 counts by source (contiguous) whose columns for these groups begin at `first`."""
+    sources, stride = counts_PX.shape
+    ends_e = torch.empty(groups, dtype=torch.int32, device=counts_PX.device)
+    from phalanx.kernels.device.programs import sorting as own
+
+    wide = block_of(groups, 1 << 14)
+    rows = max(1, min(SUMMED, TILE // wide))
+    shape = {"E2": wide, "P2": rows}
+    launch(
+        own.ends_of_groups,
+        (1,),
+        counts_PX.narrow(1, first, groups),
+        ends_e,
+        sources,
+        stride,
+        groups,
+        **shape,
+        num_warps=4,
+    )
+    return ends_e

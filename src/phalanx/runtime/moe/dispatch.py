@@ -38,9 +38,10 @@ import numpy as np
 import torch
 
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.grouped_mm import ends_of
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows, gather_weighted, pick_weights
-from phalanx.kernels.device import SortedKeys, runs_programs, sort_keys
+from phalanx.kernels.device import SortedKeys, ends_of_groups, runs_programs, sort_keys
 from phalanx.plan.mapping import Placement
 from phalanx.plan.moe import (
     Chunks,
@@ -178,6 +179,7 @@ class Dispatcher:
         self.listen: Callable[[DispatchPlan, np.ndarray], None] | None = None
         """Hears every plan that is made of gathered counts, and those: for metrics and verification."""
         self._zero: torch.Tensor | None = None
+        self._known_ends: tuple[tuple[int, ...], torch.Tensor] | None = None
 
     def _shares(self) -> tuple[int, ...]:
         """Slots of each expert that this rank holds, in the order of its weights."""
@@ -230,9 +232,8 @@ class Dispatcher:
             plan, send = self._static_list(experts_TK, kept_TK)
             if gathers:
                 return self._gather(x_TH, weights_TK, plan, send, (x_TH.shape[0],) * self.ep_etp.size, op_prefix)
-            return self._exchange(
-                *self.pick(x_TH, weights_TK, send, op_id=op_prefix + "dispatch.permute"), plan, send, op_prefix
-            )
+            picked = self.pick(x_TH, weights_TK, send, op_id=op_prefix + "dispatch.permute")
+            return self._exchange(*picked, plan, send, op_prefix, ends_e=self._static_ends(plan, x_TH.device))
         tokens = on_device(x_TH.shape[0], x_TH.device).view(1) if gathers else None
         begun = self.begin_list(experts_TK, kept_TK, op_prefix, told=tokens, known=known, counts_E=counts_E)
         if gathers:
@@ -264,13 +265,20 @@ class Dispatcher:
         return picked
 
     def _ends(self, gathered: torch.Tensor) -> torch.Tensor | None:
-        """(e,) int32 row behind the last one of each expert here, on a device, where no plan is needed to say so."""
-        if gathered.device.type == "cpu" or not self.is_plain:
+        """(e,) int32 row behind the last one of each expert here, on a GPU, where no plan is needed to say so."""
+        if not self.is_plain or not runs_programs(gathered):
             return None
         width = self.num_experts // self.ep.size
-        mine_Pe = gathered.view(self.ep_etp.size, -1).narrow(1, self.ep.index * width, width)
-        of_all_e = mine_Pe[0] if len(mine_Pe) == 1 else mine_Pe.sum(0)
-        return of_all_e.cumsum(0, dtype=torch.int32)
+        return ends_of_groups(gathered.view(self.ep_etp.size, -1), self.ep.index * width, width)
+
+    def _static_ends(self, plan: DispatchPlan, device: torch.device) -> torch.Tensor | None:
+        """The same of a plan that no routing changes: copied there once, so that a CUDA graph of a later pass has no copy from the host."""
+        if device.type == "cpu":
+            return None
+        counts = self.expert_counts(plan)
+        if self._known_ends is None or self._known_ends[0] != counts:
+            self._known_ends = counts, ends_of(counts, device)
+        return self._known_ends[1]
 
     def _exchange(
         self,

@@ -50,3 +50,15 @@ def place_values(
         tl.store(order + place_B, at_B.to(tl.int64), mask=is_value_B)
         tl.store(tokens + place_B, (at_B // COPIES).to(tl.int64), mask=is_value_B)
         next_E += tl.sum(is_it_BE, axis=0)
+
+
+@triton.jit
+def ends_of_groups(counts, ends, sources, stride, width, E2: tl.constexpr, P2: tl.constexpr):
+    """Grid (1,). `ends[e]`: how many of all sources' numbers belong to the groups up to e; `counts` (sources, stride) begins with theirs."""
+    group_E = tl.arange(0, E2)
+    total_E = tl.zeros((E2,), dtype=tl.int64)
+    for first in range(0, sources, P2):
+        source_P1 = (first + tl.arange(0, P2))[:, None]
+        here_PE = (source_P1 < sources) & (group_E < width)[None, :]
+        total_E += tl.sum(tl.load(counts + source_P1 * stride + group_E[None, :], mask=here_PE, other=0), axis=0)
+    tl.store(ends + group_E, tl.cumsum(total_E, axis=0).to(tl.int32), mask=group_E < width)
