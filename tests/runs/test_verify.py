@@ -456,7 +456,7 @@ def test_overlap_is_forced_where_it_can_apply_and_the_rest_is_counted(value: str
     assert len(forced.cases) == len(cases) == sum(counts) and forced.num_forced == counts[0]
     kept = [
         sum(n for why, n in forced.kept.items() if word in why)
-        for word in ("etp = 1", "gathers", "capacity", "replicas")
+        for word in ("etp = 1", "whole tokens", "capacity", "replicas")
     ]
     assert tuple(kept) == counts[1:]
     for before, after in zip(cases, forced.cases, strict=True):
