@@ -157,6 +157,7 @@ def stand_in(current: Callable[[], tuple[Seen, World]]) -> None:
 def _stand_in_for_batches(current: Callable[[], tuple[Seen, World]]) -> None:
     """Messages of one batch have one number, for `order.py`."""
     distributed: Any = dist
+    distributed.get_backend_config = lambda group: "cpu:gloo,cuda:nccl"
     post = distributed.batch_isend_irecv
 
     def batch(ops: Any) -> Any:
@@ -201,6 +202,8 @@ def _planted(x: torch.Tensor, world: World) -> Any:
     caller = stack[0].f_code.co_name
     if caller == "counts_on_host":
         return _counts(x, world, stack)
+    if caller == "_compare":  # all members have made the same plan
+        return [local(stack, "runtime/reshard/resharder.py", caller, "mine")] * len(x)
     if caller == "entries_of_all":  # an entry for each row
         lists: Any = local(stack, "runtime/moe/overlap_lists.py", caller, "lists")
         return [n for _, rows_to, _ in lists for n in (*rows_to, *rows_to)]

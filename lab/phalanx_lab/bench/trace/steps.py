@@ -143,7 +143,7 @@ def trace(case: TracedCase, current: Any) -> Traced:
             parts.state.make_room()
             parts.buffers.begin()  # the memory of a step that is not the first
             static_bytes = watch.seen.now_bytes
-            _clear(watch.seen)
+            clear(watch.seen)
             batches = [_batch(recipe, parts, case, world, j) for j in range(microbatches_per_rank(recipe, folding))]
             copies = HostCopies()
             writing = _begin_save(copies, parts) if case.saves else None
@@ -158,7 +158,7 @@ def trace(case: TracedCase, current: Any) -> Traced:
     finally:
         if case.world > 1:
             dist.destroy_process_group()
-    found = _told(watch.seen, static_bytes)
+    found = told_of(watch.seen, static_bytes)
     found.tokens = world.tokens * sum(
         not world.is_empty(case.rank, j) for j in range(microbatches_per_rank(recipe, folding))
     )
@@ -227,7 +227,7 @@ def _batch(recipe: Recipe, parts: StepParts, case: TracedCase, world: World, mic
     return part_of(whole, parts.groups.folding, case.rank)
 
 
-def _clear(seen: Seen) -> None:
+def clear(seen: Seen) -> None:
     """What came before the step is not of it."""
     for counter in (
         seen.launches,
@@ -247,7 +247,7 @@ def _clear(seen: Seen) -> None:
     seen.peak_bytes, seen.peaks = seen.now_bytes, {}
 
 
-def _told(seen: Seen, static_bytes: int) -> Traced:
+def told_of(seen: Seen, static_bytes: int) -> Traced:
     found = Traced(static_bytes=static_bytes, peak_bytes=seen.peak_bytes, peak_at=seen.peak_at, calls=list(seen.calls))
     found.kept_bytes = 0 if seen.kept_bytes is None else seen.kept_bytes - static_bytes
     for (phase, name), times in seen.launches.items():
