@@ -10,13 +10,13 @@ import torch
 from phalanx.kernels.cpu.adamw import adamw_
 from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
-from phalanx.kernels.cpu.rope import RopeTable, apply_rope
+from phalanx.kernels.cpu.rope import HeadNorms, RopeTable, apply_rope
 from phalanx.kernels.cpu.square_sum import square_sums
 from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.device.adamw import AdamRule, RunTable, fused_adamw
 from phalanx.kernels.device.cross_entropy import LossWork, losses_and_gradients, scaled
 from phalanx.kernels.device.norm import norm_backward, norm_forward
-from phalanx.kernels.device.rope import turn
+from phalanx.kernels.device.rope import normed_turn_backward, turn
 from phalanx.kernels.device.router import RouterRule, choice_backward, fused_choice
 from phalanx.kernels.device.sorting import ends_of_groups, sort_keys
 from phalanx.kernels.device.sums import device_checksums
@@ -60,6 +60,13 @@ def rope(dtype: torch.dtype, heads: int, keys: int, dim: int) -> None:
     table = RopeTable(empty(1, TOKENS, dim // 2), empty(1, TOKENS, dim // 2))
     turned = apply_rope(q, k, table=table)
     turn(*turned, table.cos_BSN, table.sin_BSN, back=True)
+
+
+def normed_rope(dtype: torch.dtype, heads: int, keys: int, dim: int) -> None:
+    q, k = empty(1, TOKENS, heads, dim, dtype=dtype), empty(1, TOKENS, keys, dim, dtype=dtype)
+    table, weights = RopeTable(empty(1, TOKENS, dim // 2), empty(1, TOKENS, dim // 2)), 2 * [empty(dim, dtype=dtype)]
+    turned = apply_rope(q, k, table=table, norms=HeadNorms(*weights, 1e-6))
+    normed_turn_backward((q, k), (weights[0], weights[1]), 1e-6, (table.cos_BSN, table.sin_BSN), turned)
 
 
 def norm(dtype: torch.dtype, rows: int, width: int) -> None:
@@ -116,6 +123,8 @@ def calls() -> dict[str, Callable[[], object]]:
         found[f"adamw {name}"] = partial(adamw, dtype)
         found[f"sums {name}"] = partial(sums, dtype)
         found[f"rope {name}"] = partial(rope, dtype, 32, 4, 128)
+        found[f"rope of normed heads {name}"] = partial(normed_rope, dtype, 32, 4, 128)
+        found[f"rope of wide normed heads {name}"] = partial(normed_rope, dtype, 64, 8, 256)
         found[f"rope of a latent {name}"] = partial(rope, dtype, 128, 1, 64)
         for rows, width in ((TOKENS, HIDDEN), (32 * TOKENS, 128), (TOKENS, 7168)):
             found[f"norm {width} {name}"] = partial(norm, dtype, rows, width)

@@ -16,11 +16,11 @@ from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.grouped_mm import grouped_ffn
 from phalanx.kernels.cpu.norm import residual_norm
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows, gather_weighted
-from phalanx.kernels.cpu.rope import apply_rope, rope_table
+from phalanx.kernels.cpu.rope import HeadNorms, apply_rope, rope_table
 from phalanx.kernels.cpu.swiglu import PlainSwiglu, reference_swiglu
-from phalanx.kernels.device import norm
+from phalanx.kernels.device import norm, rope
 from phalanx.kernels.device.norm import fused_norm
-from phalanx.kernels.device.rope import fused_rope
+from phalanx.kernels.device.rope import fused_normed_rope, fused_rope
 from phalanx.kernels.device.rows import TakeWeighted, sum_rows, take_rows
 from phalanx.kernels.device.swiglu import fused_swiglu, swiglu_backward, swiglu_forward
 from phalanx.kernels.triton.tiles import is_interpreted
@@ -182,10 +182,13 @@ def test_copies_are_added_in_order_and_rounded_once() -> None:
 # ---- rotary position embedding -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+SHAPES_OF_HEADS = pytest.mark.parametrize(
     ("shape", "heads", "keys", "dim"),
     [((2, 3), 4, 2, 8), ((1, 5), 3, 1, 6), ((1, 2), 5, 5, 64), ((2, 1), 40, 3, 64), ((1, 0), 4, 2, 8)],
 )
+
+
+@SHAPES_OF_HEADS
 def test_rope_equals_its_reference(shape: tuple[int, int], heads: int, keys: int, dim: int) -> None:
     positions = torch.arange(shape[0] * shape[1]).view(shape) * 1000
 
@@ -198,6 +201,43 @@ def test_rope_equals_its_reference(shape: tuple[int, int], heads: int, keys: int
         return apply_rope(q, k, table=table, impl="reference")
 
     agree(fused, plain, [normal(*shape, heads, dim), normal(*shape, keys, dim, seed=1)], tolerance=TOLERANCE)
+
+
+@SHAPES_OF_HEADS
+@pytest.mark.parametrize("parts", [2, 1024])
+def test_rope_of_normed_heads_equals_its_reference(
+    shape: tuple[int, int], heads: int, keys: int, dim: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several tokens a part, the last of which has fewer; and with more parts than rows of the last sum."""
+    monkeypatch.setattr(rope, "PARTS", parts)
+    monkeypatch.setattr(rope, "SUMS", 4)
+    positions = torch.arange(shape[0] * shape[1]).view(shape) * 1000
+
+    def fused(q: torch.Tensor, k: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = rope_table(positions, head_dim=dim, theta=1e4, dtype=q.dtype)
+        return fused_normed_rope(q, k, weights, 1e-2, (table.cos_BSN, table.sin_BSN))
+
+    def plain(q: torch.Tensor, k: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = rope_table(positions, head_dim=dim, theta=1e4, dtype=q.dtype)
+        return apply_rope(q, k, table=table, norms=HeadNorms(*weights, 1e-2), impl="reference")
+
+    inputs = [normal(*shape, heads, dim), normal(*shape, keys, dim, seed=1, scale=0.2)]
+    agree(fused, plain, [*inputs, normal(dim, seed=2), normal(dim, seed=3)], tolerance=TOLERANCE)
+
+
+def test_rope_of_normed_heads_that_are_apart() -> None:
+    """Queries and keys as columns of one wider product, and gradients as attention gives them, heads first. Inputs alone are kept."""
+    whole, w = normal(1, 6, 9 * 8).requires_grad_(), [normal(8, seed=i).requires_grad_() for i in (1, 2)]
+    _, q, k, _ = whole.unflatten(-1, (9, 8)).split((1, 4, 2, 2), dim=2)
+    table = rope_table(torch.arange(6).view(1, 6), head_dim=8, theta=100.0, dtype=torch.float64)
+    dy = [normal(1, n, 6, 8, seed=n).transpose(1, 2) for n in (4, 2)]
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
+        got = fused_normed_rope(q, k, (w[0], w[1]), 1e-6, (table.cos_BSN, table.sin_BSN))
+    assert [tuple(x.shape) for x in kept] == [(1, 6, 4, 8), (1, 6, 2, 8), (8,), (8,), (1, 6, 4), (1, 6, 4)]
+    want = apply_rope(q, k, table=table, norms=HeadNorms(w[0], w[1], 1e-6), impl="reference")
+    for a, b in zip(*(torch.autograd.grad(y, (whole, *w), dy, retain_graph=True) for y in (got, want)), strict=True):
+        assert close(a, b, 1e-12)
 
 
 def test_rope_turns_parts_of_heads() -> None:

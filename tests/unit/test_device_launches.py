@@ -42,6 +42,8 @@ def test_launches(said: dict[str, Any]) -> None:
         "permute": ["take_rows", "sum_rows"],
         "rope": ["turned", "turned"],
         "rope of a latent": ["turned", "turned"],
+        "rope of normed heads": ["turned", "normed_turned_backward", "sum_parts"],
+        "rope of wide normed heads": ["turned", "normed_turned_backward", "sum_parts"],
         **{f"route {n}": ["aten::zeros", "choose", "aten::sum", "choose_backward"] for n in (8, 128, 256)},
         **{f"sort {n}": ["count_values", "place_values", "aten::sum", "ends_of_groups"] for n in (8, 128, 256)},
         "sums": ["square_parts", "square_parts", "aten::sum", "aten::new_zeros", "add_checksum", "add_checksum"],

@@ -312,6 +312,13 @@ def _elementwise_cases(here: Here, tokens: int, hidden: int) -> list[KernelCase]
         table = rope.rope_table(positions_BS.to(q.device), head_dim=dim, theta=1e4, dtype=q.dtype)
         return rope.apply_rope(q, k, table=table, impl=impl)
 
+    def normed_heads(
+        impl: Impl, q: torch.Tensor, k: torch.Tensor, q_D: torch.Tensor, k_D: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        positions_3S = positions_BS.expand(3, -1).to(q.device)
+        table = rope.rope_table(positions_3S, head_dim=dim, theta=1e4, dtype=q.dtype)
+        return rope.apply_rope(q, k, table=table, norms=rope.HeadNorms(q_D, k_D, 1e-6), impl=impl)
+
     def neighbours(impl: Impl, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         table = rope.rope_table(positions_BS.to(q.device), head_dim=dim, theta=1e4, dtype=q.dtype)
         if impl == "reference":
@@ -333,9 +340,12 @@ def _elementwise_cases(here: Here, tokens: int, hidden: int) -> list[KernelCase]
     weight_H = 1 + normal(hidden, seed=3, scale=0.1)
     gate_up = [normal(tokens, 2, hidden // 2, seed=4), normal(tokens, seed=5).abs()]
     q_and_k = [normal(1, tokens, n, dim, seed=6 + n) for n in (heads, heads // 2)]
+    many_heads = [normal(3, tokens, n, dim, seed=7 + n) for n in (3 * heads, heads // 2)]
+    head_weights = [1 + normal(dim, seed=i, scale=0.1) for i in (16, 17)]
     return [
         KernelCase(name="swiglu", run=gated, inputs=gate_up, wide=frozenset({1})),
         KernelCase(name="rope", run=turned, inputs=q_and_k),
+        KernelCase(name="rope of normed heads", run=normed_heads, inputs=[*many_heads, *head_weights]),
         KernelCase(name="rope of neighbours", run=neighbours, inputs=q_and_k),
         KernelCase(name="rope of parts of heads", run=parts_turned, inputs=q_and_k),
         KernelCase(name="norm", run=norm_only, inputs=[x_TH, weight_H]),

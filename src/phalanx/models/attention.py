@@ -13,7 +13,7 @@ from torch import nn
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.linear import projections
-from phalanx.kernels.cpu.rope import RopeTable, apply_rope
+from phalanx.kernels.cpu.rope import HeadNorms, RopeTable, apply_rope
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm
 from phalanx.models.parallel import KvHeads, SequenceParallel, ShardedRMSNorm, context_parallel
@@ -82,8 +82,9 @@ class Attention(nn.Module):
         """Applies per-head norms, rotation and attention: no parameters but the norms', cheap to do again in the backward pass."""
         num_sequences, length = table.cos_BSN.shape[:2]
         q, k, v = (x.view(num_sequences, length, -1, self.head_dim) for x in (q_NO, k_NO, v_NO))
+        norms = None
         if self.norm_over == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, k, table=table, impl=self.impl, lanes=self.lanes)
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q, k = apply_rope(q, k, table=table, norms=norms, impl=self.impl, lanes=self.lanes)
         name = partial(self.sequence.id, info=info)
         return self.context.attention(q, k, v, batch.segments, name=name).reshape(q_NO.shape)

@@ -14,9 +14,10 @@ import torch
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.cpu.norm import rms_norm
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import cache_blocks
-from phalanx.kernels.device import fused_rope, runs_programs
+from phalanx.kernels.device import fused_normed_rope, fused_rope, runs_programs
 from phalanx.kernels.native import CompiledRows
 from phalanx.plan.model import YarnSpec, amplitude, frequencies
 
@@ -32,6 +33,15 @@ class RopeTable:
     sin_BSN: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class HeadNorms:
+    """The norms over each head that come before the rotation: weights (D,) of queries and of keys."""
+
+    q_D: torch.Tensor
+    k_D: torch.Tensor
+    eps: float
+
+
 def rope_table(
     positions_BS: torch.Tensor, *, head_dim: int, theta: float, dtype: torch.dtype, yarn: YarnSpec | None = None
 ) -> RopeTable:
@@ -45,11 +55,23 @@ def rope_table(
 
 
 def apply_rope(
-    q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, *, table: RopeTable, impl: Impl = "fast", lanes: Lanes = SERIAL
+    q_BSAD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    *,
+    table: RopeTable,
+    norms: HeadNorms | None = None,
+    impl: Impl = "fast",
+    lanes: Lanes = SERIAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys turned by their positions, in their own types."""
+    """Queries and keys turned by their positions, in their own types; each head normalised before if `norms` are given."""
     if impl != "reference" and runs_programs(q_BSAD):
-        return fused_rope(q_BSAD, k_BSGD, table.cos_BSN, table.sin_BSN)
+        angles = (table.cos_BSN, table.sin_BSN)
+        if norms is None:
+            return fused_rope(q_BSAD, k_BSGD, *angles)
+        return fused_normed_rope(q_BSAD, k_BSGD, (norms.q_D, norms.k_D), norms.eps, angles)
+    if norms is not None:
+        q_BSAD = rms_norm(q_BSAD, norms.q_D, norms.eps, impl=impl, lanes=lanes)
+        k_BSGD = rms_norm(k_BSGD, norms.k_D, norms.eps, impl=impl, lanes=lanes)
     if impl == "reference" or q_BSAD.device.type != "cpu":
         return _reference(q_BSAD, table), _reference(k_BSGD, table)
     out: tuple[torch.Tensor, torch.Tensor] = _CpuRope.apply(q_BSAD, k_BSGD, table, lanes)

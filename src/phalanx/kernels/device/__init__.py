@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from phalanx.kernels.device.launch import runs_programs as runs_programs
     from phalanx.kernels.device.norm import WIDEST_NORM as WIDEST_NORM, fused_norm as fused_norm
-    from phalanx.kernels.device.rope import fused_rope as fused_rope
+    from phalanx.kernels.device.rope import fused_normed_rope as fused_normed_rope, fused_rope as fused_rope
     from phalanx.kernels.device.router import Choice as Choice, RouterRule as RouterRule, fused_choice as fused_choice
     from phalanx.kernels.device.rows import (
         TakeWeighted as TakeWeighted,

@@ -38,7 +38,7 @@ def kept_attention(x: Local) -> list[int]:
     if x.swaps_heads:
         kept.append(q)
     if x.spec.qk_norm == "head":
-        return [*kept, q, kv, x.attended * (x.heads + x.kv_heads) * SCALE]
+        return [*kept, q, kv]
     return [*kept, q, kv, 2 * x.attended * SCALE] if x.spec.qk_norm == "hidden" else kept
 
 
