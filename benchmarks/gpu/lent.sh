@@ -18,7 +18,7 @@ part() {  # name, seconds, checks
 }
 clean() { pkill -9 -f 'phalanx gpu-check'; sleep 0.3; }
 
-part timed 90 A1 B D2
+part timed 110 A1 B D2
 clean
 part heal 110 C3 & part alone 110 A3 A4 & part counted 110 A5 A6 A7
 wait

@@ -19,6 +19,7 @@ import pytest
 import phalanx
 from phalanx_lab.bench.trace.command import per_layer
 from phalanx_lab.bench.trace.order import differences
+from phalanx_lab.bench.trace.pieces import trace_piece
 from phalanx_lab.bench.trace.shim import run_traces
 from phalanx_lab.bench.trace.steps import even_estimate
 
@@ -278,6 +279,15 @@ def test_the_dry_run_is_within_5_percent_of_the_trace(traces: Traces, name: str)
     estimate = even_estimate(case.asked[0]["settings"], world=case.world, samples=case.more.get("samples"))
     seen = estimate.peak_bytes - estimate.peak.terms["fused buffers"]  # which are not of torch's allocator
     assert 0.95 <= seen / told["peak_bytes"] <= 1.05
+
+
+def test_pieces_that_a_card_was_timed_at_ask_for_what_their_sizes_say(tmp_path_factory: pytest.TempPathFactory) -> None:
+    by = f"{trace_piece.__module__}:{trace_piece.__name__}"
+    cases = [{"by": by, "piece": name} for name in ("qwen3-30b-a3b", "loss", "adamw")]
+    layer, loss, update = run_traces(cases, cache=tmp_path_factory.mktemp("shim"))
+    assert layer["product_flops"] == pytest.approx(6 * 4096 * 2048 * 3 * 8 * 768, rel=0.01) and layer["waits"] == 1
+    assert loss["product_flops"] == 6 * 4096 * 2048 * 151_936
+    assert update["moved_bytes"] == pytest.approx(30 * 200_000_000, rel=1e-6)  # masters and moments there and back
 
 
 def call(op: str, *sizes: int, ranks: Sequence[int] = (0, 1), **more: Any) -> dict[str, Any]:

@@ -138,7 +138,11 @@ def measure(options: TraceArgs, rest: Sequence[str]) -> dict[str, Any]:
         ends = (found[4 + 2 * i : 6 + 2 * i] for i in range(len(places)))
         each = options.world // options.pp
         ranks = [
-            {"places": [rank // each for rank in of], **counts_of(options, (a, a, b, b), layers=0, rounds=rounds)}
+            {
+                "places": [rank // each for rank in of],
+                "peak_bytes": b["peak_bytes"],
+                **counts_of(options, (a, a, b, b), layers=0, rounds=rounds),
+            }
             for of, (a, b) in zip(places, ends, strict=True)
         ]
     report["step"] = {"settings": settings, "world": options.world, "rounds": options.rounds, "ranks": ranks}

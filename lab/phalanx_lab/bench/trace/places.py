@@ -62,7 +62,7 @@ def phase_of(stack: list[FrameType]) -> str:
 
 
 def content_of(stack: list[FrameType], op: str) -> str:
-    """What a collective or message carries: `gradients`, `parameters`, what crosses between `stages`, of `layers` their `rows` apart (all-to-alls and messages of experts), or the `rest`."""
+    """What a collective or message carries: `gradients`, `parameters`, what crosses between `stages`, of `layers` their `rows` apart (all-to-alls and messages: of experts, and of context parallelism, which backward nothing tells apart), or the `rest`."""
     for frame in stack:
         file = frame.f_code.co_filename[len(HOME) :]
         content = next((what for start, what in CONTENTS if file.startswith(start)), None)

@@ -28,7 +28,7 @@ def take_rows(x_TH: torch.Tensor, index_M: torch.Tensor, *, along: Along | None 
         x_TH, block = dense_rows(x_TH), block_of(width, BLOCK)
         launch(
             programs.take_rows, (rows, -(-width // block)),
-            x_TH, x_TH.stride(0), index_M.contiguous(), out_MH, *(along or (index_M, x_TH, out_MH)), width,
+            x_TH, x_TH.stride(0), index_M.contiguous(), out_MH, *(along or 3 * (index_M,)), width,
             WEIGHTED=along is not None, BLOCK=block, num_warps=warps_of(block),
         )  # fmt: skip
     return out_MH
@@ -54,7 +54,7 @@ def sum_rows(
         y_MH, block = dense_rows(y_MH), block_of(y_MH.shape[1], BLOCK)
         launch(
             programs.sum_rows, (tokens, -(-y_MH.shape[1] // block)),
-            y_MH, y_MH.stride(0), places_TK.contiguous(), out_TH, *(along or (y_MH, out_TH)), y_MH.shape[1],
+            y_MH, y_MH.stride(0), places_TK.contiguous(), out_TH, *(along or 2 * (places_TK,)), y_MH.shape[1],
             WEIGHTED=along is not None, COPIES=copies, WIDE=wide_of(y_MH), BLOCK=block, num_warps=warps_of(block),
         )  # fmt: skip
     return out_TH

@@ -185,12 +185,15 @@ def own_device(info: WorldInfo, device: str) -> torch.device:
 LEFT_TO_RUN = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "4",
     "TORCH_FR_BUFFER_SIZE": "0",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
 }
-"""torch's settings for that. After an error its thread would write its records (whose text is made by importing torch's compiler) and sleep four times as long as the third one says,
-60 s by default, while whoever destroys the group waits for it."""
+"""torch's settings for that. Whoever destroys a group waits for two threads of torch. After an error, here or at another rank, one would write records (whose text is made by importing
+torch's compiler) and sleep four times WAIT_TIMEOUT_DUMP, 60 s by default; the other, monitoring or not, would sleep HEARTBEAT_TIMEOUT, 480 s by default, which is also how long it may
+miss that it shall end. Both were seen on an H200."""
 
 
 def leave_errors_to_run() -> None:
