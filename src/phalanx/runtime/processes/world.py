@@ -201,8 +201,10 @@ def leave_errors_to_run() -> None:
 
     What the user has set stays: torch's defaults end the process, which its supervisor then replaces.
     """
+    watched = os.environ.get("TORCH_NCCL_ENABLE_MONITORING", "0") != "0"  # then a short heartbeat would end the process
     for name, value in LEFT_TO_RUN.items():
-        os.environ.setdefault(name, value)
+        if not (watched and name == "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
+            os.environ.setdefault(name, value)
 
 
 def _gpu_problems(info: WorldInfo, *, num_gpus: int) -> list[Problem]:
