@@ -63,7 +63,7 @@ def expert_bytes(run: Run) -> dict[str, Sent]:
     f, spec, w = run.folding, run.spec, run.dtype.itemsize
     pairs = tokens(f) * spec.top_k
     over_ep, over_etp = (pairs * (f.ep - 1) // f.ep, pairs * (f.etp - 1))
-    row, counts = spec.hidden * w, spec.num_experts * 4 * (f.ep * f.etp - 1)
+    row, counts = spec.hidden * w, spec.num_experts * 8 * (f.ep * f.etp - 1)
     there: Sent = [
         ("dispatch.rows", "ep", over_ep * row),
         ("dispatch.rows_etp", "etp", over_etp * row),
