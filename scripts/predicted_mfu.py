@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from phalanx.cli.predicting.traced import describe, read_step
+from phalanx.cli.predicting.traced import describe, step_of
 from phalanx.core.files import write_json
 from phalanx.kernels.native import user_folder
 from phalanx.simulate.step import TracedTime
@@ -70,6 +69,8 @@ def main() -> None:
     models = parser.parse_args().models
     if models == ["pieces"]:
         return print(pieces(json_lines(MEASURED)))
+    if "pieces" in models:
+        parser.error("pieces stands alone")
     times: dict[str, TracedTime] = {}
     for model in models or RUNS:
         reports = {}
@@ -117,10 +118,7 @@ def traced(words: str) -> tuple[dict[str, Any], TracedTime]:
     """What one run is traced to do, and what it is predicted to take."""
     options, rest = tyro.cli(TraceArgs, args=words.split(), return_unknown_args=True)
     report = measure(options, rest)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        write_json(path, report)
-        return report, read_step(path).time()
+    return report, step_of(report["step"], words).time()
 
 
 def renew(model: str, reports: dict[str, dict[str, Any]], times: dict[str, TracedTime]) -> None:
@@ -128,17 +126,17 @@ def renew(model: str, reports: dict[str, dict[str, Any]], times: dict[str, Trace
     path = RESULTS / f"trace-{model}.json"
     result = json.loads(path.read_text())
     (name, report), *_ = reports.items()
-    figures = {"launches of a layer, forward": report["forward_launches"], "backward": report["backward_launches"]}
+    figures: dict[str, float] = {}
     if times[name].parts["bubble"] == 0:
-        figures |= {
+        figures = {
+            "launches of a layer, forward": report["forward_launches"],
+            "backward": report["backward_launches"],
             "of the loss per 4,096 tokens": report["loss_launches_per_4096"],
             "host waits a layer": report["syncs_per_layer"],
             "KB kept a token and layer": round(report["kept_bytes_per_token_layer"] / 1e3, 1),
             "MB moved a token and layer": round(report["moved_bytes_per_token_layer"] / 1e6, 2),
             "dry run over trace": round(report["dry_run_over_trace"], 3),
         }
-    else:
-        del figures["launches of a layer, forward"], figures["backward"]
     for run, time in times.items():
         peak = max(rank.get("peak_bytes", reports[run]["peak_bytes"]) for rank in reports[run]["step"]["ranks"])
         figures |= {f"{run}: peak, GiB": round(peak / GIB, 1), f"{run}: MFU predicted": round(time.mfu, 3)}

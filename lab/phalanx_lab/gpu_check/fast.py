@@ -30,7 +30,7 @@ CLASSES = {
 """Class of a kernel -> words in its name; the first that fits."""
 LEAST_GROUPED = 0.8
 LOADED_S = 0.5
-"""A layer of 30 ms, again and again, is such a load: an H200's dense rate falls from 800 to 650 to 680 TFLOP/s in it, which is no fault of the layer."""
+"""A layer of 30 ms, again and again, is such a load: an H200's dense rate falls from 800 TFLOP/s to between 650 and 680 in it, which is no fault of the layer."""
 POLICIES: tuple[Recompute, ...] = ("full", "selective", "none")
 """The last one is looked at by a profiler, which slows launches of its process from then on."""
 SHOWN, NAME = 24, 90

@@ -179,7 +179,7 @@ class Dispatcher:
         self.listen: Callable[[DispatchPlan, np.ndarray], None] | None = None
         """Hears every plan that is made of gathered counts, and those: for metrics and verification."""
         self._zero: torch.Tensor | None = None
-        self._known_ends: tuple[tuple[int, ...], torch.Tensor] | None = None
+        self._known_ends: dict[tuple[int, ...], torch.Tensor] = {}
 
     def _shares(self) -> tuple[int, ...]:
         """Slots of each expert that this rank holds, in the order of its weights."""
@@ -276,9 +276,9 @@ class Dispatcher:
         if device.type == "cpu":
             return None
         counts = self.expert_counts(plan)
-        if self._known_ends is None or self._known_ends[0] != counts:
-            self._known_ends = counts, ends_of(counts, device)
-        return self._known_ends[1]
+        if counts not in self._known_ends:
+            self._known_ends[counts] = ends_of(counts, device)
+        return self._known_ends[counts]
 
     def _exchange(
         self,
@@ -329,7 +329,7 @@ class Dispatcher:
         local_M = pairs.index_select(0, index_M)
         pair_M = torch.where(local_M < 0, FILL, local_M + offset_M)
         rows_of_token_NK = inverse_of(pair_M, all_NH.shape[0] * self.top_k).view(-1, self.top_k)
-        token_of_row_M = torch.div(pair_M, self.top_k, rounding_mode="floor")
+        token_of_row_M = tokens_of(pair_M, self.top_k)
         permute = partial(
             gather_rows,
             token_of_row_M=token_of_row_M,
@@ -415,21 +415,6 @@ class Dispatcher:
         return SlotMaps(there_M, back_M)
 
     # ---- what to send ----------------------------------------------------------------------------------------------------
-
-    def exact_list(
-        self,
-        experts_TK: torch.Tensor,
-        kept_TK: torch.Tensor | None,
-        op_prefix: str,
-        *,
-        told: torch.Tensor | None = None,
-        known: KnownCounts | None = None,
-        counts_E: torch.Tensor | None = None,
-    ) -> tuple[DispatchPlan, SendList, np.ndarray]:
-        """Exactly the kept pairs, all at once. Arguments as of `begin_list`, result as of `finish_list`."""
-        return self.finish_list(
-            self.begin_list(experts_TK, kept_TK, op_prefix, told=told, known=known, counts_E=counts_E)
-        )
 
     def begin_list(
         self,

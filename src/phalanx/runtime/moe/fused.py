@@ -160,9 +160,8 @@ def run_fused(call: MoeCall, *, dispatcher: Dispatcher, memory: FusedMemory) -> 
         weights_TK, experts_TK, token_index_T=call.token_index_T, part_T=call.part_T, op_prefix=op_prefix
     )
     tokens = on_device(x_TH.shape[0], x_TH.device).view(1)
-    plan, sent, of_all = dispatcher.exact_list(
-        experts_TK, kept_TK, op_prefix, told=tokens, known=call.known, counts_E=call.counts_E
-    )
+    begun = dispatcher.begin_list(experts_TK, kept_TK, op_prefix, told=tokens, known=call.known, counts_E=call.counts_E)
+    plan, sent, of_all = dispatcher.finish_list(begun)
     counts = plan.slot_counts(ep=axis.index)
     arena, shape = memory.of(axis, x_TH, capacity=max(1, int(of_all.max())), slots=len(counts))
     check_status(arena.status_2)

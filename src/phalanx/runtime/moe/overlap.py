@@ -124,9 +124,10 @@ def _plan_batch(
         call.weights_TK, experts_TK, token_index_T=call.token_index_T, part_T=call.part_T, op_prefix=call.op_prefix
     )
     copies = count_copies(dispatcher, experts_TK, kept_TK, hosts) if dispatcher.is_plain else None
-    plan, send, told = dispatcher.exact_list(
+    begun = dispatcher.begin_list(
         experts_TK, kept_TK, call.op_prefix, told=copies, known=call.known, counts_E=call.counts_E
     )
+    plan, send, told = dispatcher.finish_list(begun)
     traffic = traffic_told(dispatcher, plan, told if copies is not None else None, hosts)
     among = routes(per_token, through_hosts, counted=copies is not None)
     route = choose_transport(traffic, row_bytes=row_bytes, among=among).route

@@ -1,7 +1,7 @@
 """Which entries travel in an overlapped layer, in which order, and what is added to what: the index arithmetic behind `plan/moe/overlap/tiles/types.py`.
 
 Both sides of every message derive its rows from the same numbers by the same rule, on their devices. A rank's pairs (token, expert) lie sorted by slot of the
-group, tokens ascending within each (`Dispatcher.exact_list`); those for the slots of one rank are its *rows* there. The tiles of these rows follow
+group, tokens ascending within each (`Dispatcher.begin_list`); those for the slots of one rank are its *rows* there. The tiles of these rows follow
 one another (where the plan puts those of other slots first: in the tiles' order), so the first row of a token lies in the first tile that needs it, and its last row
 in the last tile that adds to it:
 
