@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import linecache
 import statistics
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -104,35 +106,54 @@ STEPS = {
 
 
 def check_waits(here: Here) -> None:
-    """A5.waits: lines at which a MoE layer, or a whole step, waits for the device without saying so (`# SYNC:`)."""
+    """A5.waits: lines at which a MoE layer, or a whole step, waits for the device without saying so (`# SYNC:`), and how often a dropless layer waits at all."""
     layer = make_layer(PARTS["qwen3-30b-a3b"], here)
-    undeclared = _tell_waits(here, "layer", partial(passes, layer))
+    declared, undeclared = _tell_waits(here, "layer", partial(passes, layer))
+    in_a_layer = declared.total()
     for name, settings in STEPS.items():
         parts, batch = open_step(settings_of(settings), here.device)
-        undeclared += _tell_waits(here, name, partial(train_step, parts, [batch], step=0, lr=1e-3))
+        undeclared += _tell_waits(here, name, partial(train_step, parts, [batch], step=0, lr=1e-3))[1]
     here.needs_gpu("torch.cuda.set_sync_debug_mode")
+    here.tell("waits of a dropless layer", in_a_layer, least=1, most=1)
     here.tell("undeclared", undeclared)
     here.tell("undeclared waits", undeclared.total(), most=0)
 
 
-def _tell_waits(here: Here, name: str, work: Callable[[], object]) -> Counter[str]:
-    """Tell at which lines the host waits in `work`, after it has run once; those that do not say so."""
+def _tell_waits(here: Here, name: str, work: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
+    """Tell at which lines the host waits in `work`, after it has run once: those that say so, and those that do not."""
     work()
     if not here.on_gpu:
-        return Counter()
+        return Counter(), Counter()
     torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as found, waits_for_events() as at_events:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             work()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    lines = [(w.filename, w.lineno) for w in found if "called a synchronizing" in str(w.message)]
     declared, undeclared = Counter[str](), Counter[str]()
-    for wait in found:
-        if "called a synchronizing" in str(wait.message):
-            says_so = "SYNC:" in linecache.getline(wait.filename, wait.lineno)
-            line = f"{wait.filename.split('phalanx', 1)[-1]}:{wait.lineno}"
-            (declared if says_so else undeclared)[line] += 1
+    for file, number in lines + at_events:
+        says_so = "SYNC:" in linecache.getline(file, number)
+        (declared if says_so else undeclared)[f"{file.split('phalanx', 1)[-1]}:{number}"] += 1
     here.tell(f"{name}: declared waits", declared)
-    return undeclared
+    return declared, undeclared
+
+
+@contextmanager
+def waits_for_events() -> Iterator[list[tuple[str, int]]]:
+    """Lines that wait for an event of the device, of which torch's own mode does not warn."""
+    found: list[tuple[str, int]] = []
+    plain = torch.cuda.Event.synchronize
+
+    def told(event: torch.cuda.Event) -> None:
+        caller = sys._getframe(1)
+        found.append((caller.f_code.co_filename, caller.f_lineno))
+        plain(event)
+
+    torch.cuda.Event.synchronize = told  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        torch.cuda.Event.synchronize = plain  # type: ignore[method-assign]
