@@ -27,7 +27,7 @@ from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.devices import DeviceAbort, complete
 from phalanx.runtime.comm.exchange import Call
-from phalanx.runtime.comm.groups import Axis
+from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.comm.peers import Peers
 from phalanx.runtime.membership import rendezvous, watcher as lookout, worker_agent as agent
 from phalanx.runtime.membership.member import _Loop, run_member
@@ -152,9 +152,65 @@ def test_groups_whose_abort_does_not_end_are_left_behind(monkeypatch: pytest.Mon
 
 
 @pytest.mark.unit
+@pytest.mark.usefixtures("nccl")
+def test_groups_of_a_device_are_connected_when_they_are_made_but_those_of_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the first messages, of some ranks only, would wait for a communicator that the others do not create."""
+    connected: list[object] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(devices, "_first_call", lambda group, device: connected.append((group, device.index)))
+    device, host = groups_of(Nccl("ep", []), None)
+    cache, made = GroupCache(), iter([device, host, Group(Nccl("control", [])), None])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(cache, "_create", lambda *_: next(made))
+    for purpose in ("passes", "step", "control", "second"):
+        for _ in range(2):
+            cache.get((0, 1), purpose=purpose)
+    assert connected == [(device, 3)] and len(cache) == 4
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("nccl")
+def test_a_communicator_that_a_member_never_comes_to_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H100 two members stood in its creation for ever, while a third had seen that a newer generation was due."""
+    gate, aborted, left = threading.Event(), list[bool](), list[bool]()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(devices, "_first_call", lambda group, device: gate.wait(60))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rendezvous, "leave_behind", lambda: left.append(True))
+    cache = EpochGroups(Sockets(), timeout_s=5.0, generation=6, aborted=lambda: bool(aborted))
+    monkeypatch.setattr(cache, "_create", lambda *_: Group(Nccl("ep", [])))
+    threading.Timer(0.05, aborted.append, [True]).start()
+    begin_s = time.monotonic()
+    with pytest.raises(PeerError, match="after the process group was aborted"):
+        cache.get((0, 1))
+    assert time.monotonic() - begin_s < 20 and not len(cache)
+    cache.forget()
+    gate.set()
+    assert left == [True]
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("nccl")
+def test_a_member_that_is_lost_while_a_communicator_is_created_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(group: object, device: torch.device) -> None:
+        raise RuntimeError("NCCL error: remote process exited or there was a network error")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(devices, "_first_call", lost)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rendezvous, "leave_behind", lambda: pytest.fail("nothing is stuck"))
+    cache = EpochGroups(Sockets(), timeout_s=5.0, generation=6)
+    monkeypatch.setattr(cache, "_create", lambda *_: Group(Nccl("ep", [])))
+    with pytest.raises(PeerError, match="generation 6 could not connect a process group: NCCL error: remote process"):
+        cache.get((0, 1))
+    cache.forget()
+
+
+@pytest.mark.unit
 def test_an_aborted_team_makes_no_group_and_posts_nothing_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = EpochGroups(Sockets(), timeout_s=5.0)
-    cache.aborted = lambda: True
+    cache = EpochGroups(Sockets(), timeout_s=5.0, aborted=lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(PeerError, match="generation 0 was aborted"):
         cache._create((0, 1), True, 0)

@@ -278,7 +278,7 @@ class _Plain:
 
     def __init__(self, run: ElasticRun, beside: ElasticMember, team: GroupEpoch) -> None:
         world = tuple(range(team.size))
-        group = team.groups.get(world, purpose="second")
+        group = team.groups.get(world, purpose="control")
         rank = Rank(
             recipe=run.recipe,
             info=WorldInfo(rank=team.rank, world=team.size, local_rank=team.rank, local_world=team.size),

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import torch
 
@@ -152,8 +153,5 @@ def waits_for_events() -> Iterator[list[tuple[str, int]]]:
         found.append((caller.f_code.co_filename, caller.f_lineno))
         plain(event)
 
-    torch.cuda.Event.synchronize = told  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(torch.cuda.Event, "synchronize", told):
         yield found
-    finally:
-        torch.cuda.Event.synchronize = plain  # type: ignore[method-assign]

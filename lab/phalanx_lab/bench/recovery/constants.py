@@ -147,7 +147,7 @@ class _Meeting:
     def __init__(self, agent: WorkerAgent, team: GroupEpoch, report: MemberReport) -> None:
         self.agent, self.first, self.report = agent, team.generation, report
         self.index, self.number = self.first.uids.index(agent.uid), FIRST_NUMBER
-        self.team, self.peers = team, Peers(team.groups.get(tuple(range(team.size)), purpose="second"))
+        self.team, self.peers = team, Peers(team.groups.get(tuple(range(team.size)), purpose="control"))
         self.computing = min(MEMBERS, len(os.sched_getaffinity(0)))
 
     def median(self, mine: float) -> float:
@@ -170,7 +170,7 @@ class _Meeting:
         everyone = tuple(range(MEMBERS))
         begin_s = time.monotonic()
         groups = [self.team.groups.get(ranks) for ranks in ((0, 1), (0, 2), (1, 2))]
-        groups.append(self.team.groups.get(everyone, purpose="second"))
+        groups.append(self.team.groups.get(everyone, purpose="control"))
         mine_s = (time.monotonic() - begin_s) / len(groups)
         self.peers = Peers(groups[-1])
         group_s = self.median(mine_s)

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from phalanx.runtime.comm.abortable import AbortableCall as AbortableCall, run_abortable as run_abortable
     from phalanx.runtime.comm.collectives import Collectives as Collectives
     from phalanx.runtime.comm.context_parallel import ContextParallel as ContextParallel
-    from phalanx.runtime.comm.devices import DeviceAbort as DeviceAbort, synchronize as synchronize
+    from phalanx.runtime.comm.devices import (
+        DeviceAbort as DeviceAbort,
+        connect as connect,
+        leave_behind as leave_behind,
+        synchronize as synchronize,
+    )
     from phalanx.runtime.comm.exchange import Exchange as Exchange, Message as Message
     from phalanx.runtime.comm.groups import (
         DEFAULT_TIMEOUT_S as DEFAULT_TIMEOUT_S,

@@ -7,7 +7,9 @@ without an error, with arbitrary results. So in an elastic run:
     complete   before a device's results are used, the rank synchronizes and then checks that the generation was not aborted meanwhile
     invalid    arbitrary results may cause any error: after an abort that counts as a lost peer (`runtime/membership/member.py`)
     left       an abort that does not end is left behind with its communicators, whose memory it keeps
-    stuck      a call that no abort ends (creating a communicator is one) ends with its process; the supervisor starts another one
+    connect    a communicator is created in its first call, which waits for all its ranks, and which no abort ends: a member that has seen a newer generation never comes to it. So groups are
+               connected when they are made, in a helper thread, which is left behind with its group
+    stuck      any other call that no abort ends ends with its process; the supervisor starts another one
 
 Communicators are not shrunk (`ncclCommShrink`, behind `shrink_group` of torch 2.11 and 2.13), so that survivors would keep them:
 
@@ -26,17 +28,19 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError
+from phalanx.runtime.comm.abortable import AbortableCall, run_abortable
 
 ABORT_S = 5.0
 """An abort that takes longer is left behind."""
 _left: list[dist.ProcessGroup] = []
-"""Groups that nothing may destroy, because that would wait for their abort."""
+"""Groups that nothing may destroy, because that would wait for their abort, or for their creation."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -55,6 +59,21 @@ def complete(device: torch.device, aborted: Callable[[], bool] | None) -> None:
     synchronize(device)  # SYNC: once a step, before the vote
     if aborted is not None and aborted():
         raise PeerError("the process group was aborted while the device computed; its results are discarded")
+
+
+def connect(group: dist.ProcessGroup, escape: AbortableCall | None = None) -> None:
+    """Create the NCCL communicator of a group; nothing is to be done for one without NCCL. Collective over the group, also for ranks that will have no part in its first messages.
+
+    Raises what `escape` does where its group epoch is aborted meanwhile: then the group is to be left behind (`leave_behind`).
+    """
+    if not nccl_backends([group]):
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    run_abortable(escape, partial(_first_call, group, device))
+
+
+def _first_call(group: dist.ProcessGroup, device: torch.device) -> None:
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 class DeviceAbort:
@@ -77,7 +96,7 @@ class DeviceAbort:
     def finish(self) -> None:
         """Call it before groups are destroyed: waits for the aborts, and leaves behind the groups of one that does not end."""
         if not self.wait(ABORT_S):
-            _leave_behind()
+            leave_behind()
 
     def wait(self, limit_s: float) -> bool:
         """Waits until all aborts have ended, for `limit_s` at most; returns whether they have."""
@@ -102,8 +121,8 @@ def nccl_backends(groups: Sequence[dist.ProcessGroup]) -> list[Any]:
     return found
 
 
-def _leave_behind() -> None:
-    """Keep torch's groups of NCCL, and keep torch from destroying them."""
+def leave_behind() -> None:
+    """Keep torch's groups of NCCL, and keep torch from destroying them, which would wait for a call in one of them."""
     names = dist.distributed_c10d._world.pg_names
     left = [group for group in names if nccl_backends([group])]
     _left.extend(left)

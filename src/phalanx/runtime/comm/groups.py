@@ -2,7 +2,7 @@
 
 Decides nothing: `plan/mapping/folding.py` says which ranks form a group; here they become `torch.distributed` groups. Groups are cached by
 their tuple of ranks (many coincide across the grids, and a gloo group costs about 23 ms, 3 threads and 11 file descriptors).
-Must never change: every rank creates every group, also those it is no member of, in the same order, or creation hangs.
+Must never change: every rank creates every group, also those it is no member of, in the same order, or creation hangs. On a GPU it is connected then (`devices.connect`).
 A group of one rank is `None` and needs no communication, so that a single rank runs without any process group.
 """
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from phalanx.core.errors import RunError
 from phalanx.plan.mapping import PASS_GROUPS, AnyFolding
+from phalanx.runtime.comm.devices import connect
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -39,9 +40,9 @@ class Axis:
         return len(self.ranks)
 
 
-Purpose = Literal["passes", "step", "second", "beside"]
-"""What a group of ranks is for: the passes of a step; the rest of a step, where messages match by their order; collectives that come in an order of their own
-(control messages, passes that run beside others); a thread that has it alone while steps are computed."""
+Purpose = Literal["passes", "step", "second", "beside", "control"]
+"""What a group of ranks is for: the passes of a step; the rest of a step, where messages match by their order; passes that run beside others; a thread that has it alone while steps are
+computed; values of hosts."""
 
 
 class GroupCache:
@@ -66,8 +67,14 @@ class GroupCache:
                 raise RunError(
                     f"group {_short(key[0])} needs {len(key[0])} ranks, but this process runs alone (no init_world)"
                 )
-            self._groups[key] = self._create(key[0], purpose != "passes", message_ctas)
+            group = self._create(key[0], purpose != "passes", message_ctas)
+            if group is not None and purpose != "control":
+                self._connect(group)
+            self._groups[key] = group
         return self._groups[key]
+
+    def _connect(self, group: dist.ProcessGroup) -> None:
+        connect(group)
 
     def _create(self, ranks: tuple[int, ...], second: bool, message_ctas: int) -> dist.ProcessGroup | None:
         if ranks == tuple(range(dist.get_world_size())) and not second and not message_ctas:

@@ -25,7 +25,15 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line
-from phalanx.runtime.comm import DEFAULT_TIMEOUT_S, DeviceAbort, GroupCache, nccl_options
+from phalanx.runtime.comm import (
+    DEFAULT_TIMEOUT_S,
+    AbortableCall,
+    DeviceAbort,
+    GroupCache,
+    connect,
+    leave_behind,
+    nccl_options,
+)
 from phalanx.runtime.membership.keys import ASKED_PER_S, LAST_LOOK_S, OPENING, Keys, KeysStore, open_sockets
 from phalanx.runtime.membership.membership import Generation
 from phalanx.runtime.membership.reachability import keep_alive
@@ -119,11 +127,15 @@ def _shut(fd: int, inode: str) -> bool:
 class EpochGroups(GroupCache):
     """Process groups of one generation; their sockets are known."""
 
-    def __init__(self, sockets: Sockets, *, timeout_s: float, generation: int = 0) -> None:
+    def __init__(
+        self, sockets: Sockets, *, timeout_s: float, generation: int = 0, aborted: Callable[[], bool] = lambda: False
+    ) -> None:
         super().__init__(timeout_s=timeout_s)
-        self.generation = generation
+        self.generation, self.aborted = generation, aborted
         self._sockets = sockets
-        self.aborted: Callable[[], bool] = lambda: False
+        self._escape = AbortableCall(aborted, keep=self.all)
+        self.is_stuck = False
+        """A thread is left in the creation of one, which none of them may wait for."""
 
     def _create(self, ranks: tuple[int, ...], second: bool, message_ctas: int) -> dist.ProcessGroup | None:
         if ranks == tuple(range(dist.get_world_size())) and not second and not message_ctas:
@@ -139,12 +151,26 @@ class EpochGroups(GroupCache):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), group)
         return group
 
+    def _connect(self, group: dist.ProcessGroup) -> None:
+        try:
+            connect(group, self._escape)
+        except PeerError:
+            self.is_stuck = True
+            raise
+        except RuntimeError as err:  # a peer was lost meanwhile
+            raise PeerError(
+                f"generation {self.generation} could not connect a process group: {first_line(err)}"
+            ) from None
+
     def all(self) -> tuple[dist.ProcessGroup, ...]:
         """Those that this rank is in, in the order in which they were made. From any thread."""
         return tuple(group for group in list(self._groups.values()) if group is not None)
 
     def forget(self) -> None:
         """Keep no group."""
+        self._escape.close()
+        if self.is_stuck:
+            leave_behind()
         self._groups.clear()
 
 
@@ -174,9 +200,10 @@ class GroupEpoch:
         self.begun = False
         """Whether a step of the run was ever committed: then members must not start from scratch."""
         self.sockets = Sockets(far=far)
-        self.groups = EpochGroups(self.sockets, timeout_s=timeout_s, generation=generation.number)
         self.aborted = False
-        self.groups.aborted = lambda: self.aborted
+        self.groups = EpochGroups(
+            self.sockets, timeout_s=timeout_s, generation=generation.number, aborted=lambda: self.aborted
+        )
         self.aborted_s = 0.0
         """When, on the monotonic clock; 0: it was not."""
         self._abort = DeviceAbort()

@@ -278,7 +278,7 @@ class ElasticMember:
         return Everyone(
             comms=Collectives(emit=self.sinks, timeout_s=self.recipe.launch.timeout_s, escape=self._escape),
             axis=Axis("everyone", ranks, team.rank, team.groups.get(ranks)),
-            peers=Peers(team.groups.get(ranks, purpose="second"), escape=self._escape),  # control mixes with no tensors
+            peers=Peers(team.groups.get(ranks, purpose="control"), escape=self._escape),
             hosts=hosts_by_name([r.about.node for r in team.reports], ranks),
             device=self.device,
         )
@@ -347,7 +347,7 @@ class ElasticMember:
             recipe=self.recipe,
             info=WorldInfo(rank=team.rank, world=size, local_rank=team.rank, local_world=size),
             device=self.device,
-            peers=Peers(team.groups.get(tuple(range(size)), purpose="second"), escape=self._escape),
+            peers=Peers(team.groups.get(tuple(range(size)), purpose="control"), escape=self._escape),
             escape=self._escape,
             cache=team.groups,
             folder=self.run.folder,
@@ -503,7 +503,7 @@ class ElasticMember:
 def _groups_of_others(recipe: Recipe, spec: ModelSpec, plan: GenerationPlan, team: GroupEpoch) -> None:
     """An idle member makes the groups of the mapping too, as all processes must, in the same order."""
     pipeline = resolve_pipeline(recipe, spec, plan.folding)
-    team.groups.get(tuple(range(plan.folding.world)), purpose="second")
+    team.groups.get(tuple(range(plan.folding.world)), purpose="control")
     groups = build_groups(
         plan.folding,
         rank=team.rank,
