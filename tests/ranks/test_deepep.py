@@ -250,10 +250,11 @@ def test_a_recipe_that_it_can_carry_has_no_problem() -> None:
         ({"resilience__heal": "true", "resilience__mode": "fast"}, "waits on the device for a lost rank", "resilience.heal = false"),
         ({"resilience__check": "sums"}, "moves tokens by itself", 'resilience.check = "off"'),
         ({"folding__ep": "4", "folding__etp": "2"}, "folding.etp = 2 cuts them", "folding.etp = 1"),
-        ({"folding__ep": "6", "model__num_experts": "126", "model__top_k": "6"}, "and folding.ep = 6", "folding.ep = 4"),
+        ({"folding__ep": "6", "model__num_experts": "126", "model__top_k": "6"}, "and folding.ep = 6", "folding.ep = 2, or"),
         ({"model__hidden": "2056"}, "carries widths up to 8176 that 16 divides, and the model's is 2056", "model.hidden = 2048"),
         ({"model__top_k": "40"}, "takes 32 choices of a token, and the model has 40", "model.top_k = 32"),
-        ({"model__num_experts": "2048"}, "takes 128 experts of a rank, and folding.ep = 8 gives 256", "folding.ep = 16"),
+        ({"model__num_experts": "2048"}, "takes 128 experts of a rank within a host, and folding.ep = 8 gives 256", "model.num_experts = 1024"),
+        ({"model__num_experts": "512", "folding__ep": "2"}, "takes 128 experts of a rank within a host, and folding.ep = 2 gives 256", "folding.ep = 4"),
         ({"dispatch__overlap": "coarse:2"}, 'and dispatch.transport = "deepep" whole tokens', 'transport "all_to_all"'),
         ({"folding__ep": "1"}, "keep every row where it is", "leave it out"),
     ],
@@ -268,13 +269,34 @@ def test_a_recipe_that_it_cannot_carry_is_refused_with_a_way_out(
     assert any(rule in text and legal in text for text in found), found
 
 
+def between_hosts(world: int, **changed: str) -> list[str]:
+    size = str(world)
+    return problems(world, **{"folding__ep": size, "launch__ranks": size, "train__global_batch": size, **changed})
+
+
 @pytest.mark.unit
-def test_between_hosts_widths_are_other_ones_and_each_eight_ranks_are_a_host() -> None:
-    (text,) = problems(16, folding__ep="16", launch__ranks="16", train__global_batch="16", model__hidden="8192")
+def test_between_hosts_widths_and_experts_are_fewer() -> None:
+    (text,) = between_hosts(16, model__hidden="8192")
     assert "widths up to 7936 that 256 divides, and the model's is 8192" in text and "model.hidden = 7936" in text
+    assert between_hosts(16, model__num_experts="1024") == []
+    (text,) = between_hosts(16, model__num_experts="1040")
+    assert "takes 64 experts of a rank between hosts, and folding.ep = 16 gives 65" in text
+    assert "model.num_experts = 1024" in text  # a host of 8 ranks would have 130 on each
+    (text,) = between_hosts(32, folding__ep="16", model__num_experts="2048")
+    assert "folding.ep = 16 gives 128" in text and "folding.ep = 32" in text
+
+
+@pytest.mark.unit
+def test_each_eight_ranks_are_a_host() -> None:
     assert host_problems(()) == host_problems((3,) * 8) == host_problems((0,) * 8 + (1,) * 8) == []
     (problem,) = host_problems((0, 0, 0, 0, 1, 1, 1, 1))
-    assert "on hosts 0, 0, 0, 0, 1, 1, 1, 1" in problem.rule and "folding.ep = 4" in problem.hint
+    assert "on hosts 0, 0, 0, 0, 1, 1, 1, 1" in problem.rule and "folding.ep = 4, or" in problem.hint
+    (problem,) = host_problems((0, 0, 0, 0, 0, 0, 1, 1))
+    assert problem.hint.startswith("folding.ep = 2, or")  # 6 is no size of it, and 4 would lie on both hosts
+    (problem,) = host_problems((0,) * 12 + (1,) * 12)
+    assert problem.hint.startswith("folding.ep = 4, or")
+    (problem,) = host_problems((0, 1))
+    assert problem.hint == '"all_to_all"'
 
 
 @pytest.mark.unit
@@ -297,7 +319,7 @@ def on_two_hosts(rank: int, cache: GroupCache) -> str:
 @pytest.mark.ranks
 def test_a_group_on_two_hosts_is_refused_when_the_run_begins() -> None:
     for text in run_ranks(2, on_two_hosts):
-        assert "each 2 ranks of a group to be one host's" in text and "folding.ep = 1" in text
+        assert "each 2 ranks of a group to be one host's" in text and '; "all_to_all"' in text
 
 
 @pytest.mark.unit

@@ -59,7 +59,8 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         folding = None
     problems += _overlap_problems(recipe, spec, folding)
     if spec.moe_layers:
-        groups = [] if folding is None else [(stage.ep, stage.etp) for stage in _stages_of(folding)]
+        stages = [] if folding is None else _stages_of(folding)
+        groups = [(stage.ep, stage.etp, stage.ep * stage.etp * stage.edp) for stage in stages]
         problems += transport_problems(recipe, spec, groups=groups)
     if recipe.folding.num_stages > 1:
         seen = {p.where for p in problems}
