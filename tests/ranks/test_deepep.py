@@ -8,18 +8,19 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from deepep_stand_in import Plant, Seen, stand_in
+from deepep_stand_in import Config, Plant, Seen, stand_in
 from moe_help import context, moe_spec
 from program_help import TINY, Run, _Recording, one_step
 from test_dispatch import Case, E, F, H, K, check_case, close, local_weights, mappings, probe, tokens_of
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError, PeerError, Problem
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.moe.deepep import deepep_bytes, host_problems
@@ -27,7 +28,7 @@ from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.program.work import Sizes
 from phalanx.plan.recipe import run_problems
 from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import GroupCache, build_groups
+from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.comm.tokens import TokenBuffers
 from phalanx.runtime.moe.dispatch import Dispatcher, KnownCounts
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall, run_experts
@@ -306,6 +307,36 @@ def test_without_the_package_the_error_says_what_to_install() -> None:
     assert "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP" in str(err.value)
     with mock.patch.dict(sys.modules, {"deep_ep": mock.Mock(spec=[])}), pytest.raises(ConfigError, match="no Buffer"):
         TokenBuffers().library()
+
+
+class OnPcie:
+    """What the library's check of NVLink does on a card with PCIE in its name, before any rank is asked anything."""
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        return Config(2)
+
+    get_combine_config = get_dispatch_config
+
+    def __init__(self, group: Any, **_: Any) -> None:
+        assert group.size() <= 2, "PCIe GPUs only have pairwise NVLink connections"
+
+
+class LosesARank(OnPcie):
+    def __init__(self, group: Any, **_: Any) -> None:
+        raise PeerError("rank 1 was lost")
+
+
+@pytest.mark.unit
+def test_a_card_on_which_it_cannot_open_its_buffers_is_told_with_a_way_out() -> None:
+    axis = Axis(name="ep", ranks=(0, 1), index=0, group=None)
+    x_TH = torch.zeros(2, H, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError) as err:
+        TokenBuffers(SimpleNamespace(Buffer=OnPcie)).of(Collectives(timeout_s=5), axis, x_TH)
+    for word in ("dispatch.transport", "deepep", "NVLink", "on cpu", "AttributeError", "PCIe", 'use "all_to_all"'):
+        assert word in str(err.value)
+    with pytest.raises(PeerError, match="rank 1 was lost"):
+        TokenBuffers(SimpleNamespace(Buffer=LosesARank)).of(Collectives(timeout_s=5), axis, x_TH)
 
 
 def on_two_hosts(rank: int, cache: GroupCache) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from phalanx.core.errors import ConfigError, Problem, first_line
+from phalanx.core.errors import ConfigError, PhalanxError, Problem, first_line
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.comm.row_collectives import backward_id
 
@@ -93,8 +93,25 @@ class TokenBuffers:
             configs = buffer.get_dispatch_config(axis.size), buffer.get_combine_config(axis.size)
             nvl = max(config.get_nvl_buffer_size_hint(row_bytes, axis.size) for config in configs)
             rdma = max(config.get_rdma_buffer_size_hint(row_bytes, axis.size) for config in configs)
-            self._made[key] = buffer(None, num_nvl_bytes=nvl, num_rdma_bytes=rdma, comm=_Meeting(comms, axis))
+            try:
+                self._made[key] = buffer(None, num_nvl_bytes=nvl, num_rdma_bytes=rdma, comm=_Meeting(comms, axis))
+            except PhalanxError:  # another rank was lost meanwhile
+                raise
+            except Exception as err:
+                raise _not_opened(err, axis, x_TH.device) from err
         return self._made[key]
+
+
+def _not_opened(err: Exception, axis: Axis, device: torch.device) -> ConfigError:
+    """The library asserts what it finds. On cards that have PCIE in their name it asks a process group for NVLinks (`deep_ep/utils/envs.py`, `check_nvlink_connections`), and is given none: an
+    `AttributeError`. Other cards without NVLink it does not tell apart."""
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    why = f"{type(err).__name__}: {first_line(err)}"
+    if isinstance(err, AttributeError):
+        why += "; it cannot look for NVLink on PCIe cards unless a process group is given, which it is not"
+    rule = f"needs GPUs that NVLink joins, and cannot open its buffers for ranks {axis.ranks} on {card} ({why})"
+    problem = Problem(where="dispatch.transport", value="deepep", rule=rule, hint='use "all_to_all"')
+    return ConfigError([problem], subject="the transport of a MoE layer")
 
 
 class _Meeting:
@@ -116,7 +133,12 @@ class _Meeting:
 
 
 class TokenTrip:
-    """One dispatch, and what its way back and its gradients need."""
+    """One dispatch, and what its way back and its gradients need.
+
+    Within a host (up to 8 ranks) the library waits for sizes in C++ with Python's GIL held, for 100 s at most (`csrc/legacy/buffer.hpp`, `intranode_dispatch`); between hosts it lets the GIL go
+    (`internode_dispatch`, `gil_scoped_release`). So while a rank waits for one that is lost no other thread of it runs: no signal, heartbeat or abort gets through, and then the library raises.
+    That is why `resilience.heal` is refused with it (`plan/moe/deepep.py`), for both cases: kernels on the device that wait for a lost rank end by no abort either, but in a trap after as long.
+    """
 
     def __init__(self, comms: ByLibrary, buffer: Any, axis: Axis, *, row_bytes: int, on_host: bool) -> None:
         self._comms, self._buffer, self._axis = comms, buffer, axis
