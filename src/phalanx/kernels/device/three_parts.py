@@ -1,6 +1,7 @@
 """The gradients of a product of bf16 matrices whose result is fp32, on tensor cores: an fp32 number of 24 bits is the sum of three bf16 ones of 8.
 
-Must never change: products of bf16 numbers are exact in fp32, in which they are added up; so the gradients are as exact as by products of fp32 matrices.
+Must never change: products of bf16 numbers are exact in fp32, in which they are added up; so the gradients are as exact as by products of fp32 matrices. Both results are asked for in fp32,
+since of one in bf16 cuBLAS may round partial sums to bf16 before it adds them (split-K, `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`).
 The third part of a number below 2^-110 has bits below 2^-133, the least that bf16 holds, and loses them: no more than results lose that are rounded to bf16.
 
 Legend: T tokens, H hidden, E experts.
@@ -39,7 +40,7 @@ def wide_product_backward(
     from phalanx.kernels.device.programs import norm as programs
 
     parts = three_parts(dy_TE)
-    dx_TH = torch.mm(parts, w_EH.repeat(3, 1))
+    dx_TH = torch.mm(parts, w_EH.repeat(3, 1), out_dtype=torch.float32).to(x_TH.dtype)
     dw_3EH = torch.mm(parts.T, x_TH, out_dtype=torch.float32)
     dw_EH = torch.empty_like(w_EH)
     count = dw_EH.numel()
