@@ -193,6 +193,9 @@ def test_the_host_waits_once_a_layer_and_where_the_table_says(traces: Traces) ->
     few, more = traces["measured"]["few"][0], traces["measured"]["more"][0]
     assert waits_of(few, "forward", "backward") == [("synchronize", "runtime/moe/dispatch.py", 2)]
     assert waits_of(more, "forward", "backward") == [("synchronize", "runtime/moe/dispatch.py", 3)]
+    made_once = ("copy cpu to cuda", "kernels/triton/symmetric.py", 4)  # when the first layer makes the buffers
+    fused = traces["runs"]["fused"][0]
+    assert waits_of(fused, "forward", "backward") == [made_once, ("synchronize", "runtime/moe/dispatch.py", 2)]
     assert waits_of(traces["runs"]["padded"][0], "forward", "backward", "loss") == []
 
 

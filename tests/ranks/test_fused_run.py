@@ -180,36 +180,69 @@ def test_a_training_step_is_the_plain_one_and_has_the_ids_of_its_program(tmp_pat
         assert ids == planned
 
 
-def gives_up(rank: int, cache: GroupCache, folder: Path) -> tuple[bool, str]:
-    """Rank 0 forgets what it has sent: its epoch is one behind."""
+def gives_up(rank: int, cache: GroupCache, folder: Path) -> tuple[bool, bool, str]:
+    """Rank 0 forgets what it has sent: its epoch is one behind. Whether the output of this rank is NaN, whether it vetoes the step, and what it says in the next call."""
     _, fused, _ = layers(rank, cache, DispatchSpec(), folder, torch.float32, "fast")
     x, weights = torch.ones(4, H), torch.full((4, K), 0.5)
     experts = ExpertWeights(torch.ones(2, 2, F, H), torch.ones(2, H, F))
     chosen_TK = torch.tensor([0, 3]).expand(4, K)
-    call = MoeCall(x_TH=x, weights_TK=weights, experts_TK=chosen_TK, experts=experts)
+    call = MoeCall(x_TH=x, weights_TK=weights, experts_TK=chosen_TK, experts=experts, op_prefix="L3.")
     fused(call)
     assert isinstance(fused, FusedRouted)
-    (arena,) = fused.memory._arenas.values()
-    fused.memory._launch = replace(SHAPE, patience=50)
+    memory = fused.memory
+    assert memory.failures() == [] and memory.fault() == 0.0
+    (arena,) = memory._arenas.values()
+    memory._launch = replace(SHAPE, patience=50)
     if rank == 0:
         arena.epoch_1 -= 1
     y, _ = fused(call)
+    fault = memory.fault()
+    assert fault is not None
+    vetoes = bool(fault.isnan())
     axis = fused.dispatcher.ep
-    fused.dispatcher.comms.all_reduce(
-        arena.status_2, axis, op="max"
-    )  # as if rank 0 had waited too: both leave at the same place
+    fused.dispatcher.comms.all_reduce(arena.status_2, axis, op="max")
+    memory.report(arena, "rank 1's")  # as if rank 0 had waited too: both leave at the same place
     text = ""
     try:
-        fused(call)
+        fused(replace(call, op_prefix="L4."))
     except RunError as found:
         text = str(found)
-    return bool(y.isnan().all()), text
+    return bool(y.isnan().all()), vetoes, text
 
 
 def test_a_call_that_gave_up_gives_nan_and_the_next_one_raises(tmp_path: Path) -> None:
     found = run_ranks(2, gives_up, tmp_path)
-    assert [nan for nan, _ in found] == [False, True]
-    assert all("was not raised in time: its rank left, or never began" in text for _, text in found)
+    assert [nan for nan, _, _ in found] == [vetoes for _, vetoes, _ in found] == [False, True]
+    assert all("was not raised in time: its rank left, or never began" in text for _, _, text in found)
+    assert "fused MoE layer: L3.experts: flag" in found[1][2]
+
+
+class FailsLate(FusedMemory):
+    """The last call of a step gives up where no number of this rank shows it, as with a rank that has no tokens."""
+
+    def report(self, arena: SymmetricMemory, place: str) -> None:
+        if ".bwd." in place:
+            arena.status_2[0] = 8
+        super().report(arena, place)
+
+
+def late_steps(rank: int, cache: GroupCache, folder: Path) -> str:
+    spec = dataclasses.replace(TINY, num_layers=2, dense_layers=1, dense_ffn=16, num_experts=4, hidden=32, head_dim=8)
+    dispatch = DispatchSpec(overlap="fused")
+    run = Run(folding=make_folding(world=2, ep=2), spec=spec, dispatch=dispatch, num_microbatches=1)
+    memory = (FailsLate if rank == 1 else FusedMemory)(launch=COARSE, make=SharedFiles(folder))
+    with pytest.raises(RunError) as err:
+        one_step(rank, cache, run, Collectives(timeout_s=60), fused=memory)
+    return str(err.value)
+
+
+def test_a_step_whose_last_call_gave_up_is_not_taken_and_says_which_layer(tmp_path: Path) -> None:
+    for text in run_ranks(2, late_steps, tmp_path, timeout_s=400):
+        assert (
+            "L1.bwd.experts: flag 7 was not raised in time" in text
+            and "on rank 1" in text
+            and "nothing was changed" in text
+        )
 
 
 # ---- where it is refused ------------------------------------------------------------------------------------------------------

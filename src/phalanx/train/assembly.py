@@ -74,7 +74,7 @@ def assemble(
         model=model, spec=ctx.spec, groups=ctx.groups, comms=ctx.comms, buffers=gradients, state=_state(model, layouts, ctx, moment_dtype(optim, ctx.dtype)),
         optimizer=AdamW(optim, _update_kernels(ctx), ctx.lanes), clip_norm=optim.clip_norm, pipeline=pipeline,
         placement=None if ctx.placement.is_plain else ctx.placement, later=ctx.later, kernels=ctx.kernels, lanes=ctx.lanes,
-        samples=samples, exact=exact, hosts=equal_hosts(ctx.host_of_rank) if ctx.host_of_rank else None,
+        samples=samples, exact=exact, fused=ctx.fused, hosts=equal_hosts(ctx.host_of_rank) if ctx.host_of_rank else None,
     )  # fmt: skip
 
 

@@ -28,6 +28,6 @@ if TYPE_CHECKING:
         SymmetricMemory as SymmetricMemory,
         symmetric_arena as symmetric_arena,
     )
-    from phalanx.kernels.triton.tiles import check_status as check_status
+    from phalanx.kernels.triton.tiles import status_words as status_words
 else:
     __getattr__ = lazy(__name__)

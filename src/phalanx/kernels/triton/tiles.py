@@ -5,6 +5,7 @@ Legend: e local slots, N columns of a product, K depth of a product.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,17 +63,23 @@ def new_status(device: torch.device) -> torch.Tensor:
 
 def check_status(status: torch.Tensor, *overflows: torch.Tensor) -> None:
     """Raise `RunError` if a kernel gave up waiting or rows found no room. Not for every step: it reads the device."""
-    flag, block = status.tolist()  # SYNC: the only word that these kernels have for the host
     lost = sum(int(n) for n in overflows)
+    words = status_words(status.tolist())  # SYNC: the only word that these kernels have for the host
+    if lost:
+        words.append(f"{lost} entries or rows found no room: raise the capacity")
+    if words:
+        raise RunError("overlapped MoE layer: " + "; ".join(words))
+
+
+def status_words(status: Sequence[int]) -> list[str]:
+    """What the two numbers of a status say; nothing where all went well."""
+    flag, block = status
     words = []
     if flag:
         words.append(f"flag {flag - 1} was not raised in time: its rank left, or never began this call")
     if block:
         words.append("a block of columns was not computed in time")
-    if lost:
-        words.append(f"{lost} entries or rows found no room: raise the capacity")
-    if words:
-        raise RunError("overlapped MoE layer: " + "; ".join(words))
+    return words
 
 
 def product_problems(

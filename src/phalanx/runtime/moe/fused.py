@@ -12,7 +12,8 @@ Forward and backward use the same entries, order and buffers; each is one call o
 `plan/moe/overlap/fused/device.py`'s. Its kernels have run on an H200; ranks of their own have not.
 
 Must never change: all ranks of a group make the same calls in the same order; what is kept of the buffers is copied out before this rank's results leave, for then others may
-begin the next call; a call in which a flag was not raised in time gives NaN, so that no step is taken with it, and the next one raises.
+begin the next call; of a call in which a flag was not raised in time the results are NaN and the vote of the step is vetoed (`FusedMemory.fault`), for who has no tokens has no NaN and
+may have sent wrong rows. What it says comes to the host beside what is computed, and is read where the host waits anyway: in the next layer, and where a step is given up.
 
 Legend: T tokens of this rank, K choices, H hidden, f expert width, e local slots, P ranks, C capacity, M rows.
 """
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.kernels.cpu.deferred import Target, target_of
 from phalanx.kernels.cpu.grouped_mm import can_group, products_of_groups, through_swiglu
 from phalanx.kernels.cpu.swiglu import swiglu
@@ -40,7 +41,6 @@ from phalanx.kernels.triton import (
     SendIndex,
     SymmetricMemory,
     begin,
-    check_status,
     finish,
     fused_first,
     fused_second,
@@ -48,6 +48,7 @@ from phalanx.kernels.triton import (
     route,
     row_weights,
     send,
+    status_words,
     symmetric_arena,
 )
 from phalanx.plan.moe.overlap.fused import FusedLaunch, fused_launch
@@ -76,6 +77,7 @@ class FusedMemory:
         self._launch, self._make = launch, make
         self._arenas: dict[tuple[tuple[int, ...], int, torch.dtype], SymmetricMemory] = {}
         self._side: torch.cuda.Stream | None = None
+        self._reports: list[_Report] = []
 
     def of(
         self, axis: Axis, x_TH: torch.Tensor, *, capacity: int, slots: int, multiprocessors: int | None = None
@@ -101,6 +103,33 @@ class FusedMemory:
             found = self._arenas[key] = self._make(spec, axis, x_TH.device)
         return found, replace(shape, slots_per_rank=slots)
 
+    def report(self, arena: SymmetricMemory, place: str) -> None:
+        """Let what kernels say of the call that ends here set out for the host."""
+        if not arena.status_2.is_cuda:
+            self._reports.append(_Report(place, arena.status_2.clone()))
+            return
+        there = arena.status_2.to("cpu", non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        self._reports.append(_Report(place, there, done))
+
+    def failures(self) -> list[str]:
+        """What the calls say that are known to be over, of the first that failed: the host has waited for something behind them. It does not wait here."""
+        while self._reports and (self._reports[0].done is None or self._reports[0].done.query()):
+            report = self._reports.pop(0)
+            words = status_words(report.status_2.tolist())
+            if words:
+                self._reports.clear()  # those behind it say the same
+                return [f"{report.place}: {word}" for word in words]
+        return []
+
+    def fault(self) -> torch.Tensor | None:
+        """() fp32 on the device: NaN where a kernel of this rank gave up, else 0; None where there is no buffer."""
+        if not self._arenas:
+            return None
+        gave_up = torch.stack([arena.status_2 for arena in self._arenas.values()]).any()
+        return torch.zeros((), device=gave_up.device).masked_fill_(gave_up, float("nan"))
+
     @contextmanager
     def beside(self, device: torch.device) -> Iterator[None]:
         """Runs what is launched inside, on a device, beside what is launched after, on the multiprocessors that this leaves; on a
@@ -118,6 +147,15 @@ class FusedMemory:
         """What comes next comes behind what runs beside."""
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
+
+
+@dataclass(frozen=True, eq=False)
+class _Report:
+    """What kernels say of a call. `done`: when it is on the host, None: it is."""
+
+    place: str
+    status_2: torch.Tensor
+    done: torch.cuda.Event | None = None
 
 
 def _shape(plan: FusedLaunch) -> LaunchShape:
@@ -164,7 +202,7 @@ def run_fused(call: MoeCall, *, dispatcher: Dispatcher, memory: FusedMemory) -> 
     plan, sent, of_all = dispatcher.finish_list(begun)
     counts = plan.slot_counts(ep=axis.index)
     arena, shape = memory.of(axis, x_TH, capacity=max(1, int(of_all.max())), slots=len(counts))
-    check_status(arena.status_2)
+    _raise_failures(memory)
     slots_TK = experts_TK if kept_TK is None else torch.where(kept_TK, experts_TK, -1)
     to = route(slots_TK.to(torch.int32), shape=shape, spec=arena.spec)
     told = _tell(to, pack_weights(weights_TK.detach(), to), comms, axis, op_prefix + "dispatch.weights")
@@ -179,6 +217,13 @@ def run_fused(call: MoeCall, *, dispatcher: Dispatcher, memory: FusedMemory) -> 
     )
     y_TH: torch.Tensor = _Fused.apply(x_TH, weights_TK, w13, w2, launched)
     return y_TH, sent.dropped
+
+
+def _raise_failures(memory: FusedMemory) -> None:
+    """Raises `RunError` where a call that is over has failed, with its layer."""
+    failures = memory.failures()
+    if failures:
+        raise RunError("fused MoE layer: " + "; ".join(failures))
 
 
 def fused_problems(dispatcher: Dispatcher, hosts: Sequence[int] | None = None) -> list[Problem]:
@@ -224,7 +269,7 @@ class _Fused(torch.autograd.Function):
             x_MH = _received(call) if any(ctx.needs_input_grad) else x_TH.new_empty(0)
             h_Mf = swiglu(gate_up.unflatten(1, (2, -1)), row_weights_M=row_weights(call.told, call.order))
             _send_back(h_Mf, w2_eHf, call)
-            y_TH = _finish(call)
+            y_TH = _finish(call, call.prefix + "experts")
         ctx.call, ctx.weights_like, ctx.weights_dtype = call, weights_TK.shape, weights_TK.dtype
         ctx.save_for_backward(w13_e2fH, w2_eHf, x_MH, *([] if call.recompute else [gate_up]))
         return y_TH
@@ -254,7 +299,7 @@ class _Fused(torch.autograd.Function):
             d_weights = (
                 _weights_back(dots_M, ctx.weights_like, call).to(ctx.weights_dtype) if ctx.needs_input_grad[1] else None
             )
-            dx_TH = _finish(call)
+            dx_TH = _finish(call, backward_id(call.prefix + "experts"))
         return dx_TH, d_weights, *grads, None
 
 
@@ -301,11 +346,13 @@ def _send_back(h_Mf: torch.Tensor, w_eHf: torch.Tensor, call: _Call) -> None:
     )  # fmt: skip
 
 
-def _finish(call: _Call) -> torch.Tensor:
+def _finish(call: _Call, place: str) -> torch.Tensor:
     """(T, H) sums over the ranks; NaN where a flag was not raised in time."""
     _meet(call)
     out_TH = finish(call.to, call.arena, shape=call.shape)
-    return out_TH.masked_fill_(call.arena.status_2.any(), float("nan"))
+    out_TH.masked_fill_(call.arena.status_2.any(), float("nan"))
+    call.memory.report(call.arena, place)
+    return out_TH
 
 
 def _meet(call: _Call) -> None:

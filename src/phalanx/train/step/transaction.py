@@ -41,6 +41,7 @@ from phalanx.plan.pipeline import Pipeline
 from phalanx.plan.program import Phase
 from phalanx.plan.reshard import Hosts
 from phalanx.runtime.comm import Collectives, Groups
+from phalanx.runtime.moe import FusedMemory
 from phalanx.runtime.state import GradientBuffers, ReducedGradients, ShardedState
 from phalanx.train.step.check import Findings, check_commit, is_checked, look, unsound
 from phalanx.train.step.exact import EVAL_BITS, ExactSums
@@ -75,6 +76,8 @@ class StepParts:
     """Micro-batches of a step over all data-parallel ranks; None: as many on each of them as are given."""
     exact: ExactSums | None = None
     """Exact mode: how gradients are summed."""
+    fused: FusedMemory | None = None
+    """Where kernels that wait on flags have said whether one gave up."""
     hosts: Hosts | None = None
     """Which rank is on which host (None: unknown, and all count as one): a boundary between stages sends one copy to a host."""
     done: set[str] = field(default_factory=set)
@@ -328,11 +331,13 @@ def _balance_counts(parts: StepParts, batches: Sequence[TokenBatch], *, step: in
 def _why_not_finite(parts: StepParts, *, step: int, tally: Tally) -> str:
     """The same text on all ranks. Collective, and slow: it reads every gradient again."""
     world = parts.groups.axis("world")
-    told = parts.comms.gather_objects(parts.buffers.non_finite(), world)
+    failures = [] if parts.fused is None else parts.fused.failures()
+    told = parts.comms.gather_objects((failures, parts.buffers.non_finite()), world)
     sources: dict[str, list[int]] = {}
-    for rank, names in zip(world.ranks, told, strict=True):
-        for name in names:
-            sources.setdefault(name, []).append(rank)
+    for part in range(2):  # causes before what they caused
+        for rank, names in zip(world.ranks, told, strict=True):
+            for name in names[part]:
+                sources.setdefault(name, []).append(rank)
     head = f"step {step}: the gradient is not finite (loss {tally.loss:g}, aux {tally.aux_loss:g}, z {tally.z_loss:g})"
     if not sources:
         where = "every rank's own gradients are finite, so a sum or the norm overflowed"

@@ -25,6 +25,7 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.models import Decoder
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.comm import Collectives, ExchangeTime, Groups, Place
+from phalanx.runtime.moe import FusedMemory
 from phalanx.runtime.state import NORM_BITS, GradientBuffers, ReducedGradients
 from phalanx.train.step.loss import LossShare
 
@@ -85,6 +86,8 @@ class Voter(Protocol):
     def buffers(self) -> GradientBuffers: ...
     @property
     def lanes(self) -> Lanes: ...
+    @property
+    def fused(self) -> FusedMemory | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,7 +117,8 @@ def plain_vote(
     """Add up every rank's ballot. `own_s`: as in `Tally.seconds`; None on all ranks where it is not known."""
     with parts.comms.doing("norm"):
         square_sum = gradients.square_sum(parts.groups, lanes=parts.lanes)
-    numbers = [square_sum]
+    fault = None if parts.fused is None else parts.fused.fault()
+    numbers = [square_sum if fault is None else square_sum + fault]
     for name in (*LOSSES, "dropped", "entropy_sum"):
         numbers.append(torch.stack([getattr(share, name).to(torch.float64) for share in shares]).sum())
     numbers.append(torch.full_like(square_sum, float(stop)))
