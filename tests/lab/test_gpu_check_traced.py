@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.autograd import DeviceType
 
 from phalanx_lab.bench.trace.steps import even_estimate
 from phalanx_lab.gpu_check.taken_apart import TRACED, memory_cases, trace_all, traced
-from phalanx_lab.gpu_check.whole import asked_of, dry_run, layer_launches
+from phalanx_lab.gpu_check.whole import asked_of, dry_run, layer_launches, tell_sides
 
 WRITE = "PHALANX_WRITE_TRACED"
 """Set it to write the file anew: `PHALANX_WRITE_TRACED=1 pytest tests/lab/test_gpu_check_traced.py`."""
@@ -58,3 +59,25 @@ def test_a_layer_is_what_a_layer_more_adds() -> None:
     found = layer_launches({"few": few, "more": more})
     assert found["a layer's forward"] == {"mm": 2} and found["loss"] == {"mm": 4}
     assert found["a layer's backward"].total() == found["a layer's optimizer"].total() == 0
+
+
+def beyond(asked: dict[str, int], got: dict[str, int]) -> list[str]:
+    """What is told above its bar."""
+    found: list[str] = []
+
+    class Told:
+        def tell(self, what: str, value: Any, *, most: float | None = None) -> None:
+            found.extend([what] if most is not None and value > most else [])
+
+    tell_sides(Told(), "forward", Counter(asked), Counter(got))  # type: ignore[arg-type]
+    return found
+
+
+def test_an_operation_on_one_side_alone_is_found_where_totals_are_equal() -> None:
+    asked = {"mm": 20, "add": 4, "copy to host": 1, "triton norm": 3}
+    assert beyond(asked, {"mm": 20, "add_": 4, "_to_copy": 1, "triton norm": 3}) == []
+    assert beyond(asked, {"mm": 19, "add": 4, "_to_copy": 2, "triton norm": 3}) == []  # one of 28
+    both = ["forward: asked for in a trace alone, of all", "forward: on the device alone, of all"]
+    assert beyond(asked, {"mm": 20, "add": 4, "_to_copy": 1, "sort": 3}) == both
+    assert beyond(asked, {**asked, "sort": 2}) == both[1:]
+    assert beyond(asked, {**asked, "add": 2}) == both[:1]
