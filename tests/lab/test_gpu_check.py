@@ -22,6 +22,7 @@ from phalanx_lab.gpu_check.checks import CheckLine, GpuCheck
 from phalanx_lab.gpu_check.here import Here
 from phalanx_lab.gpu_check.plan import CHECKS
 from phalanx_lab.gpu_check.runner import run_all
+from phalanx_lab.gpu_check.whole_runs import recipe_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TYRO = "import sys; sys.modules['tyro'] = None; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -56,6 +57,8 @@ def test_each_check_runs_here_without_tyro(tmp_path: Path, stages: str) -> None:
     assert [x["check"] for x in lines] == [c.name for c in CHECKS if c.stage in stages.split()]
     assert {x["check"] for x in lines if x["status"] != "pass"} <= ONLY_ON_A_GPU
     assert all(set(x) == {"check", "status", "value", "bar", "seconds", "why"} for x in lines)
+    told = {x["check"]: sum("the state at the end" in key for key in x["bar"]) for x in lines}
+    assert all(told[check] == cases for check, cases in (("C2", 3), ("C3", 1)) if check in told)
 
 
 def test_the_plan_needs_no_torch() -> None:
@@ -178,6 +181,26 @@ def test_other_losses_and_missing_steps_are_found() -> None:
     assert whole_runs.worst_difference([want[0], {"step": 2, "loss": 4.001}], want) > 1e-5
     for got in ([], want[:1], [want[0], {"step": 2, "loss": float("nan")}]):
         assert whole_runs.worst_difference(got, want) == float("inf")
+
+
+def test_another_state_at_the_end_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = {"master/w": torch.tensor([1.0, -4.0]), "bias": torch.zeros(3), "none": torch.zeros(0)}
+    ends = {"plain": right, "gone": {}, "fewer": {**right, "master/w": torch.ones(1)}}
+    ends["rounded"] = {**right, "master/w": torch.tensor([1.0, -4.0001])}
+    ends["other"] = {**right, "master/w": torch.tensor([1.01, -4.0])}
+    ends["lacks one"] = {"master/w": right["master/w"], "none": right["none"]}
+    ends["more"] = {**right, "odd": torch.zeros(1)}
+    ends["no number"] = {**right, "bias": torch.full((3,), torch.nan)}
+    monkeypatch.setattr(whole_runs, "tensors_at_the_end", lambda folder: ends[folder.name])
+    recipes = {name: recipe_of(tmp_path, name) for name in ends}
+
+    def tell(here: Here) -> None:
+        for name, recipe in recipes.items():
+            whole_runs.tell_state(here, name, recipe, recipes["plain"])
+
+    line = run(tmp_path, tell)
+    found = {text.partition(":")[0] for text in line.why.split("; ")}
+    assert found == ends.keys() - {"plain", "rounded"} and line.value["other: in"] == "master/w"
 
 
 def test_a_survivor_that_does_not_go_on_is_found(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""C2: whole runs whose ranks share the card and have unequal shares, against the same run of one rank on the CPU.
+"""C2: whole runs whose ranks share the card and have unequal shares, against the same run of one rank on the CPU: losses, and all that a checkpoint of the last step holds.
 
 NCCL matches collectives by their order alone, on all communicators of two ranks together, so a rank that posts one more or one less than others hangs them all. Each run here has a rank whose
 last micro-batch of every step is empty, as some rank of a run has that goes on after a loss.
@@ -19,6 +19,7 @@ from phalanx_lab.gpu_check.whole_runs import (
     recipe_of,
     steps_of,
     tell_end,
+    tell_state,
     train_still,
     worst_difference,
 )
@@ -41,14 +42,17 @@ def check_order(here: Here) -> None:
     with tempfile.TemporaryDirectory(prefix="phalanx-order-") as name:
         folder = Path(name)
         write_text(folder / "text")
-        alone = recipe_of(folder, "alone", **SHARED, train__steps=steps)
+        shared = {**SHARED, "train.steps": steps, "checkpoint.interval": steps, "checkpoint.asynchronous": "false"}
+        alone = recipe_of(folder, "alone", **shared)
         tell_end(here, "alone", train_still(alone, still_s=PATIENCE_S))
         for case, own in CASES.items():
-            words = {**SHARED, **own, "train.steps": steps, "launch.device": here.device.type}
-            recipe = recipe_of(folder, case, **words)
-            tell_end(here, case, train_still(recipe, still_s=here.pick(WATCHDOG_S, PATIENCE_S)))
+            recipe = recipe_of(folder, case, **shared, **own, launch__device=here.device.type)
+            ended = train_still(recipe, still_s=here.pick(WATCHDOG_S, PATIENCE_S))
+            tell_end(here, case, ended)
             got = steps_of(recipe)
             if got:
                 here.tell(f"{case}: step ms", 1e3 * statistics.median(r["step_s"] for r in got))
             here.tell(f"{case}: steps", max((r["step"] for r in got), default=0), least=steps)
             here.tell(f"{case}: largest difference of a loss", worst_difference(got, steps_of(alone)), most=EQUAL)
+            if ended.code == 0:
+                tell_state(here, case, recipe, alone)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from phalanx.core.config import Recipe
 from phalanx.core.recipe import load_recipe
 from phalanx.observe import Record, log_path, read_events
@@ -24,11 +26,14 @@ from phalanx.plan.recipe import run_problems
 from phalanx.train.placement.rebalancer import Rebalancer
 from phalanx.train.run import train
 from phalanx_lab.bench.cluster import TrainingCluster, overrides, send, tiny_run
+from phalanx_lab.bench.storm.trainer import tensors_at_the_end
 from phalanx_lab.gpu_check.here import Here
 from phalanx_lab.gpu_check.shared_card import run_shared
 
 WATCHDOG_S, PATIENCE_S = 20.0, 120.0
 """Longest time without a step on a lent device, and on a CPU that may have other work."""
+STATE = 1e-3
+"""Difference of a tensor at the end of a run, relative to its largest element, at most: other numbers of ranks round otherwise."""
 SHOWN, FRAMES = 6000, 5
 """Characters of what a run printed, and innermost calls of each of its threads where it stood still."""
 DEBUGGERS, DEBUGGER_S, ASKED = ("gdb", "cuda-gdb"), 12.0, 2
@@ -159,6 +164,25 @@ def worst_difference(got: Sequence[Record], want: Sequence[Record]) -> float:
         return math.inf
     found = [abs(r["loss"] - right[r["step"]]) / right[r["step"]] for r in got]
     return max(found) if all(map(math.isfinite, found)) else math.inf
+
+
+def tell_state(here: Here, name: str, recipe: Recipe, plain: Recipe) -> None:
+    """Tell the tensor of the newest checkpoint (weights, moments, biases) that differs most between two runs, relative to its largest element. A tensor that one of them lacks differs infinitely."""
+    got, want = (tensors_at_the_end(run_folder(one)) for one in (recipe, plain))
+    found = {key: tensor_difference(got.get(key), want.get(key)) for key in got | want}
+    worst = max(found, key=lambda key: found[key], default="no checkpoint")
+    here.tell(f"{name}: largest difference of the state at the end", found.get(worst, math.inf), most=STATE)
+    here.tell(f"{name}: in", worst)
+
+
+def tensor_difference(got: torch.Tensor | None, want: torch.Tensor | None) -> float:
+    """Relative to the largest element."""
+    if got is None or want is None or got.shape != want.shape:
+        return math.inf
+    if not want.numel():
+        return 0.0
+    error = (got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-12)
+    return float(error) if math.isfinite(error) else math.inf
 
 
 def tell_end(here: Here, name: str, ended: Ended) -> None:
