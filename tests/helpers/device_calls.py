@@ -18,7 +18,7 @@ from phalanx.kernels.device.cross_entropy import LossWork, losses_and_gradients,
 from phalanx.kernels.device.norm import norm_backward, norm_forward
 from phalanx.kernels.device.rope import normed_turn_backward, turn
 from phalanx.kernels.device.router import RouterRule, choice_backward, fused_choice
-from phalanx.kernels.device.sorting import ends_of_groups, sort_keys
+from phalanx.kernels.device.sorting import ends_of_groups, sort_keys, zero_empty_groups
 from phalanx.kernels.device.sums import device_checksums
 from phalanx.kernels.device.swiglu import swiglu_backward
 from phalanx.kernels.device.three_parts import wide_product_backward
@@ -94,7 +94,8 @@ def logits_backward(experts: int) -> None:
 
 def sort(experts: int) -> None:
     sort_keys(empty(8 * TOKENS, dtype=torch.int64), experts)
-    ends_of_groups(empty(8, experts, dtype=torch.int64), 0, experts // 8)
+    ends = ends_of_groups(empty(8, experts, dtype=torch.int64), 0, experts // 8)
+    zero_empty_groups(ends, *(empty(experts // 8, HIDDEN, width, dtype=torch.bfloat16) for width in (1536, 768)))
 
 
 def adamw(dtype: torch.dtype) -> None:

@@ -77,16 +77,18 @@ def test_swiglu_backward_writes_over_its_operands(rows: int, width: int, weighte
     assert (d_weights is None and d_weights_over is None) or torch.equal(d_weights, d_weights_over)
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_experts_write_over_what_is_theirs(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept for the backward pass stays as it was: a second one has the same bits."""
+def test_experts_write_over_what_is_theirs(recompute: bool, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for the backward pass stays as it was: a second one has the same bits. The host may be told counts; the device knows where groups end."""
     monkeypatch.setattr(F, "grouped_mm", _grouped_mm)
     monkeypatch.setattr(grouped_mm, "runs_programs", lambda x: True)
     counts = (3, 0, 4)
     inputs = [normal(7, 8), normal(3, 2, 24, 8, seed=1), normal(3, 8, 24, seed=2), normal(7, seed=3)]
     x, w13, w2, r = leaves = [x.clone().requires_grad_() for x in inputs]
     dy = normal(7, 8, seed=4)
-    y = grouped_ffn(x, w13, w2, counts, row_weights_M=r, recompute=recompute)
+    ends = torch.tensor([3, 3, 7], dtype=torch.int32)
+    y = grouped_ffn(x, w13, w2, counts if told else None, row_weights_M=r, ends_e=ends, recompute=recompute)
     first, second = (torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(2))
     plain = expert_ffn(x, w13, w2, counts, row_weights_M=r, impl="reference")
     for a, b, want in zip(first, second, torch.autograd.grad(plain, leaves, dy), strict=True):
@@ -94,11 +96,11 @@ def test_experts_write_over_what_is_theirs(recompute: bool, monkeypatch: pytest.
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
-    """`F.grouped_mm` in fp64: rows of each group by its matrix, or products over the rows of each group."""
+    """`F.grouped_mm` in fp64: rows of each group by its matrix, or products over the rows of each group, anything for one without rows."""
     groups = list(itertools.pairwise([0, *offs.tolist()]))
     if b.dim() == 3:
         return torch.cat([a[i:j] @ w for (i, j), w in zip(groups, b, strict=True)])
-    return torch.stack([a[:, i:j] @ b[i:j] for i, j in groups])
+    return torch.stack([a[:, i:j] @ b[i:j] + (0 if j > i else torch.nan) for i, j in groups])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")

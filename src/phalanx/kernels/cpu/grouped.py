@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from phalanx.kernels.choice import Impl
@@ -47,7 +48,7 @@ def expert_ffn(
     x_MH: torch.Tensor,
     w13_e2fH: torch.Tensor,
     w2_eHf: torch.Tensor,
-    counts: Sequence[int],
+    counts: Sequence[int] | None,
     *,
     row_weights_M: torch.Tensor | None = None,
     ends_e: torch.Tensor | None = None,
@@ -58,7 +59,8 @@ def expert_ffn(
 ) -> torch.Tensor:
     """`w2 (row_weight * silu(w_gate x) * (w_up x))`, (M, H), in the type of `x_MH`.
 
-    `counts` (host integers, one per slot, sum M) says how many consecutive rows belong to each slot; zeros are fine. `ends_e`: their running sums, int32, on a device that has them.
+    `counts` (host integers, one per slot, sum M) says how many consecutive rows belong to each slot; zeros are fine. `ends_e`: their running sums, int32, on a device that has them;
+    where `counts` is None the only ones that know, which the host waits for where products are not grouped.
     `row_weights_M` may be of a wider type than `x_MH`; its gradient comes back in that type. With `recompute` the backward pass
     computes the first projection again instead of keeping it (the reference lets autograd keep what it likes). With `later` the gradients of the
     weights are put off; until then `h` and the gradient of the first projection are kept, so that nothing is computed twice.
@@ -67,14 +69,21 @@ def expert_ffn(
     if target is None:
         later = None
     w13, w2 = (w13_e2fH, w2_eHf) if target is None else (w13_e2fH.detach(), w2_eHf.detach())
-    if impl == "fast" and x_MH.device.type == "cpu":
-        out: torch.Tensor = _CpuExpertFfn.apply(x_MH, w13, w2, row_weights_M, tuple(counts), recompute, lanes, target)
-        return out
-    if impl == "fast" and can_group(x_MH, w13, w2) and lanes.sums is None:
+    if impl == "fast" and x_MH.device.type != "cpu" and can_group(x_MH, w13, w2) and lanes.sums is None:
         return grouped_ffn(
             x_MH, w13, w2, counts, row_weights_M=row_weights_M, ends_e=ends_e, recompute=recompute, target=target
         )
+    counts = counts_of(ends_e) if counts is None else counts
+    if impl == "fast" and x_MH.device.type == "cpu":
+        out: torch.Tensor = _CpuExpertFfn.apply(x_MH, w13, w2, row_weights_M, tuple(counts), recompute, lanes, target)
+        return out
     return _reference(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M, later, lanes.sums)
+
+
+def counts_of(ends_e: torch.Tensor | None) -> list[int]:
+    """Rows of each group, by where they end."""
+    assert ends_e is not None  # where counts are not given
+    return np.diff(ends_e.numpy(force=True), prepend=0).tolist()  # SYNC: products of one slot after the other
 
 
 def _reference(

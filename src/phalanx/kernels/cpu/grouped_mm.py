@@ -7,7 +7,7 @@ elementwise pass and saves `f` numbers a row. `F.grouped_mm` leaves unwritten wh
     gradients of groups without rows are set to zero: on Blackwell they are whatever the memory held (pytorch #172439)
     no rows at all                   no product is launched: no stride satisfies one of K = 0 (pytorch PR 192497)
 
-Counts are integers of the host, so that none of this waits for the device.
+None of this waits for the device: counts are integers of the host, or only where groups end is known, on the device (`runtime/moe/dispatch.py` on one rank).
 
 Legend: M rows, H hidden, e groups (local slots), f local expert width, N and K columns of two matrices of rows.
 """
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from phalanx.kernels.cpu.deferred import Target
 from phalanx.kernels.cpu.swiglu import swiglu
-from phalanx.kernels.device import runs_programs, swiglu_backward
+from phalanx.kernels.device import runs_programs, swiglu_backward, zero_empty_groups
 
 
 def can_group(*tensors: torch.Tensor) -> bool:
@@ -35,25 +35,23 @@ def grouped_ffn(
     x_MH: torch.Tensor,
     w13_e2fH: torch.Tensor,
     w2_eHf: torch.Tensor,
-    counts: Sequence[int],
+    counts: Sequence[int] | None,
     *,
     row_weights_M: torch.Tensor | None = None,
     ends_e: torch.Tensor | None = None,
     recompute: bool = False,
     target: Target | None = None,
 ) -> torch.Tensor:
-    """What `expert_ffn` computes, (M, H). With `target` the weights are constants, whose gradients it is left.
+    """What `expert_ffn` computes, (M, H). With `target` the weights are constants, whose gradients it is left. Without `counts` the programs of a device are there.
 
     Raises `ValueError` where `counts` do not sum to M.
     """
-    if sum(counts) != len(x_MH):
+    if counts is not None and sum(counts) != len(x_MH):
         raise ValueError(
             f"counts {list(counts)}: must sum to the number of rows, and sum to {sum(counts)} for {len(x_MH)} rows; "
             "rows of no group would be read without having been written"
         )
-    out: torch.Tensor = _GroupedFfn.apply(
-        x_MH, w13_e2fH, w2_eHf, row_weights_M, tuple(counts), ends_e, recompute, target
-    )
+    out: torch.Tensor = _GroupedFfn.apply(x_MH, w13_e2fH, w2_eHf, row_weights_M, counts, ends_e, recompute, target)
     return out
 
 
@@ -65,7 +63,7 @@ def products_of_groups(
         return a_MN.new_zeros(len(counts), a_MN.shape[1], b_MK.shape[1])
     ends_e = ends_of(counts, a_MN.device) if ends_e is None else ends_e
     out_eNK = F.grouped_mm(a_MN.T, b_MK, offs=ends_e)
-    unwritten = [out_NK for out_NK, count in zip(out_eNK.unbind(), counts, strict=True) if not count]
+    unwritten = [out_eNK[group] for group, count in enumerate(counts) if not count]
     if unwritten:
         torch._foreach_zero_(unwritten)
     return out_eNK
@@ -84,7 +82,7 @@ class _GroupedFfn(torch.autograd.Function):
         w13_e2fH: torch.Tensor,
         w2_eHf: torch.Tensor,
         row_weights_M: torch.Tensor | None,
-        counts: tuple[int, ...],
+        counts: Sequence[int] | None,
         ends_e: torch.Tensor | None,
         recompute: bool,
         target: Target | None,
@@ -92,7 +90,9 @@ class _GroupedFfn(torch.autograd.Function):
         x_MH, gate_up_MF = x_MH.contiguous(), None
         y_MH = x_MH.new_empty(x_MH.shape)
         if len(x_MH):
-            ends_e = ends_of(counts, x_MH.device) if ends_e is None else ends_e
+            if ends_e is None:
+                assert counts is not None
+                ends_e = ends_of(counts, x_MH.device)
             gate_up_MF = _gate_up(x_MH, w13_e2fH, ends_e)
             h_Mf = swiglu(gate_up_MF.unflatten(1, (2, -1)), row_weights_M=row_weights_M)
             y_MH = F.grouped_mm(h_Mf, w2_eHf.transpose(1, 2), offs=ends_e)
@@ -115,8 +115,14 @@ class _GroupedFfn(torch.autograd.Function):
             dx_MH, d_row_weights_M = torch.zeros_like(x_MH), None
 
         def of_weights() -> tuple[torch.Tensor, torch.Tensor]:
-            d_w13_eFH = products_of_groups(d_gate_up_MF, x_MH, ctx.counts, ends_e)
-            return d_w13_eFH.view(w13_e2fH.shape), products_of_groups(dy_MH, h_Mf, ctx.counts, ends_e)
+            pairs = (d_gate_up_MF, x_MH), (dy_MH, h_Mf)
+            if ctx.counts is None and len(x_MH):
+                d_w13_eFH, d_w2_eHf = (F.grouped_mm(a.T, b, offs=ends_e) for a, b in pairs)
+                zero_empty_groups(ends_e, d_w13_eFH, d_w2_eHf)
+            else:
+                counts = ctx.counts or len(w2_eHf) * (0,)
+                d_w13_eFH, d_w2_eHf = (products_of_groups(a, b, counts, ends_e) for a, b in pairs)
+            return d_w13_eFH.view(w13_e2fH.shape), d_w2_eHf
 
         d_weights: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if ctx.target is not None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SortedKeys as SortedKeys,
         ends_of_groups as ends_of_groups,
         sort_keys as sort_keys,
+        zero_empty_groups as zero_empty_groups,
     )
     from phalanx.kernels.device.sums import (
         device_checksums as device_checksums,

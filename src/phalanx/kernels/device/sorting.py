@@ -1,4 +1,4 @@
-"""A stable sort of the experts of routed pairs, in two launches, and where each expert's rows end, in one; the host waits for nothing.
+"""A stable sort of the experts of routed pairs, in two launches, which also say where each expert's rows end; for counts of several sources in one. The host waits for nothing.
 
 Legend: N pairs, E experts, P programs.
 """
@@ -17,6 +17,10 @@ PROGRAMS = 128
 """At most: each of them reads the counts of all."""
 SUMMED = 16
 """Rows of counts that a program adds up at once."""
+ZEROS = 4096
+"""Numbers of a group that a program sets to zero at once."""
+PARTS = 32
+"""Programs that share a group."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,23 +28,27 @@ class SortedKeys:
     """Each number's place among all, smaller ones first, equal ones in their order. Numbers from `values` on come last and have no place."""
 
     counts_E: torch.Tensor | None
-    """int64; None: not asked for."""
+    """int64; None: not made."""
     order_N: torch.Tensor
     """int64; what is behind the numbers that have a place is not written."""
     places_N: torch.Tensor | None
     """int64, -1 where there is none; None: not made."""
     tokens_N: torch.Tensor | None
     """int64 `order_N // copies`; None: not made."""
+    ends_E: torch.Tensor | None = None
+    """int32 place behind the last one of each; None: not made."""
 
 
-def sort_keys(keys_N: torch.Tensor, values: int, *, copies: int = 1, counted: bool = False) -> SortedKeys:
-    """Of int64 `keys_N` (contiguous, not negative), `copies` for each token, one after the other. `counted`: how often each occurs is known."""
+def sort_keys(keys_N: torch.Tensor, values: int, *, copies: int = 1) -> SortedKeys:
+    """Of int64 `keys_N` (contiguous, not negative), `copies` for each token, one after the other."""
     size, wide = len(keys_N), block_of(values, 1 << 14)
     order_N, places_N, tokens_N = torch.empty((3, size), dtype=torch.int64, device=keys_N.device).unbind()
     block = max(1, min(256, TILE // wide))
     tiles = max(1, -(-size // (block * PROGRAMS)))
     programs = -(-size // (block * tiles))
     counts_PE = torch.empty((programs, values), dtype=torch.int32, device=keys_N.device)
+    make = torch.empty if size else torch.zeros
+    counts_E, ends_E = (make(values, dtype=dtype, device=keys_N.device) for dtype in (torch.int64, torch.int32))
     if size:
         from phalanx.kernels.device.programs import sorting as own
 
@@ -48,11 +56,11 @@ def sort_keys(keys_N: torch.Tensor, values: int, *, copies: int = 1, counted: bo
         launch(own.count_values, (programs,), keys_N, counts_PE, size, values, tiles, **shape, num_warps=4)
         rows = max(1, min(SUMMED, TILE // wide))
         launch(
-            own.place_values, (programs,), keys_N, counts_PE, order_N, places_N, tokens_N, size, values, tiles, programs,
+            own.place_values, (programs,),
+            keys_N, counts_PE, order_N, places_N, tokens_N, counts_E, ends_E, size, values, tiles, programs,
             COPIES=copies, **shape, P2=rows, num_warps=4,
         )  # fmt: skip
-    counts_E = None if counted else counts_PE.sum(0, dtype=torch.int64)
-    return SortedKeys(counts_E, order_N, places_N, tokens_N)
+    return SortedKeys(counts_E, order_N, places_N, tokens_N, ends_E)
 
 
 def ends_of_groups(counts_PX: torch.Tensor, first: int, groups: int) -> torch.Tensor:
@@ -76,3 +84,13 @@ def ends_of_groups(counts_PX: torch.Tensor, first: int, groups: int) -> torch.Te
         num_warps=4,
     )
     return ends_e
+
+
+def zero_empty_groups(ends_e: torch.Tensor, a_eX: torch.Tensor, b_eX: torch.Tensor) -> None:
+    """Set both (contiguous, of one type) to zero where a group has no row, by int32 `ends_e` of the device alone."""
+    from phalanx.kernels.device.programs import sorting as own
+
+    launch(
+        own.zero_empty_groups, (len(ends_e), PARTS), ends_e, a_eX, b_eX, a_eX.numel() // len(ends_e), b_eX.numel() // len(ends_e),
+        PARTS=PARTS, BLOCK=ZEROS, num_warps=8,
+    )  # fmt: skip

@@ -4,7 +4,7 @@ Decides nothing about who sends what. It drops what the policy drops, sorts, mov
 
     counts     all-gather over ep_etp (not where sizes are static, nor on one rank)         E integers
     permute    rows of this rank in slot order, each source's rows of an expert in token order;
-               on a device the host waits for the counts behind it, where the order needs none of them
+               on a device the host waits for the counts behind it, where the order needs none of them, and on one rank not at all
     rows       all-to-all over ep, all-gather over etp; the same for the rows' weights
     slot sort  from order of arrival to slot order                                           (experts run here)
     back       undo the sort, reduce-scatter over etp, all-to-all over ep, sum the copies of each token
@@ -19,7 +19,7 @@ With `transport = "deepep"` each token goes once to every rank that has an exper
 nothing. Rows come to an expert in the order of the all-to-all (between hosts DeepEP has its own), so results differ by the order of sums over a token's copies alone: here those of a rank first, rounded.
 
 Must never change: the set of kept pairs depends on the micro-batch (full_sequence) or this rank's part of it (sub_sequence) and on
-nothing else; sums over copies run in a fixed order. Dropless and dropping cost one host synchronisation a layer, padded none. Padded
+nothing else; sums over copies run in a fixed order. Dropless and dropping cost one host synchronisation a layer, padded none, nor dropless on a GPU alone. Padded
 mode needs the same number of tokens on all ranks of the expert-parallel group.
 
 Legend: T tokens of this rank, K experts of a token, H hidden, E experts, M rows of this rank's slots, R rows that this rank sends, C capacity,
@@ -121,7 +121,7 @@ class DispatchState:
     """What `combine` needs of `dispatch`."""
 
     plan: DispatchPlan | None
-    """None: no rank knows all counts (DeepEP)."""
+    """None: no rank knows all counts (DeepEP), or nobody needs them (`Dispatched.counts`)."""
     token_of_row: torch.Tensor
     """Rows of this rank to its own tokens (all-to-all), or rows of its slots to the tokens that came here."""
     rows_of_token: torch.Tensor
@@ -140,8 +140,8 @@ class Dispatched:
 
     rows_MH: torch.Tensor
     weights_M: torch.Tensor
-    counts: tuple[int, ...]
-    """Rows of each expert that this rank holds (host integers, sum M)."""
+    counts: tuple[int, ...] | None
+    """Rows of each expert that this rank holds (host integers, sum M); None: the device alone knows, `ends_e`."""
     dropped: torch.Tensor
     """int64 0-d: pairs of this rank that were dropped."""
     state: DispatchState
@@ -216,18 +216,21 @@ class Dispatcher:
         op_prefix: str = "",
         known: KnownCounts | None = None,
         counts_E: torch.Tensor | None = None,
+        needs_counts: bool = True,
     ) -> Dispatched:
         """Send each token to the slots of its experts.
 
         `token_index_T`: place of each token in its micro-batch, where ranks of `tp_cp` share one and it is not simply rank by rank
         (it decides ties and `position` under full_sequence). `part_T`: this rank stands in for several, part by part (sub_sequence drops
         in each part by itself). `op_prefix` names the collectives (`mb0.L3.fwd.`). `known`: of a pass that runs again. `counts_E`: int64 pairs of each expert,
-        where they are known.
+        where they are known. `needs_counts`: of `Dispatched`, also where nothing but a wait of the host could tell them.
         """
         if self.spec.transport == "deepep" and self.ep_etp.size > 1:
             return self._dispatch_tokens(x_TH, weights_TK, experts_TK, op_prefix, known)
         kept_TK = self.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
         gathers = self.spec.transport == "all_gather" and self.ep_etp.size > 1
+        if kept_TK is None and not needs_counts and self._stays_alone(experts_TK):
+            return self._keep(x_TH, weights_TK, experts_TK, op_prefix)
         if self.spec.is_static:
             plan, send = self._static_list(experts_TK, kept_TK)
             if gathers:
@@ -247,6 +250,23 @@ class Dispatcher:
             picked = self.pick(x_TH, weights_TK, begun.send, op_id=op_prefix + "dispatch.permute")
             plan, send, _ = self.finish_list(begun)
         return self._exchange(*picked, plan, send, op_prefix, ends_e=ends_e)
+
+    def _stays_alone(self, experts_TK: torch.Tensor) -> bool:
+        """All rows are this rank's own, in the order of experts, and the device can say where each expert's end: only who listens would need their numbers on the host."""
+        return self.ep_etp.size == 1 and self.is_plain and self.listen is None and self._sorts(experts_TK)
+
+    def _sorts(self, experts_TK: torch.Tensor) -> bool:
+        return self.kernels == "fast" and runs_programs(experts_TK)
+
+    def _keep(
+        self, x_TH: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor, op_prefix: str
+    ) -> Dispatched:
+        """Where `_stays_alone`: there are as many rows as pairs, so that the host waits for nothing."""
+        found = sort_keys(experts_TK.reshape(-1), self.num_experts, copies=experts_TK.shape[1])
+        send = self._send(found, found.order_N, experts_TK, self._nothing(experts_TK.device))
+        rows_MH, weights_M = self.pick(x_TH, weights_TK, send, op_id=op_prefix + "dispatch.permute")
+        state = DispatchState(None, send.token_of_row_R, send.rows_of_token_TK, op_prefix)
+        return Dispatched(rows_MH, weights_M, None, send.dropped, state, found.ends_E)
 
     def pick(
         self, x_TH: torch.Tensor, weights_TK: torch.Tensor, send: SendList, *, op_id: str
@@ -376,23 +396,27 @@ class Dispatcher:
 
     def combine(self, rows_MH: torch.Tensor, state: DispatchState) -> torch.Tensor:
         """(T, H) sum of each token's rows, which the experts have already weighted. The inverse of `dispatch`."""
-        plan, at = state.plan, state.op_prefix + "combine."
+        at = state.op_prefix + "combine."
         if state.token_sizes:
             all_NH = traced(self.comms, at + "sum", partial(self._sum, state), rows_MH)
             return self.comms.reduce_scatter_rows(all_NH, sizes=state.token_sizes, axis=self.ep_etp, op_id=at + "rows")
         if state.came is not None:
             sums_NH = traced(self.comms, at + "sum", partial(self._sum, state), rows_MH)
             return state.came.trip.combine(sums_NH, op_id=at + "rows")
-        assert plan is not None  # of all other transports
-        if state.maps is not None:
-            (rows_MH,) = traced(self.comms, at + "sort", partial(reordered, state.maps.inverse), rows_MH)
+        if state.plan is not None:
+            rows_MH = self._send_back(rows_MH, state.plan, state.maps, at)
+        return traced(self.comms, at + "sum", partial(self._sum, state), rows_MH)
+
+    def _send_back(self, rows_MH: torch.Tensor, plan: DispatchPlan, maps: SlotMaps | None, at: str) -> torch.Tensor:
+        """(R, H) the rows that this rank has sent, as the experts have left them."""
+        if maps is not None:
+            (rows_MH,) = traced(self.comms, at + "sort", partial(reordered, maps.inverse), rows_MH)
         here = {"ep": self.ep.index, "etp": self.etp.index}
         sizes = plan.etp_sizes(ep=self.ep.index)
         rows = self.comms.reduce_scatter_rows(rows_MH, sizes=sizes, axis=self.etp, op_id=at + "rows_etp")
-        rows = self.comms.all_to_all_rows(
+        return self.comms.all_to_all_rows(
             rows, in_splits=plan.receives(**here), out_splits=plan.sends(**here), axis=self.ep, op_id=at + "rows"
         )
-        return traced(self.comms, at + "sum", partial(self._sum, state), rows)
 
     def _sum(self, state: DispatchState, rows_MH: torch.Tensor) -> torch.Tensor:
         """Each token's copies, added up."""
@@ -589,7 +613,7 @@ def kept_pairs(weights_TK: torch.Tensor, experts_TK: torch.Tensor, *, rows: int,
 def sorted_keys(keys_N: torch.Tensor, values: int, *, copies: int = 1, counted: bool = False, impl: Impl) -> SortedKeys:
     """Numbers below `values`, and `values` itself for those that have no place, `copies` of each token. `counted`: how many there are of each is known."""
     if impl == "fast" and runs_programs(keys_N):
-        return sort_keys(keys_N.contiguous(), values, copies=copies, counted=counted)
+        return sort_keys(keys_N.contiguous(), values, copies=copies)
     counts_E = None if counted else count_keys(keys_N, values + 1)[:values]
     return SortedKeys(counts_E, stable_order(keys_N, values), None, None)
 

@@ -74,7 +74,7 @@ def run_experts(
             rows_MH, weights_M, call=call, counts=sent.counts, ends_e=sent.ends_e, kernels=kernels, lanes=lanes
         )
 
-    return _in_turn(call, dispatcher, compute)
+    return _in_turn(call, dispatcher, compute, needs_counts=False)
 
 
 def rows_of_experts(
@@ -82,12 +82,12 @@ def rows_of_experts(
     weights_M: torch.Tensor,
     *,
     call: MoeCall,
-    counts: Sequence[int],
+    counts: Sequence[int] | None,
     ends_e: torch.Tensor | None = None,
     kernels: Impl,
     lanes: Lanes,
 ) -> torch.Tensor:
-    """(M, H) weighted results of rows that lie expert by expert, `counts` of each. `ends_e`: as of `expert_ffn`."""
+    """(M, H) weighted results of rows that lie expert by expert, `counts` of each. Both: as of `expert_ffn`."""
     return expert_ffn(
         rows_MH,
         call.experts.w13_e2fH,
@@ -123,11 +123,15 @@ def run_exact(
             lanes=lanes,
         )
 
-    return _in_turn(call, dispatcher, compute)
+    return _in_turn(call, dispatcher, compute, needs_counts=True)
 
 
 def _in_turn(
-    call: MoeCall, dispatcher: Dispatcher, compute: Callable[[torch.Tensor, torch.Tensor, Dispatched], torch.Tensor]
+    call: MoeCall,
+    dispatcher: Dispatcher,
+    compute: Callable[[torch.Tensor, torch.Tensor, Dispatched], torch.Tensor],
+    *,
+    needs_counts: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dispatch, experts, combine."""
     sent = dispatcher.dispatch(
@@ -139,6 +143,7 @@ def _in_turn(
         op_prefix=call.op_prefix,
         known=call.known,
         counts_E=call.counts_E,
+        needs_counts=needs_counts,
     )
 
     def experts(rows_MH: torch.Tensor, weights_M: torch.Tensor) -> torch.Tensor:

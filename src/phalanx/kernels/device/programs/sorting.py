@@ -24,10 +24,13 @@ def count_values(keys, counts, size, values, tiles, BLOCK: tl.constexpr, E2: tl.
 
 @triton.jit
 def place_values(
-    keys, counts, order, places, tokens, size, values, tiles, programs,
+    keys, counts, order, places, tokens, totals, ends, size, values, tiles, programs,
     COPIES: tl.constexpr, BLOCK: tl.constexpr, E2: tl.constexpr, P2: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P,). `order[j]` is where the j-th number stands, sorted, `tokens[j]` that divided by COPIES; `places` the inverse, -1 for a number that is no value."""
+    """Grid (P,). `order[j]` is where the j-th number stands, sorted, `tokens[j]` that divided by COPIES; `places` the inverse, -1 for a number that is no value.
+
+    `totals`: how often each value occurs, `ends` their running sums.
+    """
     value_E = tl.arange(0, E2)
     total_E = tl.zeros((E2,), dtype=tl.int32)
     before_E = tl.zeros((E2,), dtype=tl.int32)
@@ -37,7 +40,11 @@ def place_values(
         count_PE = tl.load(counts + program_P1 * values + value_E[None, :], mask=here_PE, other=0)
         total_E += tl.sum(count_PE, axis=0)
         before_E += tl.sum(tl.where(program_P1 < tl.program_id(0), count_PE, 0), axis=0)
-    next_E = tl.cumsum(total_E, axis=0) - total_E + before_E
+    end_E = tl.cumsum(total_E, axis=0)
+    if tl.program_id(0) == 0:
+        tl.store(totals + value_E, total_E.to(tl.int64), mask=value_E < values)
+        tl.store(ends + value_E, end_E, mask=value_E < values)
+    next_E = end_E - total_E + before_E
     for tile in range(0, tiles):
         at_B = (tl.program_id(0) * tiles + tile) * BLOCK + tl.arange(0, BLOCK)
         here_B = at_B < size
@@ -62,3 +69,18 @@ def ends_of_groups(counts, ends, sources, stride, width, E2: tl.constexpr, P2: t
         here_PE = (source_P1 < sources) & (group_E < width)[None, :]
         total_E += tl.sum(tl.load(counts + source_P1 * stride + group_E[None, :], mask=here_PE, other=0), axis=0)
     tl.store(ends + group_E, tl.cumsum(total_E, axis=0).to(tl.int32), mask=group_E < width)
+
+
+@triton.jit
+def zero_empty_groups(ends, a, b, a_size, b_size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (groups, PARTS). Zeros in both, `a_size` and `b_size` numbers a group, where a group has no row."""
+    group, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin = tl.load(ends + group - 1, mask=group > 0, other=0)
+    if tl.load(ends + group) == begin:
+        zero_B = tl.zeros((BLOCK,), dtype=a.dtype.element_ty)
+        for first in range(part * BLOCK, a_size, PARTS * BLOCK):
+            at_B = first + tl.arange(0, BLOCK)
+            tl.store(a + group * a_size + at_B, zero_B, mask=at_B < a_size)
+        for first in range(part * BLOCK, b_size, PARTS * BLOCK):
+            at_B = first + tl.arange(0, BLOCK)
+            tl.store(b + group * b_size + at_B, zero_B, mask=at_B < b_size)
