@@ -41,7 +41,6 @@ class Elsewhere(torch.Tensor):
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Program:
-    monkeypatch.setattr(launching, "_compiled", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     return Program()
@@ -52,7 +51,14 @@ def test_a_second_launch_of_a_kind_goes_the_short_way(program: Program) -> None:
     launching.launch(program, (3, 2), x, 5, BLOCK=16, num_warps=2)
     assert len(program.compiled) == 1 and not program.compiled[0].ran
     launching.launch(program, (3, 2), x, 7, BLOCK=16, num_warps=2)
-    assert program.compiled[0].ran == [(3, 2, 1, 7, "code", "metadata", None, None, None, x, 7, 16)]
+    assert program.compiled[0].ran == [(3, 2, 1, 7, "code", "metadata", None, None, None, x.data_ptr(), 7, 16)]
+
+
+def test_a_kernel_that_is_kept_compiles_once_and_has_versions_of_its_own(program: Program) -> None:
+    kernels, x = [launching.Kernel(program, num_warps=2, BLOCK=16) for _ in range(2)], torch.ones(64)
+    for kernel in (kernels[0], *kernels):
+        kernel((3,), x, 5)
+    assert [len(known.ran) for known in program.compiled] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +85,6 @@ def test_what_has_one_version_here_has_one_in_triton() -> None:
     whole = [0, 1, 2, 3, 16, 32, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, -(2**31) - 1, 2**62, 2**63, 2**63 + 16]
     tensors = [torch.ones(64, dtype=d)[i:] for d in (torch.float32, torch.bfloat16, torch.int64) for i in (0, 1, 8)]
     for a, b in itertools.combinations([*whole, *tensors, 1.0, 0.5, 1e-20, None, True, False], 2):
-        if launching.version_of(a) == launching.version_of(b):
+        if launching.told_apart([a])[0] == launching.told_apart([b])[0]:
             ours = [native_specialize_impl(type(backend), x, False, True, True) for x in (a, b)]
             assert ours[0] == ours[1], (a, b)

@@ -77,7 +77,7 @@ def scaled(x: torch.Tensor, grad: torch.Tensor, *, programs: bool) -> torch.Tens
     out = torch.empty_like(x)
     launch(
         cross_entropy.scaled, (-(-x.numel() // BLOCK),),
-        x, grad, out, x.numel(), WIDE=wide_of(x, grad), BLOCK=BLOCK, num_warps=warps_of(BLOCK),
+        x, grad, out, x.numel(), WIDE=wide_of(x.dtype, grad.dtype), BLOCK=BLOCK, num_warps=warps_of(BLOCK),
     )  # fmt: skip
     return out
 
@@ -180,7 +180,7 @@ class _Calculation:
         (num_tokens, vocab), how = logits_cV.shape, self.how
         own_c3 = self.losses_T.new_empty(num_tokens, 3)
         block = block_of(vocab, BLOCK)
-        shape: dict[str, Any] = {"WIDE": wide_of(logits_cV), "BLOCK": block, "num_warps": warps_of(block)}
+        shape: dict[str, Any] = {"WIDE": wide_of(logits_cV.dtype), "BLOCK": block, "num_warps": warps_of(block)}
         launch(programs.token_shares, (num_tokens,), logits_cV, chunk.labels_c, own_c3, how.first, vocab, **shape)
         shares_Pc3 = own_c3.unsqueeze(0) if how.gather is None else how.gather(own_c3)
         launch(

@@ -5,18 +5,16 @@ Must never change: sizes follow from shapes and types, never from values or from
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
-_compiled: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}
-"""Program, warps and constants -> versions of the arguments -> what Triton compiled."""
-
 
 def runs_programs(x: torch.Tensor) -> bool:
     """`x` is on a GPU, and Triton can be imported."""
-    return x.device.type == "cuda" and _has_triton()
+    return x.is_cuda and _has_triton()
 
 
 @lru_cache(maxsize=1)
@@ -38,34 +36,73 @@ def warps_of(elements: int) -> int:
     return min(max(1, elements // 256), 16)
 
 
-def wide_of(*tensors: torch.Tensor) -> Any:
+@cache
+def wide_of(*dtypes: torch.dtype) -> Any:
     """Triton's type in which a program computes: fp64 where a tensor is fp64, else fp32."""
     import triton.language as tl
 
-    return tl.float64 if any(x.dtype == torch.float64 for x in tensors) else tl.float32
+    return tl.float64 if torch.float64 in dtypes else tl.float32
+
+
+class Kernel:
+    """A program with its warps and constants (its last parameters, all of them, in their order).
+
+    Finding out which version of a program is meant takes Triton several times as long as the launch, so what it found is kept. Who launches often keeps the kernel too (`functools.cache`).
+    """
+
+    def __init__(self, program: Any, *, num_warps: int = 4, **constants: Any) -> None:
+        self._program, self._named = program, {**constants, "num_warps": num_warps}
+        self._constants = tuple(constants.values())
+        self._versions: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
+        """`program[grid](*args, **constants)`."""
+        if not self._versions:  # also where tensors have no address
+            self._first_of_a_version(grid, args)
+            return
+        version, values = told_apart(args)
+        known = self._versions.get(version)
+        if known is None:
+            self._first_of_a_version(grid, args)
+            return
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        known.run(x, y, z, stream, known.function, known.packed_metadata, None, None, None, *values, *self._constants)
+
+    def _first_of_a_version(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        compiled = self._program[grid](*args, **self._named)
+        if hasattr(compiled, "packed_metadata") and torch.version.hip is None:  # neither interpreted nor recorded
+            self._versions[told_apart(args)[0]] = compiled
+
+
+_kernel_of = cache(Kernel)
 
 
 def launch(program: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **constants: Any) -> None:
-    """`program[grid](*args, **constants)`; `constants` are its last parameters, all of them, in their order.
+    """`Kernel`, made and found again here."""
+    _kernel_of(program, num_warps=num_warps, **constants)(grid, *args)
 
-    Finding out which version of a program is meant takes Triton several times as long as the launch, so what it found is kept.
+
+def told_apart(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
+    """What Triton compiles a version of a program for, and what that is launched with.
+
+    The first has the type of a tensor, whether it begins at a multiple of 16 bytes and its device, and what is told apart of whole numbers. In the second an address stands for
+    each tensor, which spares the driver a question about it.
     """
-    versions = _compiled.setdefault((id(program), num_warps, *constants.values()), {})
-    known = versions.get(tuple(map(version_of, args))) if versions else None
-    if known is None:
-        compiled = program[grid](*args, **constants, num_warps=num_warps)
-        if hasattr(compiled, "packed_metadata") and torch.version.hip is None:  # neither interpreted nor recorded
-            versions[tuple(map(version_of, args))] = compiled
-        return
-    x, y, z = (*grid, 1, 1)[:3]
-    stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-    known.run(x, y, z, stream, known.function, known.packed_metadata, None, None, None, *args, *constants.values())
+    version: list[Any] = []
+    values = []
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            address = x.data_ptr()
+            version += x.dtype, address & 15 == 0, x.get_device()
+            values.append(address)
+        else:
+            version.append(_told_of_number(x))
+            values.append(x)
+    return tuple(version), values
 
 
-def version_of(x: Any) -> Any:
-    """What Triton compiles a version of a program for: the type of a tensor, whether it begins at a multiple of 16 bytes and its device, and what it tells apart of whole numbers."""
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() & 15 == 0, x.get_device()
+def _told_of_number(x: Any) -> Any:
     if type(x) is int:
         return x == 1, x & 15 == 0, -(2**31) <= x < 2**31, x < 2**63
     return type(x) if isinstance(x, float) else (type(x), x)

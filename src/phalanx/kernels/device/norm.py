@@ -88,7 +88,7 @@ def _shape(width: int, wide: torch.Tensor) -> dict[str, Any]:
     """How many rows of `width` elements a program takes at once."""
     block = block_of(width, WIDEST_NORM)
     rows = max(1, TILE // block)
-    return {"WIDE": wide_of(wide), "ROWS": rows, "BLOCK": block, "num_warps": warps_of(rows * block)}
+    return {"WIDE": wide_of(wide.dtype), "ROWS": rows, "BLOCK": block, "num_warps": warps_of(rows * block)}
 
 
 class _FusedNorm(torch.autograd.Function):

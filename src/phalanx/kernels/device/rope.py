@@ -110,7 +110,7 @@ def _tile(q_TAD: torch.Tensor, k_TGD: torch.Tensor, cos_BSN: torch.Tensor) -> di
     """How many heads a program takes at once, of how many pairs."""
     pairs = block_of(q_TAD.shape[2] // 2, BLOCK)
     heads = min(1 << (max(q_TAD.shape[1], k_TGD.shape[1]) - 1).bit_length(), max(1, BLOCK // pairs))
-    return {"WIDE": wide_of(q_TAD, cos_BSN), "HEADS": heads, "PAIRS": pairs}
+    return {"WIDE": wide_of(q_TAD.dtype, cos_BSN.dtype), "HEADS": heads, "PAIRS": pairs}
 
 
 class _FusedRope(torch.autograd.Function):

@@ -96,7 +96,7 @@ def choice_backward(
             some if d_probs_SE is None else d_probs_SE.contiguous(), some if d_squares is None else d_squares, d_logits_TE,
             per_sequence, experts, rule.scale, rule.tiny,
             **_settings(rule), WEIGHTS=d_weights_TK is not None, PROBS=d_probs_SE is not None, SQUARES=d_squares is not None,
-            TOP_K=rule.top_k, **tile, WIDE=wide_of(logits_TE), num_warps=4,
+            TOP_K=rule.top_k, **tile, WIDE=wide_of(logits_TE.dtype), num_warps=4,
         )  # fmt: skip
     return d_logits_TE
 
@@ -126,7 +126,7 @@ class _Choose(torch.autograd.Function):
                 tokens // sequences, experts, rule.scale, rule.tiny,
                 **_settings(rule), BIASED=bias_E is not None, FREE=rule.counts_free,
                 GROUPS=rule.groups, BEST=rule.group_best, GROUPS_KEPT=rule.groups_kept, TOP_K=top_k,
-                **tile, G2=1 << (rule.groups - 1).bit_length(), WIDE=wide_of(logits_TE), num_warps=4,
+                **tile, G2=1 << (rule.groups - 1).bit_length(), WIDE=wide_of(logits_TE.dtype), num_warps=4,
             )  # fmt: skip
         sums_SX = parts_SbX.sum(1)
         ctx.save_for_backward(logits_TE, experts_TK)

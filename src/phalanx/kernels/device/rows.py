@@ -5,11 +5,12 @@ Legend: T tokens, K copies per token, M rows, H hidden.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 
-from phalanx.kernels.device.launch import block_of, launch, warps_of, wide_of
+from phalanx.kernels.device.launch import Kernel, block_of, warps_of, wide_of
 
 BLOCK = 2048
 """Columns that a program takes at once."""
@@ -22,15 +23,10 @@ def take_rows(x_TH: torch.Tensor, index_M: torch.Tensor, *, along: Along | None 
     """(M, H) `x[index]`, zero where the index is -1. `along`: pairs (M,), weights (contiguous) of all pairs, and (M,) where those of these pairs go."""
     out_MH = x_TH.new_empty(index_M.shape[0], x_TH.shape[1])
     if out_MH.numel():
-        from phalanx.kernels.device.programs import rows as programs
-
         rows, width = out_MH.shape
-        x_TH, block = dense_rows(x_TH), block_of(width, BLOCK)
-        launch(
-            programs.take_rows, (rows, -(-width // block)),
-            x_TH, x_TH.stride(0), index_M.contiguous(), out_MH, *(along or 3 * (index_M,)), width,
-            WEIGHTED=along is not None, BLOCK=block, num_warps=warps_of(block),
-        )  # fmt: skip
+        x_TH = dense_rows(x_TH)
+        kernel, blocks = _taking(width, along is not None)
+        kernel((rows, blocks), x_TH, x_TH.stride(0), index_M.contiguous(), out_MH, *(along or 3 * (index_M,)), width)
     return out_MH
 
 
@@ -49,15 +45,30 @@ def sum_rows(
     if out_TH is None:
         out_TH = y_MH.new_empty(tokens, y_MH.shape[1])
     if out_TH.numel():
-        from phalanx.kernels.device.programs import rows as programs
-
-        y_MH, block = dense_rows(y_MH), block_of(y_MH.shape[1], BLOCK)
-        launch(
-            programs.sum_rows, (tokens, -(-y_MH.shape[1] // block)),
-            y_MH, y_MH.stride(0), places_TK.contiguous(), out_TH, *(along or 2 * (places_TK,)), y_MH.shape[1],
-            WEIGHTED=along is not None, COPIES=copies, WIDE=wide_of(y_MH), BLOCK=block, num_warps=warps_of(block),
-        )  # fmt: skip
+        y_MH, width = dense_rows(y_MH), y_MH.shape[1]
+        kernel, blocks = _summing(width, copies, y_MH.dtype, along is not None)
+        kernel(
+            (tokens, blocks), y_MH, y_MH.stride(0), places_TK.contiguous(), out_TH, *(along or 2 * (places_TK,)), width
+        )
     return out_TH
+
+
+@cache
+def _taking(width: int, weighted: bool) -> tuple[Kernel, int]:
+    """The kernel, and how many of its programs share a row."""
+    from phalanx.kernels.device.programs import rows as programs
+
+    block = block_of(width, BLOCK)
+    return Kernel(programs.take_rows, WEIGHTED=weighted, BLOCK=block, num_warps=warps_of(block)), -(-width // block)
+
+
+@cache
+def _summing(width: int, copies: int, dtype: torch.dtype, weighted: bool) -> tuple[Kernel, int]:
+    from phalanx.kernels.device.programs import rows as programs
+
+    block = block_of(width, BLOCK)
+    shape = {"COPIES": copies, "WIDE": wide_of(dtype), "BLOCK": block}
+    return Kernel(programs.sum_rows, WEIGHTED=weighted, **shape, num_warps=warps_of(block)), -(-width // block)
 
 
 class TakeWeighted(torch.autograd.Function):

@@ -6,10 +6,11 @@ Legend: N pairs, E experts, P programs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-from phalanx.kernels.device.launch import block_of, launch
+from phalanx.kernels.device.launch import Kernel, block_of
 
 TILE = 4096
 """Comparisons that a program makes at once."""
@@ -41,56 +42,57 @@ class SortedKeys:
 
 def sort_keys(keys_N: torch.Tensor, values: int, *, copies: int = 1) -> SortedKeys:
     """Of int64 `keys_N` (contiguous, not negative), `copies` for each token, one after the other."""
-    size, wide = len(keys_N), block_of(values, 1 << 14)
+    size = keys_N.shape[0]
     order_N, places_N, tokens_N = torch.empty((3, size), dtype=torch.int64, device=keys_N.device).unbind()
-    block = max(1, min(256, TILE // wide))
+    count, place, block = _sorting(values, copies, TILE, SUMMED)
     tiles = max(1, -(-size // (block * PROGRAMS)))
     programs = -(-size // (block * tiles))
     counts_PE = torch.empty((programs, values), dtype=torch.int32, device=keys_N.device)
     make = torch.empty if size else torch.zeros
     counts_E, ends_E = (make(values, dtype=dtype, device=keys_N.device) for dtype in (torch.int64, torch.int32))
     if size:
-        from phalanx.kernels.device.programs import sorting as own
-
-        shape = {"BLOCK": block, "E2": wide}
-        launch(own.count_values, (programs,), keys_N, counts_PE, size, values, tiles, **shape, num_warps=4)
-        rows = max(1, min(SUMMED, TILE // wide))
-        launch(
-            own.place_values, (programs,),
-            keys_N, counts_PE, order_N, places_N, tokens_N, counts_E, ends_E, size, values, tiles, programs,
-            COPIES=copies, **shape, P2=rows, num_warps=4,
-        )  # fmt: skip
+        count((programs,), keys_N, counts_PE, size, values, tiles)
+        place(
+            (programs,), keys_N, counts_PE, order_N, places_N, tokens_N, counts_E, ends_E, size, values, tiles, programs
+        )
     return SortedKeys(counts_E, order_N, places_N, tokens_N, ends_E)
+
+
+@cache
+def _sorting(values: int, copies: int, most: int, summed: int) -> tuple[Kernel, Kernel, int]:
+    """The two kernels, for tiles of `most` comparisons, and how many numbers such a tile has."""
+    from phalanx.kernels.device.programs import sorting as own
+
+    wide = block_of(values, 1 << 14)
+    shape = {"BLOCK": max(1, min(256, most // wide)), "E2": wide}
+    rows = max(1, min(summed, most // wide))
+    return Kernel(own.count_values, **shape), Kernel(own.place_values, COPIES=copies, **shape, P2=rows), shape["BLOCK"]
 
 
 def ends_of_groups(counts_PX: torch.Tensor, first: int, groups: int) -> torch.Tensor:
     """(groups,) int32 row behind the last one of each group, of int64 counts by source (contiguous) whose columns for these groups begin at `first`."""
     sources, stride = counts_PX.shape
     ends_e = torch.empty(groups, dtype=torch.int32, device=counts_PX.device)
+    _adding(groups, TILE, SUMMED)((1,), counts_PX.narrow(1, first, groups), ends_e, sources, stride, groups)
+    return ends_e
+
+
+@cache
+def _adding(groups: int, most: int, summed: int) -> Kernel:
     from phalanx.kernels.device.programs import sorting as own
 
     wide = block_of(groups, 1 << 14)
-    rows = max(1, min(SUMMED, TILE // wide))
-    shape = {"E2": wide, "P2": rows}
-    launch(
-        own.ends_of_groups,
-        (1,),
-        counts_PX.narrow(1, first, groups),
-        ends_e,
-        sources,
-        stride,
-        groups,
-        **shape,
-        num_warps=4,
-    )
-    return ends_e
+    return Kernel(own.ends_of_groups, E2=wide, P2=max(1, min(summed, most // wide)))
 
 
 def zero_empty_groups(ends_e: torch.Tensor, a_eX: torch.Tensor, b_eX: torch.Tensor) -> None:
     """Set both (contiguous, of one type) to zero where a group has no row, by int32 `ends_e` of the device alone."""
+    groups = len(ends_e)
+    _emptying(PARTS, ZEROS)((groups, PARTS), ends_e, a_eX, b_eX, a_eX.numel() // groups, b_eX.numel() // groups)
+
+
+@cache
+def _emptying(parts: int, block: int) -> Kernel:
     from phalanx.kernels.device.programs import sorting as own
 
-    launch(
-        own.zero_empty_groups, (len(ends_e), PARTS), ends_e, a_eX, b_eX, a_eX.numel() // len(ends_e), b_eX.numel() // len(ends_e),
-        PARTS=PARTS, BLOCK=ZEROS, num_warps=8,
-    )  # fmt: skip
+    return Kernel(own.zero_empty_groups, PARTS=parts, BLOCK=block, num_warps=8)

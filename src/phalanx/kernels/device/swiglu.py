@@ -5,11 +5,12 @@ Legend: M rows, F width. `gate_up_M2F[:, 0]` is the gate, `[:, 1]` the up projec
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 
-from phalanx.kernels.device.launch import block_of, launch, warps_of, wide_of
+from phalanx.kernels.device.launch import Kernel, block_of, warps_of, wide_of
 
 BLOCK = 1024
 """Columns that a program takes at once."""
@@ -28,16 +29,20 @@ def swiglu_forward(gate_up_M2F: torch.Tensor, row_weights_M: torch.Tensor | None
     rows, _, width = gate_up_M2F.shape
     out_MF = gate_up_M2F.new_empty(rows, width)
     if out_MF.numel():
-        from phalanx.kernels.device.programs import swiglu as programs
-
-        block = block_of(width, BLOCK)
         weights_M = gate_up_M2F if row_weights_M is None else row_weights_M
-        launch(
-            programs.swiglu_forward, (rows, -(-width // block)),
-            gate_up_M2F, weights_M, out_MF, width,
-            WEIGHTED=row_weights_M is not None, WIDE=wide_of(gate_up_M2F), BLOCK=block, num_warps=warps_of(block),
-        )  # fmt: skip
+        kernel, blocks = _forward(width, gate_up_M2F.dtype, row_weights_M is not None)
+        kernel((rows, blocks), gate_up_M2F, weights_M, out_MF, width)
     return out_MF
+
+
+@cache
+def _forward(width: int, dtype: torch.dtype, weighted: bool) -> tuple[Kernel, int]:
+    """The kernel, and how many of its programs share a row."""
+    from phalanx.kernels.device.programs import swiglu as programs
+
+    block = block_of(width, BLOCK)
+    constants = {"WEIGHTED": weighted, "WIDE": wide_of(dtype), "BLOCK": block}
+    return Kernel(programs.swiglu_forward, **constants, num_warps=warps_of(block)), -(-width // block)
 
 
 def swiglu_backward(
@@ -56,17 +61,22 @@ def swiglu_backward(
     d_gate_up_M2F = torch.empty_like(gate_up_M2F) if d_gate_up_M2F is None else d_gate_up_M2F
     d_weights_M = None if row_weights_M is None else torch.empty_like(row_weights_M)
     if rows:
-        from phalanx.kernels.device.programs import swiglu as programs
-
-        block = block_of(width, BLOCK)
         some = gate_up_M2F  # stands where no weights are, and where nothing is written
-        launch(
-            programs.swiglu_backward, (rows,),
+        _backward(width, gate_up_M2F.dtype, row_weights_M is not None, y_MF is not None)(
+            (rows,),
             gate_up_M2F, some if row_weights_M is None else row_weights_M, dy_MF, d_gate_up_M2F,
             some if d_weights_M is None else d_weights_M, some if y_MF is None else y_MF, width,
-            WEIGHTED=row_weights_M is not None, AGAIN=y_MF is not None, WIDE=wide_of(gate_up_M2F), BLOCK=block, num_warps=warps_of(block),
         )  # fmt: skip
     return d_gate_up_M2F, d_weights_M
+
+
+@cache
+def _backward(width: int, dtype: torch.dtype, weighted: bool, again: bool) -> Kernel:
+    from phalanx.kernels.device.programs import swiglu as programs
+
+    block = block_of(width, BLOCK)
+    constants = {"WEIGHTED": weighted, "AGAIN": again, "WIDE": wide_of(dtype), "BLOCK": block}
+    return Kernel(programs.swiglu_backward, **constants, num_warps=warps_of(block))
 
 
 class _FusedSwiglu(torch.autograd.Function):
