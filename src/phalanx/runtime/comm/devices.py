@@ -9,8 +9,6 @@ without an error, with arbitrary results. So in an elastic run:
     left       an abort that does not end is left behind with its communicators, whose memory it keeps
     connect    a communicator is created in its first call, which waits for all its ranks, and which no abort ends: a member that has seen a newer generation never comes to it. So groups are
                connected when they are made, in a helper thread, which is left behind with its group
-    open       a send that NCCL refuses leaves its group call open, in torch 2.11 and 2.13: whatever that thread posts later, on any communicator, would never be launched, and its peers wait
-               for it for ever. So the group call is ended where a call fails
     stuck      any other call that no abort ends ends with its process; the supervisor starts another one
 
 Communicators are not shrunk (`ncclCommShrink`, behind `shrink_group` of torch 2.11 and 2.13), so that survivors would keep them:
@@ -76,13 +74,6 @@ def connect(group: dist.ProcessGroup, escape: AbortableCall | None = None) -> No
 
 def _first_call(group: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device), group=group)
-
-
-def end_group_call(group: dist.ProcessGroup) -> None:
-    """End a group call of NCCL that this thread may have left open, behind an error in it; there may be none."""
-    for backend in nccl_backends([group]):
-        with contextlib.suppress(Exception):  # none was open, or what was in it failed
-            backend._group_end()
 
 
 class DeviceAbort:

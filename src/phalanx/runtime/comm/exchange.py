@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line
-from phalanx.runtime.comm.devices import end_group_call
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.comm.sums import Passed
 
@@ -156,12 +155,10 @@ class _Several:
 
 @contextmanager
 def named_errors(op: str, axis: Axis, timeout_s: float, op_id: str = "") -> Iterator[None]:
-    """Turn whatever the transport raises into a `PeerError` that says which collective it was. A group call of NCCL that it leaves open is ended."""
+    """Turn whatever the transport raises into a `PeerError` that says which collective it was."""
     try:
         yield
     except RuntimeError as err:  # torch's DistError and its children derive from it
-        if axis.group is not None:
-            end_group_call(axis.group)
         why = _reason(str(err).lower(), timeout_s)
         name = f"{op} [{op_id}]" if op_id else op
         raise PeerError(
