@@ -23,6 +23,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.events import Event
 from phalanx.observe.event_log import encode
 from phalanx.runtime.comm import devices
+from phalanx.runtime.membership import member
 from phalanx.train.recovery import train_elastic
 from phalanx.train.recovery.watch import MemberWatch, Phase
 from phalanx_lab.bench.cluster import write_text
@@ -59,6 +60,8 @@ LOSSES = 1e-5
 """Relative difference of a loss from the undisturbed run, at most: other numbers of ranks round otherwise."""
 STILL_S = 6.0
 """A thread that has not come to another phase for so long says where it stands."""
+SAID = 300
+"""Characters of what made a member leave its generation."""
 TOLD = ("Reformed", "Committed", "TeamFormed", "Note", "MemberLost")
 Told = Mapping[str, Any]
 
@@ -115,8 +118,16 @@ class KilledMember:
         name = f"{slot}-{os.getpid()}"
         self._file, self._still = TellFile(folder / f"member-{name}.jsonl"), (folder / f"still-{name}").open("w")
         self._members = self._generation = self._steps = 0
-        abort = devices._abort
+        abort, failed = devices._abort, member._Loop._failed
         devices._abort = lambda backend: abort(NotedBackend(backend, self._file))
+
+        def told(loop: Any, work: Any) -> bool:
+            broken = failed(loop, work)
+            if broken:
+                self._file.say("Failed", at_s=now_s(), step=loop.failures[-1][0], text=loop.failures[-1][1][:SAID])
+            return broken
+
+        member._Loop._failed = told  # type: ignore[assignment,method-assign]
 
     def phase(self, name: Phase, step: int) -> None:
         """Comes from the member's own thread."""
@@ -218,6 +229,8 @@ def tell_kills(here: Here, told: Sequence[Told], kills: Kills) -> None:
     here.tell("aborts that did not end", sum(r["kind"] == "AbortBegun" for r in told) - len(aborts), most=0)
     here.tell("complaints of aborts", sorted({r["said"] for r in aborts}))
     here.tell("lost", [[r["uid"], r["why"]] for r in told if r["kind"] == "MemberLost"])
+    left = sorted((r for r in told if r["kind"] == "Failed"), key=lambda r: r["at_s"])
+    here.tell("left because", [f"{r['worker']}, step {r['step'] + 1}: {r['text']}" for r in left])
     last = {r["worker"]: r for r in told if r["kind"] == "Phase"}
     end_s = max((r["at_s"] for r in last.values()), default=0.0)
     lines = [
