@@ -103,7 +103,7 @@ class TokenBuffers:
 
 
 def _not_opened(err: Exception, axis: Axis, device: torch.device) -> ConfigError:
-    """The library asserts what it finds. On cards that have PCIE in their name it asks a process group for NVLinks (`deep_ep/utils/envs.py`, `check_nvlink_connections`), and is given none: an
+    """The library asserts what it finds. On cards that have PCIE in their name it asks a process group for NVLinks (deep_ep/utils/envs.py, `check_nvlink_connections`), and is given none: an
     `AttributeError`. Other cards without NVLink it does not tell apart."""
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     why = f"{type(err).__name__}: {first_line(err)}"
