@@ -8,6 +8,8 @@ place; whoever comes later sees both. A difference raises `OrderError`, which na
     stuck(folder)     what never ends, though no two differ: ranks that wait for each other on one communicator
     crossed(folder)   communicators whose collectives two ranks posted in different orders: NCCL asks for one order of all
 
+And a thread in which a message has failed may post no more: with NCCL it can have left a group call open, and then nothing of it would be launched (`runtime/comm/devices.py`, "thread").
+
 Files outlive ranks that are killed, so the order can be read after a failure too.
 """
 
@@ -27,7 +29,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from phalanx.core.errors import RunError
+from phalanx.core.errors import PeerError, RunError
 from phalanx.runtime.comm import collectives, exchange
 
 Entry = dict[str, Any]
@@ -268,10 +270,17 @@ class _Told:
         self.now = threading.local()
 
     def __call__(self, group: dist.ProcessGroup, op: str, what: str, **more: Any) -> None:
-        self.orders.post(group, {"op": op, "id": getattr(self.now, "id", ""), "what": what, **more})
+        self._post(group, {"op": op, "what": what, **more})
 
     def messages(self, group: dist.ProcessGroup, ends: Sequence[tuple[str, int, str]]) -> None:
-        self.orders.post(group, {"op": "messages", "id": getattr(self.now, "id", ""), "ends": ends})
+        self._post(group, {"op": "messages", "ends": ends})
+
+    def _post(self, group: dist.ProcessGroup, entry: Entry) -> None:
+        if getattr(self.now, "failed", False):
+            raise OrderError(
+                f"{entry['op']} is posted by a thread in which a message has failed: NCCL may never launch it"
+            )
+        self.orders.post(group, {**entry, "id": getattr(self.now, "id", "")})
 
 
 @contextmanager
@@ -306,6 +315,15 @@ def in_order(folder: Path, *, rank: int) -> Iterator[Orders]:
         told.now.id = call.op_id
         return posted(self, call)
 
+    @contextmanager
+    def noted(*args: Any, **words: Any) -> Iterator[None]:
+        try:
+            with exchange.named_errors(*args, **words):
+                yield
+        except PeerError:
+            told.now.failed = True
+            raise
+
     def by_library(self: collectives.Collectives, op: str, axis: Any, op_id: str, *launch: Any, **kw: Any) -> Any:
         told.now.id = op_id
         told(axis.group, op, "tokens")
@@ -316,6 +334,7 @@ def in_order(folder: Path, *, rank: int) -> Iterator[Orders]:
         mock.patch.object(collectives, "_all_gather_into", all_gather),
         mock.patch.object(collectives, "_reduce_scatter_into", reduce_scatter),
         mock.patch.object(collectives, "between_ranks", between),
+        mock.patch.object(collectives, "named_errors", noted),
         mock.patch.object(collectives.Collectives, "_posted", note),
         mock.patch.object(collectives.Collectives, "by_library", by_library),
     ):

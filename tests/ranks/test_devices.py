@@ -1,4 +1,4 @@
-"""RecoveryPlanner where messages are NCCL's, with stand-ins for what a GPU does: what ends without a word is noticed, and a call that nothing ends is ended with its process."""
+"""Recovery where messages are NCCL's, with stand-ins for what a GPU does: what ends without a word is noticed, and a call that nothing ends is ended with its process."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from phalanx.plan.recovery_choice import choose_recovery
 from phalanx.runtime.comm import devices
 from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.devices import DeviceAbort, complete
+from phalanx.runtime.comm.devices import DeviceAbort, complete, in_own_thread
 from phalanx.runtime.comm.exchange import Call
 from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.comm.peers import Peers
+from phalanx.runtime.comm.progress import RankProgress
 from phalanx.runtime.membership import rendezvous, watcher as lookout, worker_agent as agent
 from phalanx.runtime.membership.member import _Loop, run_member
 from phalanx.runtime.membership.membership import Generation, Member
 from phalanx.runtime.membership.rendezvous import EpochGroups, Sockets, as_listed
-from phalanx.runtime.membership.votes import Decision, MemberReport
+from phalanx.runtime.membership.votes import ABORT, Decision, MemberReport
 from phalanx.runtime.membership.watcher import AgentSettings, Left
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx.runtime.processes import world
@@ -330,6 +331,73 @@ def test_a_member_whose_results_are_not_used_does_not_vote() -> None:
         abort=lambda: None, leave_epoch=lambda: None, finished=lambda: False,
     )  # fmt: skip
     assert run_member(place, body) == "left" and not voted
+
+
+class GroupCalls(threading.local):
+    """Of each thread, the group calls of NCCL that are open in it. torch makes one around a batch of messages and one around each message, and ends neither where NCCL refuses a message."""
+
+    open = 0
+
+    def post(self, *, refused: bool) -> bool:
+        """A batch of one message; whether it was launched."""
+        self.open += 2
+        if refused:
+            raise RuntimeError("NCCL communicator was aborted")
+        self.open -= 2
+        return self.open == 0
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("own_threads", [True, False])
+def test_a_message_that_was_refused_keeps_no_later_generation_from_posting(own_threads: bool) -> None:
+    calls, mine = GroupCalls(), RankProgress()
+    tried: list[int] = []
+    launched: list[bool] = []
+    team: Any = SimpleNamespace(reports=(), uid="h.0", uids=("h.0",), size=1, formed_s=0.0)
+    team.generation = Generation(number=1, epoch="t", members=(Member("h.0", "h"),))
+    teams = iter([team, team])
+
+    def next_epoch(report: object, *, order: object) -> object:
+        with mine.waiting():
+            assert mine.look() == "moves" and mine.look() == "waits"  # the worker's own thread is the one it tells of
+        team = next(teams, None)
+        if team is None:
+            raise Left("over")
+        return team
+
+    def compute() -> None:
+        with mine.waiting():
+            assert mine.look() == "moves" and mine.look() == "waits"
+        tried.append(0)
+        launched.append(calls.post(refused=len(tried) == 1))
+
+    place: Any = SimpleNamespace(
+        uid="h.0", team=None, told_s=lambda g: 0.0, settle=lambda step: None, progress=mine, next_epoch=next_epoch, vote=lambda step: ABORT
+    )  # fmt: skip
+    refused: list[int] = []
+    body: Any = SimpleNamespace(
+        step=0, holds=False, describe=lambda: ("", {}), enter=lambda team, found: None, compute=compute,
+        abort=lambda: refused.append(0), leave_epoch=lambda: None, finished=lambda: False,
+    )  # fmt: skip
+    assert run_member(place, body, own_threads=own_threads) == "left"
+    assert len(refused) == 2 and launched == [own_threads]
+
+
+@pytest.mark.unit
+def test_a_thread_of_its_own_gives_what_the_work_does_and_ends_with_it() -> None:
+    threads: list[threading.Thread] = []
+
+    def work() -> int:
+        threads.append(threading.current_thread())
+        return 7
+
+    def fails() -> None:
+        raise SystemExit(3)
+
+    assert in_own_thread(work) == 7
+    assert threads[0] is not threading.current_thread() and not threads[0].is_alive()
+    with pytest.raises(SystemExit, match="3"):
+        in_own_thread(fails)
 
 
 class Clock:

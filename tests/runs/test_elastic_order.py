@@ -17,11 +17,13 @@ FEW = {"resilience__mode": "fast", "train__steps": "6", "optim__zero": "1", "opt
 """7 micro-batches on 4 ranks, and on the 3 that are left: always some have an empty one. Gradients are complete bucket by bucket."""
 
 
-def _ordered(args: list[str], folder: str, faults: Faults, *, early: bool = False) -> int:
-    """Body of a process as `_command`: collectives of each generation match by their order, and state moves in batches. `early`: gradients leave where each rank has them, as they once did."""
+def _ordered(args: list[str], folder: str, faults: Faults, *, early: bool = False, one_thread: bool = False) -> int:
+    """Body of a process as `_command`: collectives of each generation match by their order, and state moves in batches. `early`: gradients leave where each rank has them, as they once did.
+    `one_thread`: all generations post from the same thread, as they once did."""
     from phalanx.runtime.comm.groups import build_groups
+    from phalanx.runtime.membership.member import run_member
     from phalanx.runtime.reshard import executor
-    from phalanx.train.recovery import elastic
+    from phalanx.train.recovery import elastic, run
     from phalanx.train.setup import rank
     from phalanx.train.step import passes
 
@@ -35,6 +37,9 @@ def _ordered(args: list[str], folder: str, faults: Faults, *, early: bool = Fals
         mock.patch.object(elastic, "build_groups", as_on_a_device),
         mock.patch.object(passes, "_some_are_empty", (lambda *_: False) if early else passes._some_are_empty),
         mock.patch.object(executor, "_Tagged", executor._Batched),
+        mock.patch.object(
+            run, "run_member", lambda *a, **words: run_member(*a, **{**words, "own_threads": not one_thread})
+        ),
         in_order(Path(folder), rank=-1) as orders,
     ):
 
@@ -57,6 +62,12 @@ def test_ranks_that_heal_post_in_one_order(base: Path) -> None:
 def test_gradients_that_leave_wherever_a_rank_has_them_are_found(base: Path) -> None:
     train(base, "early", {}, body=partial(_ordered, early=True), **FEW)
     assert any("[gradient/" in text and "[mb" in text for text in _crossed(base / "printed-early", at_least=1))
+
+
+def test_a_generation_that_posts_from_the_thread_of_a_failed_one_is_found(base: Path) -> None:
+    train(base, "one-thread", {"forward": ((1,), 2)}, code=2, body=partial(_ordered, one_thread=True), **FEW)
+    told = [path.read_text() for path in (base / "runs" / "one-thread" / "events").glob("rank-*.jsonl")]
+    assert any("posted by a thread in which a message has failed" in text for text in told)
 
 
 def _crossed(folder: Path, *, at_least: int) -> list[str]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from phalanx.runtime.comm.devices import (
         DeviceAbort as DeviceAbort,
         connect as connect,
+        in_own_thread as in_own_thread,
         leave_behind as leave_behind,
         synchronize as synchronize,
     )

@@ -9,6 +9,9 @@ without an error, with arbitrary results. So in an elastic run:
     left       an abort that does not end is left behind with its communicators, whose memory it keeps
     connect    a communicator is created in its first call, which waits for all its ranks, and which no abort ends: a member that has seen a newer generation never comes to it. So groups are
                connected when they are made, in a helper thread, which is left behind with its group
+    thread     a refused message leaves the group calls open that it was posted in (torch 2.11 and 2.13: two for one of a batch, one for an all-to-all). Nothing that the thread posts afterwards, on
+               any communicator, is launched before they are ended, and to end them would launch what was posted on communicators that are freed. NCCL and torch keep all of it by thread: so
+               each generation has a thread of its own
     stuck      any other call that no abort ends ends with its process; the supervisor starts another one
 
 Communicators are not shrunk (`ncclCommShrink`, behind `shrink_group` of torch 2.11 and 2.13), so that survivors would keep them:
@@ -28,8 +31,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +41,7 @@ import torch.distributed as dist
 from phalanx.core.errors import PeerError
 from phalanx.runtime.comm.abortable import AbortableCall, run_abortable
 
+T = TypeVar("T")
 ABORT_S = 5.0
 """An abort that takes longer is left behind."""
 _left: list[dist.ProcessGroup] = []
@@ -70,6 +75,18 @@ def connect(group: dist.ProcessGroup, escape: AbortableCall | None = None) -> No
         return
     device = torch.device("cuda", torch.cuda.current_device())
     run_abortable(escape, partial(_first_call, group, device))
+
+
+def in_own_thread(work: Callable[[], T]) -> T:
+    """What `work` returns or raises, in a thread that ends with it. Its device is that of the thread that calls."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def begin() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="generation", initializer=begin) as threads:
+        return threads.submit(work).result()
 
 
 def _first_call(group: dist.ProcessGroup, device: torch.device) -> None:

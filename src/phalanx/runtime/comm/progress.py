@@ -24,7 +24,7 @@ State = Literal["moves", "waits", "still"]
 
 
 class RankProgress:
-    """Made by the thread that it tells of."""
+    """Made by the thread that it tells of, until another one takes over."""
 
     def __init__(self) -> None:
         self.place = "start"
@@ -43,6 +43,10 @@ class RankProgress:
         self._message: Any = None
 
     # -- from the thread itself
+
+    def take_over(self) -> None:
+        """It tells of the thread that calls this, from now on."""
+        self._thread = threading.get_ident()
 
     def at(self, place: str, *, quick: bool = False) -> None:
         """It has come to `place`."""

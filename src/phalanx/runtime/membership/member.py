@@ -16,6 +16,7 @@ from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.plan.recovery import StateReport
+from phalanx.runtime.comm import in_own_thread
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.rendezvous import GroupEpoch, Order, as_listed
 from phalanx.runtime.membership.votes import ABORT, GO_ON, Decision, InDoubt, MemberReport, Resolution, resolve
@@ -27,7 +28,7 @@ SAME_FAILURES = 3
 
 
 class Body(Protocol):
-    """What a member computes. All methods are called by the worker's own thread."""
+    """What a member computes. All methods are called by the worker's own thread, or by that of a group epoch while the worker's waits for it."""
 
     @property
     def step(self) -> int:
@@ -130,20 +131,23 @@ def run_steps(body: Steps, step: Callable[[], Decision]) -> Decision:
     return decision
 
 
-def run_member(agent: WorkerAgent, body: Body, *, tell: Emit = ignore, order: Order = as_listed) -> str:
+def run_member(
+    agent: WorkerAgent, body: Body, *, tell: Emit = ignore, order: Order = as_listed, own_threads: bool = False
+) -> str:
     """Take part until the run ends; returns why it did: finished, stopped, left or missed the end. The worker agent has been announced.
 
-    `order` decides the ranks of each generation from its reports.
+    `order` decides the ranks of each generation from its reports. `own_threads`: each group epoch has a thread of its own, as devices need it (`runtime/comm/devices.py`, "thread").
 
     Raises `StaleMember`, and whatever the body raises that is no lost peer.
     """
     agent.tell = tell
-    return _Loop(agent, body, tell, order).run()
+    return _Loop(agent, body, tell, order, own_threads=own_threads).run()
 
 
 class _Loop:
-    def __init__(self, agent: WorkerAgent, body: Body, tell: Emit, order: Order) -> None:
+    def __init__(self, agent: WorkerAgent, body: Body, tell: Emit, order: Order, *, own_threads: bool = False) -> None:
         self.agent, self.body, self.tell, self.order = agent, body, tell, order
+        self.own_threads = own_threads
         self.doubt = 0
         """Generation in which this member voted without learning the decision; 0: none."""
         self.broken_s = 0.0
@@ -159,7 +163,7 @@ class _Loop:
                 return "left"
             except RunOver as err:
                 return self._at_the_end(err.end)
-            why = self._run_epoch(team)
+            why = self._in_own_thread(team) if self.own_threads else self._run_epoch(team)
             self.body.leave_epoch()
             if why:
                 return why
@@ -174,6 +178,16 @@ class _Loop:
             sum=checksum,
             about=about,
         )
+
+    def _in_own_thread(self, team: GroupEpoch) -> str:
+        def epoch() -> str:
+            self.agent.progress.take_over()
+            return self._run_epoch(team)
+
+        try:
+            return in_own_thread(epoch)
+        finally:
+            self.agent.progress.take_over()
 
     def _run_epoch(self, team: GroupEpoch) -> str:
         """Steps until the group epoch ends; why the run ends, or an empty string."""

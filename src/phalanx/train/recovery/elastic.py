@@ -96,7 +96,7 @@ class ElasticRun:
 
 
 class ElasticMember:
-    """One member. All methods are called by the worker's own thread."""
+    """One member: the `Body` of `runtime/membership/member.py`."""
 
     def __init__(
         self,

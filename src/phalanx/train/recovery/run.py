@@ -210,7 +210,7 @@ def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, w
         agent.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
         if slot == 0:
             _keep_recipe(run, sinks)
-        why = run_member(agent, body, tell=body.tell, order=body.order)
+        why = run_member(agent, body, tell=body.tell, order=body.order, own_threads=not on_cpu)
         end.reason = {"stopped": "interrupted"}.get(why, why)
     if number == 0 and recipe.observe.console != "none" and body.outcome is not None:
         end.summarize(run.folder.path, body.outcome)
