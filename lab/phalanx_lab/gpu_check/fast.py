@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from phalanx.kernels.cpu.adamw import adamw_
 from phalanx.kernels.cpu.cross_entropy import linear_cross_entropy
 from phalanx.kernels.cpu.words import word_sum
+from phalanx.kernels.device import WeightSum
 from phalanx.plan.model import flops_per_token
 from phalanx_lab.bench.ours import OurRun, Recompute
 from phalanx_lab.gpu_check.here import Here
@@ -29,6 +30,8 @@ CLASSES = {
 }
 """Class of a kernel -> words in its name; the first that fits."""
 LEAST_GROUPED = 0.8
+LEAST_ADDED = 0.9
+"""Predictions take a product that adds to its sum for as fast as one that does not."""
 LOADED_S = 0.5
 """A layer of 30 ms, again and again, is such a load: an H200's dense rate falls from 800 TFLOP/s to between 650 and 680 in it, which is no fault of the layer."""
 POLICIES: tuple[Recompute, ...] = ("full", "selective", "none")
@@ -125,7 +128,8 @@ def check_whole(here: Here) -> None:
 
 
 def check_grouped(here: Here) -> None:
-    """B2: `F.grouped_mm` with even and skewed groups against one dense product of the same work, shapes of Mixtral's first product."""
+    """B2: `F.grouped_mm` with even and skewed groups against one dense product of the same work, shapes of Mixtral's first product; and a gradient of such a weight that its product adds
+    to fp32, against the product alone, and against one that another pass over memory adds."""
     experts, rows, width, hidden = here.pick((8, 16_384, 28_672, 4096), (4, 64, 32, 16))
     x = torch.randn(rows, hidden, device=here.device, dtype=torch.bfloat16)
     weight = torch.randn(experts, width, hidden, device=here.device, dtype=torch.bfloat16)
@@ -137,6 +141,15 @@ def check_grouped(here: Here) -> None:
         ends = torch.tensor(counts, device=here.device).cumsum(0).to(torch.int32)
         seconds = seconds_of(partial(F.grouped_mm, x, weight.transpose(1, 2), offs=ends), here)
         here.tell_rate(f"{name}, of dense", dense_s / seconds, least=LEAST_GROUPED)
+    few = rows // 2
+    dy, total = x.new_empty(few, width).normal_(), torch.zeros(width, hidden, device=here.device)
+    alone_s = seconds_of(lambda: dy.T @ x[:few], here)
+    passes_s = seconds_of(lambda: total.add_(dy.T @ x[:few]), here)
+    own = WeightSum(lambda: (total, True))
+    added_s = seconds_of(lambda: own.add(dy, x[:few]), here)
+    here.tell("gradient alone ms", 1e3 * alone_s)
+    here.tell_rate("added by its product, of the product alone", alone_s / added_s, least=LEAST_ADDED)
+    here.tell("added by its product, over product and pass", passes_s / added_s)
 
 
 def check_rest(here: Here) -> None:

@@ -25,7 +25,7 @@ from phalanx.kernels.cpu.block_attention import PartialAttention, SavedAttention
 from phalanx.kernels.cpu.checksum import checksums
 from phalanx.kernels.cpu.square_sum import square_sums
 from phalanx.kernels.cpu.words import on_host, word_sum
-from phalanx.kernels.device import padded
+from phalanx.kernels.device import WeightSum, padded
 from phalanx.models.context import ForwardInfo
 from phalanx.models.router import Router, router_logits
 from phalanx.plan.attention import AttentionBlock
@@ -274,6 +274,33 @@ def expert_cases(here: Here) -> list[KernelCase]:
 def check_experts(here: Here) -> None:
     """A3.experts."""
     check_cases(here, expert_cases(here))
+    _check_sums(here)
+
+
+def _check_sums(here: Here) -> None:
+    """Gradients that products add up in fp32, of a projection and of groups of which one has no rows: twice, in memory that held something else."""
+    rows, outputs, inputs = here.pick((960, 1088, 512), (12, 16, 8))
+    counts = (rows // 3, 0, rows - rows // 3)
+    a, b = normal(rows, outputs, seed=1), normal(rows, inputs, seed=2)
+    products = torch.stack([x.T @ y for x, y in zip(a.split(counts), b.split(counts), strict=True)])
+    for dtype in (torch.float32, torch.bfloat16):
+        operands = a.to(here.device, dtype), b.to(here.device, dtype)
+        for name, want in (("a projection", products.sum(0)), ("groups", products)):
+            total = torch.full(want.shape, torch.nan, device=here.device)
+            for begun in (False, True):
+                own = WeightSum(partial(_as_it_is, total, begun))
+                if name == "groups":
+                    own.add_groups(*operands, counts=counts)
+                else:
+                    own.add(*operands)
+            found = error(total.cpu().double(), 2 * want)
+            here.tell(
+                f"gradients added up, {name} {str(dtype).removeprefix('torch.')}", found, most=MOST[torch.float32]
+            )
+
+
+def _as_it_is(total: torch.Tensor, begun: bool) -> tuple[torch.Tensor, bool]:
+    return total, begun
 
 
 def row_cases(here: Here) -> list[KernelCase]:

@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.wq = Linear(ctx, at + "wq", bias=spec.attention_bias)
         self.wk = Linear(ctx, at + "wk", bias=spec.attention_bias)
         self.wv = Linear(ctx, at + "wv", bias=spec.attention_bias)
-        self.wo = Linear(ctx, at + "wo")
+        self.wo = Linear(ctx, at + "wo", last=ctx.recompute == "selective")
         if spec.qk_norm != "none":
             norm = RMSNorm if spec.qk_norm == "head" else ShardedRMSNorm
             self.q_norm = norm(ctx, at + "q_norm")
@@ -62,7 +62,9 @@ class Attention(nn.Module):
         """(N, A*D) and twice (N, G*D), normalised where the norm is over all heads."""
         inputs = (self.wq, self.wk, self.wv)
         weights, biases = [p.weight for p in inputs], [p.bias for p in inputs]
-        q, k, v = projections(x_NH, weights, biases, impl=self.impl, lanes=self.lanes, later=self.wq.later)
+        q, k, v = projections(
+            x_NH, weights, biases, impl=self.impl, lanes=self.lanes, later=self.wq.later, sums=self.wq.sums
+        )
         if self.norm_over == "hidden":
             assert isinstance(self.q_norm, ShardedRMSNorm) and isinstance(self.k_norm, ShardedRMSNorm)
             q = self.q_norm.over(q, op_id=self.sequence.id("q_norm", info))

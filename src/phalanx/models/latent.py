@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
             self.wq_b = Linear(ctx, at + "wq_b")
         else:
             self.wq = Linear(ctx, at + "wq")
-        self.wo = Linear(ctx, at + "wo")
+        self.wo = Linear(ctx, at + "wo", last=ctx.recompute == "selective")
         self.query_factor = softmax_factor(ctx.spec.yarn)
         self.sequence = SequenceParallel(ctx, "attention", layer)
         self.context = context_parallel(ctx)

@@ -88,14 +88,15 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """`x weight^T + bias` with this rank's part of a logical projection."""
+    """`x weight^T + bias` with this rank's part of a logical projection. `last`: of what a backward pass runs again, which ends before a product of torch's own, but not before one that adds up
+    the gradient of its weight."""
 
-    def __init__(self, ctx: ModelContext, name: str, *, bias: bool = False) -> None:
+    def __init__(self, ctx: ModelContext, name: str, *, bias: bool = False, last: bool = False) -> None:
         super().__init__()
         self.weight = new_parameter(ctx, f"{name}.weight")
         self.bias = new_parameter(ctx, f"{name}.bias") if bias else None
         self.impl: Impl = ctx.kernels
-        self.lanes, self.later = ctx.lanes, ctx.later
+        self.lanes, self.later, self.sums = ctx.lanes, ctx.later, None if last else ctx.weight_sums
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias, impl=self.impl, lanes=self.lanes, later=self.later)
+        return linear(x, self.weight, self.bias, impl=self.impl, lanes=self.lanes, later=self.later, sums=self.sums)

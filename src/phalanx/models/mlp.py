@@ -5,6 +5,8 @@ Legend: T rows of this rank, N rows of its cp part, H hidden, F width on this ra
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,7 +28,9 @@ class Mlp(nn.Module):
         self.w2 = new_parameter(ctx, f"layers.{layer}.{name}.w2")
         self.sequence = SequenceParallel(ctx, op, layer)
         self.impl: Impl = ctx.kernels
-        self.lanes, self.later = ctx.lanes, ctx.later
+        self.lanes, self.later, self.sums = ctx.lanes, ctx.later, ctx.weight_sums
+        self.is_last = ctx.recompute == "full"
+        """Whether its second product is the last one of what a backward pass runs again: see `Linear`."""
 
     def forward(self, x_TH: torch.Tensor, info: ForwardInfo, batch: TokenBatch) -> torch.Tensor:
         """(T, H) -> (T, H)."""
@@ -35,9 +39,10 @@ class Mlp(nn.Module):
         return self.sequence.scatter(y_NH, info, num_sequences=batch.num_sequences)
 
     def _compute(self, x_NH: torch.Tensor) -> torch.Tensor:
-        gate_up_NF = linear(x_NH, self.w13.flatten(0, 1), impl=self.impl, lanes=self.lanes, later=self.later)
+        project = partial(linear, impl=self.impl, lanes=self.lanes, later=self.later)
+        gate_up_NF = project(x_NH, self.w13.flatten(0, 1), sums=self.sums)
         h_NF = swiglu(gate_up_NF.view(-1, *self.w13.shape[:2]), impl=self.impl, lanes=self.lanes)
-        return linear(h_NF, self.w2, impl=self.impl, lanes=self.lanes, later=self.later)
+        return project(h_NF, self.w2, sums=None if self.is_last else self.sums)
 
 
 class SharedExpert(Mlp):

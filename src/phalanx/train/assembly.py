@@ -13,6 +13,7 @@ from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.fixed_point import FixedSums
+from phalanx.kernels.device import WeightSums
 from phalanx.models import Decoder, ModelContext
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.mapping import GRADIENT_RULES, GradientRule
@@ -69,6 +70,7 @@ def assemble(
     gradients = GradientBuffers(
         params, layouts, dtype=dtype, borrowed=_borrowed(layouts, ctx, num_microbatches=num_microbatches), fixed=ctx.sums,
         summands=1 if exact is None else exact.summands, lanes=ctx.lanes, summed=ctx.comms.sums is not None, zero=optim.zero,
+        weight_sums=ctx.weight_sums,
     )  # fmt: skip
     return StepParts(
         model=model, spec=ctx.spec, groups=ctx.groups, comms=ctx.comms, buffers=gradients, state=_state(model, layouts, ctx, moment_dtype(optim, ctx.dtype)),
@@ -82,7 +84,9 @@ def _with_sums(ctx: ModelContext, pipeline: Pipeline, exact: ExactSums | None) -
     """`ctx` with the stages of `pipeline`, and how its modules sum gradients."""
     later = DeferredGradients() if pipeline.splits_backward else None
     sums = None if exact is None else FixedSums(chunk_rows=exact.chunk_rows)
-    ctx = dataclasses.replace(ctx, pipeline=pipeline.stages, later=later, sums=sums)
+    by_products = exact is None and later is None and ctx.kernels == "fast" and ctx.device.type != "cpu"
+    weight_sums = WeightSums() if by_products else ctx.weight_sums
+    ctx = dataclasses.replace(ctx, pipeline=pipeline.stages, later=later, sums=sums, weight_sums=weight_sums)
     raise_if(_pipeline_problems(ctx, pipeline), PlanError, subject="the pipeline")
     return ctx
 

@@ -44,7 +44,7 @@ READS = frozenset(
     )
 )
 """Operations whose result the host must know before it can go on."""
-PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
+PRODUCTS = frozenset(("mm", "bmm", "baddbmm"))
 FUSED_PRODUCTS = frozenset(("triton first_kernel", "triton second_kernel"))
 PICKS = frozenset(("index_select", "embedding", "gather", "index"))
 """Operations that read of their first tensor what they write, not all of it."""
@@ -163,8 +163,8 @@ class Witness(TorchDispatchMode):
         seen.launches[phase, name] += 1
         seen.lines[phase, line] += 1
         args, kwargs, out = call
-        if name in ("_grouped_mm", "addmm_"):  # of the latter the first is what it adds to
-            seen.flops[phase] += _grouped_flops(*ins[-2:] if name == "addmm_" else ins[:2])
+        if name in ("_grouped_mm", "addmm", "addmm_"):  # of the latter two the first is what they add to
+            seen.flops[phase] += _grouped_flops(*args[:2] if name == "_grouped_mm" else args[1:3])
         elif func.overloadpacket in flop_registry and (name in PRODUCTS or "attention" in name):
             packed = seen.flash if name.startswith("_flash") else seen.attention
             of = packed if "attention" in name else seen.flops

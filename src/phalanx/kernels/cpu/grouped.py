@@ -32,6 +32,7 @@ from phalanx.kernels.cpu.products import Factors, ProductSums, checked_linear
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import padded_rows, spaced
 from phalanx.kernels.cpu.swiglu import reference_swiglu
+from phalanx.kernels.device import WeightSums, sums_of_experts
 from phalanx.kernels.native import CompiledRows
 
 MAX_PIECE = 2048
@@ -56,6 +57,7 @@ def expert_ffn(
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
     later: DeferredGradients | None = None,
+    sums: WeightSums | None = None,
 ) -> torch.Tensor:
     """`w2 (row_weight * silu(w_gate x) * (w_up x))`, (M, H), in the type of `x_MH`.
 
@@ -63,16 +65,20 @@ def expert_ffn(
     where `counts` is None the only ones that know, which the host waits for where products are not grouped.
     `row_weights_M` may be of a wider type than `x_MH`; its gradient comes back in that type. With `recompute` the backward pass
     computes the first projection again instead of keeping it (the reference lets autograd keep what it likes). With `later` the gradients of the
-    weights are put off; until then `h` and the gradient of the first projection are kept, so that nothing is computed twice.
+    weights are put off; until then `h` and the gradient of the first projection are kept, so that nothing is computed twice. With `sums` those of large experts are added there,
+    by their products, where these are grouped otherwise.
     """
     target = target_of([w13_e2fH, w2_eHf], x_MH, later)
     if target is None:
         later = None
     w13, w2 = (w13_e2fH, w2_eHf) if target is None else (w13_e2fH.detach(), w2_eHf.detach())
-    if impl == "fast" and x_MH.device.type != "cpu" and can_group(x_MH, w13, w2) and lanes.sums is None:
+    on_device = x_MH.device.type != "cpu" or sums is not None
+    if impl == "fast" and on_device and can_group(x_MH, w13, w2) and lanes.sums is None:
+        into = () if target is not None or counts is None else sums_of_experts(sums, w13, w2)
         return grouped_ffn(
-            x_MH, w13, w2, counts, row_weights_M=row_weights_M, ends_e=ends_e, recompute=recompute, target=target
-        )
+            x_MH, w13, w2, counts,
+            row_weights_M=row_weights_M, ends_e=ends_e, recompute=recompute, target=target, into=into,
+        )  # fmt: skip
     counts = counts_of(ends_e) if counts is None else counts
     if impl == "fast" and x_MH.device.type == "cpu":
         out: torch.Tensor = _CpuExpertFfn.apply(x_MH, w13, w2, row_weights_M, tuple(counts), recompute, lanes, target)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from phalanx.kernels.cpu.deferred import Target
 from phalanx.kernels.cpu.swiglu import swiglu
-from phalanx.kernels.device import runs_programs, swiglu_backward, zero_empty_groups
+from phalanx.kernels.device import WeightSum, runs_programs, swiglu_backward, zero_empty_groups
 
 
 def can_group(*tensors: torch.Tensor) -> bool:
@@ -41,8 +41,10 @@ def grouped_ffn(
     ends_e: torch.Tensor | None = None,
     recompute: bool = False,
     target: Target | None = None,
+    into: tuple[WeightSum, ...] = (),
 ) -> torch.Tensor:
-    """What `expert_ffn` computes, (M, H). With `target` the weights are constants, whose gradients it is left. Without `counts` the programs of a device are there.
+    """What `expert_ffn` computes, (M, H). With `target` the weights are constants, whose gradients it is left. `into`: sums to which those of `w13` and `w2` are added, of groups that
+    `counts` tells; () where they are returned. Without `counts` the programs of a device are there.
 
     Raises `ValueError` where `counts` do not sum to M.
     """
@@ -51,7 +53,9 @@ def grouped_ffn(
             f"counts {list(counts)}: must sum to the number of rows, and sum to {sum(counts)} for {len(x_MH)} rows; "
             "rows of no group would be read without having been written"
         )
-    out: torch.Tensor = _GroupedFfn.apply(x_MH, w13_e2fH, w2_eHf, row_weights_M, counts, ends_e, recompute, target)
+    out: torch.Tensor = _GroupedFfn.apply(
+        x_MH, w13_e2fH, w2_eHf, row_weights_M, counts, ends_e, recompute, target, into
+    )
     return out
 
 
@@ -86,6 +90,7 @@ class _GroupedFfn(torch.autograd.Function):
         ends_e: torch.Tensor | None,
         recompute: bool,
         target: Target | None,
+        into: tuple[WeightSum, ...],
     ) -> torch.Tensor:
         x_MH, gate_up_MF = x_MH.contiguous(), None
         y_MH = x_MH.new_empty(x_MH.shape)
@@ -97,7 +102,7 @@ class _GroupedFfn(torch.autograd.Function):
             h_Mf = swiglu(gate_up_MF.unflatten(1, (2, -1)), row_weights_M=row_weights_M)
             y_MH = F.grouped_mm(h_Mf, w2_eHf.transpose(1, 2), offs=ends_e)
         ctx.save_for_backward(x_MH, w13_e2fH, w2_eHf, row_weights_M, ends_e, None if recompute else gate_up_MF)
-        ctx.counts, ctx.target = counts, target
+        ctx.counts, ctx.target, ctx.into = counts, target, into
         return y_MH
 
     @staticmethod
@@ -114,8 +119,9 @@ class _GroupedFfn(torch.autograd.Function):
             h_Mf, d_gate_up_MF = (dy_MH.new_empty(0, n) for n in (w2_eHf.shape[2], 2 * w2_eHf.shape[2]))
             dx_MH, d_row_weights_M = torch.zeros_like(x_MH), None
 
+        pairs = (d_gate_up_MF, x_MH), (dy_MH, h_Mf)
+
         def of_weights() -> tuple[torch.Tensor, torch.Tensor]:
-            pairs = (d_gate_up_MF, x_MH), (dy_MH, h_Mf)
             if ctx.counts is None and len(x_MH):
                 d_w13_eFH, d_w2_eHf = (F.grouped_mm(a.T, b, offs=ends_e) for a, b in pairs)
                 zero_empty_groups(ends_e, d_w13_eFH, d_w2_eHf)
@@ -127,9 +133,12 @@ class _GroupedFfn(torch.autograd.Function):
         d_weights: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if ctx.target is not None:
             ctx.target.put(of_weights)
+        elif ctx.into:
+            for total, (a_MN, b_MK) in zip(ctx.into, pairs, strict=True):
+                total.add_groups(a_MN, b_MK, ctx.counts)
         elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             d_weights = of_weights()
-        return dx_MH, *d_weights, d_row_weights_M, None, None, None, None
+        return dx_MH, *d_weights, d_row_weights_M, None, None, None, None, None
 
 
 def _gate_up(x_MH: torch.Tensor, w13_e2fH: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:

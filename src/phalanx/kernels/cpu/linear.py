@@ -20,6 +20,7 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.deferred import DeferredGradients, Target, later_linear, target_of
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.products import checked_linear
+from phalanx.kernels.device import WeightSum, WeightSums, sums_of
 
 COLUMNS = 256
 """Width of a piece."""
@@ -39,9 +40,10 @@ def linear(
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
     later: DeferredGradients | None = None,
+    sums: WeightSums | None = None,
 ) -> torch.Tensor:
     """One projection; any leading dims."""
-    (y,) = projections(x, [weight_OH], [bias_O], impl=impl, lanes=lanes, later=later)
+    (y,) = projections(x, [weight_OH], [bias_O], impl=impl, lanes=lanes, later=later, sums=sums)
     return y
 
 
@@ -53,14 +55,16 @@ def projections(
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
     later: DeferredGradients | None = None,
+    sums: WeightSums | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """`x` through each weight (and bias, or None), in the type of `x`; any leading dims."""
+    """`x` through each weight (and bias, or None), in the type of `x`; any leading dims. Gradients of weights that have one in `sums` are added there, by their products."""
     target = target_of(weights, x, later)
-    if impl == "reference" or x.device.type != "cpu":
+    if impl == "reference" or x.device.type != "cpu" or sums is not None:
         if lanes.sums is not None and target is None:
             return tuple(checked_linear(lanes.sums, x, w, b) for w, b in zip(weights, biases, strict=True))
-        if (later is None or target is None) and len(weights) > 1 and impl != "reference":
-            several: tuple[torch.Tensor, ...] = _Projections.apply(len(weights), x, *weights, *biases)
+        into = sums_of(sums, weights)
+        if (later is None or target is None) and (len(weights) > 1 or into) and impl != "reference":
+            several: tuple[torch.Tensor, ...] = _Projections.apply(len(weights), into, x, *weights, *biases)
             return several
         if later is None or target is None:
             return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
@@ -93,12 +97,15 @@ def _parts(rows: int, widths: Sequence[int]) -> list[_Part]:
 
 
 class _Projections(torch.autograd.Function):
-    """Several projections of one input on a device: its gradient is added up by the products themselves, not by passes over memory between them."""
+    """Projections of one input on a device: its gradient is added up by the products themselves, not by passes over memory between them, and so are those of weights that have a sum."""
 
     @staticmethod
-    def forward(ctx: Any, num: int, x: torch.Tensor, *operands: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, num: int, into: tuple[WeightSum | None, ...], x: torch.Tensor, *operands: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         weights, biases = operands[:num], operands[num:]
         ctx.save_for_backward(x, *weights)
+        ctx.into = into or (None,) * num
         ctx.has_bias = [bias is not None for bias in biases]
         pairs = zip(weights, biases, strict=True)
         return tuple(F.linear(x, weight, bias) for weight, bias in pairs if weight is not None)
@@ -108,13 +115,15 @@ class _Projections(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         x_TH, flat = x.reshape(-1, x.shape[-1]), [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         dx_TH = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[2]:
             dx_TH = flat[0] @ weights[0]
             for dy_TO, weight_OH in zip(flat[1:], weights[1:], strict=True):
                 dx_TH.addmm_(dy_TO, weight_OH)
-        d_weights = [dy_TO.T @ x_TH for dy_TO in flat]
+        d_weights: list[torch.Tensor | None] = []
+        for dy_TO, total in zip(flat, ctx.into, strict=True):
+            d_weights.append(dy_TO.T @ x_TH if total is None else total.add(dy_TO, x_TH))
         d_biases = [dy_TO.sum(0) if has else None for dy_TO, has in zip(flat, ctx.has_bias, strict=True)]
-        return None, None if dx_TH is None else dx_TH.view(x.shape), *d_weights, *d_biases
+        return None, None, None if dx_TH is None else dx_TH.view(x.shape), *d_weights, *d_biases
 
 
 class _CpuLinear(torch.autograd.Function):

@@ -43,5 +43,11 @@ if TYPE_CHECKING:
     )
     from phalanx.kernels.device.swiglu import fused_swiglu as fused_swiglu, swiglu_backward as swiglu_backward
     from phalanx.kernels.device.three_parts import wide_product_backward as wide_product_backward
+    from phalanx.kernels.device.weight_sums import (
+        WeightSum as WeightSum,
+        WeightSums as WeightSums,
+        sums_of as sums_of,
+        sums_of_experts as sums_of_experts,
+    )
 else:
     __getattr__ = lazy(__name__)

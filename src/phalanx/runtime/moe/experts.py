@@ -18,6 +18,7 @@ from phalanx.kernels.cpu.exact_experts import exact_expert_ffn
 from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.device import WeightSums
 from phalanx.runtime.comm import traced
 from phalanx.runtime.moe.dispatch import Dispatched, Dispatcher, KnownCounts
 
@@ -41,6 +42,8 @@ class MoeCall:
     experts: ExpertWeights
     later: DeferredGradients | None = None
     """Takes the gradients of the slots, where they are deferred."""
+    sums: WeightSums | None = None
+    """Where the gradients of large experts are added by their products."""
     recompute: bool = False
     """The backward pass computes activations again that are not kept."""
     known: KnownCounts | None = None
@@ -99,6 +102,7 @@ def rows_of_experts(
         impl=kernels,
         lanes=lanes,
         later=call.later,
+        sums=call.sums,
     )
 
 

@@ -5,6 +5,7 @@ Carries out `plan.layout.flat_layouts` (which parameter lies where in a family's
 
     backward of micro-batch 0     hook copies each gradient into the family's flat buffer, param.grad is freed at once
     backward of micro-batch 1..   hook adds it
+    on devices                    products write and add most of them themselves (`kernels/device/weight_sums.py`); the hook counts
     pass_begins, pass_ends        with `zero = 2`: what is collected between them is reduced at once, into shards (`sharded_gradients.py`)
     final(names)                  else: the next gradient of these parameters is their last: a buffer that is then complete starts its
                                   reduction at once, while the backward pass goes on
@@ -34,13 +35,14 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
 from phalanx.kernels.cpu.fixed_point import FixedSum, FixedSums, fixed_read, fixed_squares, limit
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.square_sum import square_sums
+from phalanx.kernels.device import WeightSum, WeightSums
 from phalanx.kernels.native import CompiledRows
 from phalanx.plan.layout import FlatLayout, HolderPlan, sums_whole
 from phalanx.plan.program import gradient_id
@@ -158,8 +160,10 @@ class GradientBuffers:
         lanes: Lanes = SERIAL,
         summed: bool = False,
         zero: int = 1,
+        weight_sums: WeightSums | None = None,
     ) -> None:
-        """`summed`: messages are checked, so that the word sums of what is collected are of use. `zero`: 2 adds up in shards, where a layout has several."""
+        """`summed`: messages are checked, so that the word sums of what is collected are of use. `zero`: 2 adds up in shards, where a layout has several. `weight_sums`: for products
+        that add gradients themselves, of experts without replicas and all else."""
         rows = lanes.rows if summed else None
         self.layouts = dict(layouts)
         self.bits, self._summands = NORM_BITS, summands
@@ -185,11 +189,13 @@ class GradientBuffers:
         self._in_order = _backward_order(self._parts, list(params))
         self._final: set[str] = set()
         self._reach: tuple[Groups, Collectives] | None = None
-        self._hooks = [
-            self._collect_into(params[local.param.name], key, i)
-            for key, part in self._parts.items()
-            for i, local in enumerate(part.layout.params)
-        ]
+        places = [(key, i) for key, part in self._parts.items() for i in range(len(part.layout.params))]
+        by_products = {} if weight_sums is None else {at: s for at in places if (s := self._sum_at(*at)) is not None}
+        named = {(key, i): params[self._parts[key].layout.params[i].param.name] for key, i in places}
+        if weight_sums is not None:
+            weight_sums.take((named[at], each) for at, each in by_products.items())
+        self._nodes = {at: torch.autograd.graph.get_gradient_edge(named[at]).node for at in by_products}
+        self._hooks = [self._collect_into(named[at], *at, node=self._nodes.get(at)) for at in places]
 
     def replace_sums(self, made: Callable[[HolderPlan], HolderSums]) -> None:
         """Let something else add up the gradients of experts with replicas. `phalanx verify` plants faults so."""
@@ -297,23 +303,38 @@ class GradientBuffers:
         for hook in self._hooks:
             hook.remove()
 
-    def _collect_into(self, param: torch.Tensor, key: str, index: int) -> torch.utils.hooks.RemovableHandle:
-        """The hook holds no buffers: Python's collector does not see what hooks of a tensor hold, so parameters and buffers would keep each other alive for ever."""
-        found = weakref.ref(self)
+    def _sum_at(self, key: str, index: int) -> WeightSum | None:
+        """For products that add a gradient themselves; None where something must see each gradient by itself."""
+        part = self._parts[key]
+        if isinstance(part, _Borrowed) or part.known is not None:
+            return None
+        if isinstance(part, _Flat) and part.sums_of_holders is not None:
+            return None
+        return WeightSum(partial(part.begin_sum, index))
 
-        def hook(param: torch.Tensor) -> None:
-            buffers = found()
-            if buffers is not None:
+    def _collect_into(
+        self, param: torch.Tensor, key: str, index: int, *, node: torch.autograd.graph.Node | None
+    ) -> torch.utils.hooks.RemovableHandle:
+        """The hook holds no buffers: Python's collector does not see what hooks of a tensor hold, so parameters and buffers would keep each other alive for ever.
+
+        `node`: what would set the gradient. It is reached once in a backward pass, behind all uses of the parameter, with a gradient or without one, when torch 2.11 does not call
+        the other hook.
+        """
+        found, of = weakref.ref(self), weakref.ref(param)
+
+        def hook(*_: object) -> None:
+            buffers, param = found(), of()
+            if buffers is not None and param is not None:
                 buffers._collect(param, key, index)
 
-        return param.register_post_accumulate_grad_hook(hook)
+        return param.register_post_accumulate_grad_hook(hook) if node is None else node.register_hook(hook)
 
     def _collect(self, param: torch.Tensor, key: str, index: int) -> None:
         part = self._parts[key]
         name = part.layout.params[index].param.name
-        assert param.grad is not None  # autograd calls the hook right after it has set the gradient
-        part.collect(index, param.grad)
-        param.grad = None
+        if param.grad is not None:  # else products have added it, or there is none
+            part.collect(index, param.grad)
+            param.grad = None
         if name in self._final:
             self._final.remove(name)
             part.missing -= 1
@@ -393,6 +414,11 @@ class _Flat:
         else:
             self.views[index].copy_(grad)
         self.seen[index] = True
+
+    def begin_sum(self, index: int) -> tuple[torch.Tensor, bool]:
+        """Where a gradient is added up, for who adds to it now, and whether something is in it."""
+        begun, self.seen[index] = self.seen[index], True
+        return self.views[index], begun
 
     def start(self, groups: Groups, comms: Collectives) -> None:
         """Start the reduction over the first group that has something to add up; only the last one shards. Once a step."""

@@ -101,6 +101,13 @@ class ShardedSums:
             view.add_(grad) if seen else view.copy_(grad)
         self._seen[index] = True
 
+    def begin_sum(self, index: int) -> tuple[torch.Tensor, bool]:
+        """Where a gradient of the pass under way is added up, for who adds to it now, and whether something is in it."""
+        if self._room is None or self._started is not None:
+            self._open()
+        begun, self._seen[index] = self._seen[index], True
+        return self._view(index), begun
+
     def start(self, groups: Groups, comms: Collectives) -> None:
         """Start the reduction of what was collected; what was not is zero."""
         if self._room is None or self._started is not None:

@@ -61,6 +61,8 @@ class Local:
     """A product of bf16 is summed up in a room of fp32 first (`Processor.widens_bf16`)."""
     exact: bool = False
     """Products are over rows of one source alone, and weight gradients go to fixed point slot by slot (`kernels/cpu/exact_experts.py`)."""
+    sums_experts: bool = False
+    """Gradients of experts are added up in buffers, to which their products may add them (`kernels/device/weight_sums.py`)."""
 
     @property
     def wide(self) -> int:

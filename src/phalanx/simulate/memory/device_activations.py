@@ -9,6 +9,7 @@ Legend: as of `activations.py`.
 from __future__ import annotations
 
 from phalanx.plan.model import MlaSpec
+from phalanx.plan.moe.overlap import parse_overlap
 from phalanx.simulate.memory import activations as act
 from phalanx.simulate.memory.activations import INDEX, Local
 
@@ -18,6 +19,8 @@ LOSS_CHUNK_TOKENS = 1024
 """Its `TOKENS`: a chunk has whole thousands."""
 LOSS_WEIGHT_PARTS = 2
 """Its `WEIGHT_PARTS`: pieces in which a chunk's part of the weight's gradient comes."""
+LARGE_EXPERT = 1 << 23
+"""`kernels/device/weight_sums.py: LARGE_EXPERT`: elements of an expert's second projection, from which on its products add its gradients to their sums."""
 SCALE = 4
 """Bytes of what a norm keeps of a row."""
 
@@ -147,6 +150,13 @@ def experts_forward(x: Local) -> list[int]:
     return max([sent, rows], [*first, inner, rows], back, key=sum)
 
 
+def _products_add(x: Local) -> bool:
+    """`weight_sums.sums_of_experts`, and who asks it: counts of rows are on the host, and neither tiles nor fused kernels make the gradients."""
+    large = x.item == 2 and x.width * x.spec.hidden >= LARGE_EXPERT
+    counted = x.folding.ep * x.folding.etp > 1 or x.dispatch.is_static
+    return large and counted and x.sums_experts and parse_overlap(x.dispatch.overlap).kind in ("serial", "coarse")
+
+
 def experts_backward(x: Local, *, weights: bool = True) -> list[int]:
     """`_GroupedFfn.backward` when the gradients of its weights are made; and the residual stream's gradient.
 
@@ -154,7 +164,7 @@ def experts_backward(x: Local, *, weights: bool = True) -> list[int]:
     """
     rows, inner = x.held * x.spec.hidden * x.item, x.held * x.width * x.item
     per_slot = 3 * x.width * x.spec.hidden * x.item
-    made = [x.slots * per_slot] if weights else []
+    made = [x.slots * per_slot] if weights and not _products_add(x) else []
     shared = [x.stream()] if x.spec.shared_ffn else []
     return [x.stream(), *shared, rows, inner, 2 * inner, rows, *made]
 

@@ -275,6 +275,12 @@ class _Run:
         )
 
     @property
+    def _experts_are_summed(self) -> bool:
+        """Whether gradients of experts are added up in buffers of the shape of their weights."""
+        borrowed = any(self.layouts[name].rule.family == "expert" for name in self.borrowed)
+        return not (borrowed or self.is_exact or self._sums_of_holders)
+
+    @property
     def _sums_of_holders(self) -> list[HolderPlan]:
         """`runtime/state/holders.py`: of every buffer what goes to others, what comes from them, and the sums are there at once."""
         return [layout.holders for layout in self.layouts.values() if layout.holders is not None]
@@ -348,6 +354,7 @@ class _Run:
             experts_held=self._experts_held,
             widens=self.item == 2 and not self.on_device and self.processor.widens_bf16,
             exact=self.is_exact,
+            sums_experts=self._experts_are_summed,
         )
 
     @cached_property
