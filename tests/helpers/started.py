@@ -236,7 +236,9 @@ class _Groups:
         return ()
 
 
-def _one_generation(cache: GroupCache, agent: _Agent, body: elastic.ElasticMember, *, tell: Any, order: Any) -> str:
+def _one_generation(
+    cache: GroupCache, agent: _Agent, body: elastic.ElasticMember, *, tell: Any, order: Any, own_threads: bool
+) -> str:
     """In the place of `run_member`: all ranks are there, none is ever lost, every step is committed."""
     names = [f"local.{i}" for i in range(dist.get_world_size())]
     generation = Generation(number=1, epoch="life", members=tuple(Member(name, "local") for name in names))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -289,15 +290,18 @@ def test_between_hosts_widths_and_experts_are_fewer() -> None:
 
 @pytest.mark.unit
 def test_each_eight_ranks_are_a_host() -> None:
-    assert host_problems(()) == host_problems((3,) * 8) == host_problems((0,) * 8 + (1,) * 8) == []
-    (problem,) = host_problems((0, 0, 0, 0, 1, 1, 1, 1))
+    problems = partial(host_problems, num_experts=64)
+    assert problems(()) == problems((3,) * 8) == problems((0,) * 8 + (1,) * 8) == []
+    (problem,) = problems((0, 0, 0, 0, 1, 1, 1, 1))
     assert "on hosts 0, 0, 0, 0, 1, 1, 1, 1" in problem.rule and "folding.ep = 4, or" in problem.hint
-    (problem,) = host_problems((0, 0, 0, 0, 0, 0, 1, 1))
+    (problem,) = problems((0, 0, 0, 0, 0, 0, 1, 1))
     assert problem.hint.startswith("folding.ep = 2, or")  # 6 is no size of it, and 4 would lie on both hosts
-    (problem,) = host_problems((0,) * 12 + (1,) * 12)
+    (problem,) = problems((0,) * 12 + (1,) * 12)
     assert problem.hint.startswith("folding.ep = 4, or")
-    (problem,) = host_problems((0, 1))
+    (problem,) = problems((0, 1))
     assert problem.hint == '"all_to_all"'
+    (problem,) = host_problems([i // 2 for i in range(16)], num_experts=384)
+    assert "folding.ep" not in problem.hint  # groups of 2 would lie on hosts, with 192 experts on a rank
 
 
 @pytest.mark.unit

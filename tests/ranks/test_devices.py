@@ -194,6 +194,53 @@ def test_a_communicator_that_a_member_never_comes_to_is_left_behind(monkeypatch:
 
 @pytest.mark.unit
 @pytest.mark.usefixtures("nccl")
+def test_who_connects_waits_for_others_and_what_comes_too_late_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a member that does not come is never told from those that wait for it; and the kernel of a creation that was left would have nobody who ends it."""
+    gate, aborted, calls = threading.Event(), list[bool](), list[str]()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(devices, "_first_call", lambda group, device: gate.wait(60))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    mine, looks = RankProgress(), list[str]()
+    cache = EpochGroups(Sockets(), timeout_s=5.0, aborted=lambda: bool(aborted), progress=mine)
+    monkeypatch.setattr(cache, "_create", lambda *_: Group(Nccl("ep", calls)))
+
+    def watch() -> None:
+        while mine.look() != "waits" and len(looks) < 500:
+            looks.append("moves")
+            time.sleep(0.01)
+        aborted.append(True)
+
+    threading.Thread(target=watch).start()
+    with pytest.raises(PeerError, match="after the process group was aborted"):
+        cache.get((0, 1))
+    assert len(looks) < 500 and calls == []
+    gate.set()
+    end_s = time.monotonic() + 20
+    while not calls and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert calls == ["ep"]
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("nccl")
+def test_axes_without_messages_get_no_communicator_until_another_asks_for_their_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connected: list[object] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(devices, "_first_call", lambda group, device: connected.append(group))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    cache = GroupCache()
+    made = {ranks: Group(Nccl(str(ranks), [])) for ranks in ((0, 1), (0, 2))}
+    monkeypatch.setattr(cache, "_create", lambda ranks, *_: made[ranks])
+    assert cache.get((0, 1), silent=True) is made[0, 1] and cache.get((0, 2)) is made[0, 2]
+    assert connected == [made[0, 2]]
+    assert [cache.get((0, 1), silent=kind) for kind in (False, True, False)] == 3 * [made[0, 1]]
+    assert connected == [made[0, 2], made[0, 1]]
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("nccl")
 def test_a_member_that_is_lost_while_a_communicator_is_created_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(group: object, device: torch.device) -> None:
         raise RuntimeError("NCCL error: remote process exited or there was a network error")

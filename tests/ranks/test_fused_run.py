@@ -17,13 +17,14 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install 'phal
 
 from fused_help import SHAPE, TOLERANCE, error
 from moe_help import context, moe_spec
-from program_help import TINY, Run, one_step
+from program_help import TINY, Run, one_step, random_batch
 
-from phalanx.core.errors import ConfigError, PlanError, RunError
+from phalanx.core.errors import ConfigError, PeerError, PlanError, RunError
 from phalanx.core.events import Collective, Event, Operation
 from phalanx.kernels.cpu.deferred import DeferredGradients, run
 from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory
 from phalanx.kernels.triton.tiles import SendShape, TileShape, is_interpreted
+from phalanx.models.shard import part_of
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.moe.overlap.fused.launch import LEFT_FREE, fused_launch
@@ -34,6 +35,7 @@ from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
 from phalanx.runtime.moe.fused import FusedMemory
 from phalanx.runtime.moe.routed import FusedRouted, RoutedExperts, routed_experts
+from phalanx.train.step.transaction import eval_loss
 from ranks import run_ranks
 
 pytestmark = [
@@ -218,31 +220,41 @@ def test_a_call_that_gave_up_gives_nan_and_the_next_one_raises(tmp_path: Path) -
 
 
 class FailsLate(FusedMemory):
-    """The last call of a step gives up where no number of this rank shows it, as with a rank that has no tokens."""
+    """Calls of a phase give up where no number of this rank shows it, as with a rank that has no tokens."""
+
+    phase = "bwd"
 
     def report(self, arena: SymmetricMemory, place: str) -> None:
-        if ".bwd." in place:
+        if f".{self.phase}." in place:
             arena.status_2[0] = 8
         super().report(arena, place)
 
 
-def late_steps(rank: int, cache: GroupCache, folder: Path) -> str:
+def late_steps(rank: int, cache: GroupCache, folder: Path, phase: str) -> str:
     spec = dataclasses.replace(TINY, num_layers=2, dense_layers=1, dense_ffn=16, num_experts=4, hidden=32, head_dim=8)
     dispatch = DispatchSpec(overlap="fused")
     run = Run(folding=make_folding(world=2, ep=2), spec=spec, dispatch=dispatch, num_microbatches=1)
     memory = (FailsLate if rank == 1 else FusedMemory)(launch=COARSE, make=SharedFiles(folder))
-    with pytest.raises(RunError) as err:
-        one_step(rank, cache, run, Collectives(timeout_s=60), fused=memory)
+    if isinstance(memory, FailsLate):
+        memory.phase = phase
+    with pytest.raises(PeerError) as err:  # an elastic run goes on in another generation: the numbers are no cause
+        _, parts = one_step(rank, cache, run, Collectives(timeout_s=60), fused=memory)
+        eval_loss(parts, [part_of(random_batch(rank), run.folding, rank)], step=1)
     return str(err.value)
 
 
 def test_a_step_whose_last_call_gave_up_is_not_taken_and_says_which_layer(tmp_path: Path) -> None:
-    for text in run_ranks(2, late_steps, tmp_path, timeout_s=400):
+    for text in run_ranks(2, late_steps, tmp_path, "bwd", timeout_s=400):
         assert (
             "L1.bwd.experts: flag 7 was not raised in time" in text
             and "on rank 1" in text
             and "nothing was changed" in text
         )
+
+
+def test_a_validation_in_which_a_call_gave_up_has_no_loss(tmp_path: Path) -> None:
+    for text in run_ranks(2, late_steps, tmp_path, "eval", timeout_s=400):
+        assert "validation after step 1: " in text and "L1.eval.experts: flag 7" in text and "on rank 1" in text
 
 
 # ---- where it is refused ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -144,14 +145,19 @@ def _tell_waits(here: Here, name: str, work: Callable[[], object]) -> tuple[Coun
 
 @contextmanager
 def waits_for_events() -> Iterator[list[tuple[str, int]]]:
-    """Lines that wait for an event of the device, of which torch's own mode does not warn."""
+    """Lines that wait for an event of the device, or for all of it, of which torch's own mode does not warn."""
     found: list[tuple[str, int]] = []
-    plain = torch.cuda.Event.synchronize
 
-    def told(event: torch.cuda.Event) -> None:
-        caller = sys._getframe(1)
-        found.append((caller.f_code.co_filename, caller.f_lineno))
-        plain(event)
+    def telling(plain: Callable[..., None]) -> Callable[..., None]:
+        def told(*args: Any, **words: Any) -> None:
+            caller = sys._getframe(1)
+            found.append((caller.f_code.co_filename, caller.f_lineno))
+            plain(*args, **words)
 
-    with mock.patch.object(torch.cuda.Event, "synchronize", told):
+        return told
+
+    with (
+        mock.patch.object(torch.cuda.Event, "synchronize", telling(torch.cuda.Event.synchronize)),
+        mock.patch.object(torch.cuda, "synchronize", telling(torch.cuda.synchronize)),
+    ):
         yield found

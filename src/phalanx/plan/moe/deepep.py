@@ -95,12 +95,13 @@ def _near_size(spec: ModelSpec, *, ep: int, ranks: int) -> str:
     return f"folding.ep = {min(sizes, key=lambda size: abs(size - ep))}" if sizes else ""
 
 
-def host_problems(hosts: Sequence[int]) -> list[Problem]:
+def host_problems(hosts: Sequence[int], *, num_experts: int) -> list[Problem]:
     """Why the ranks of a group do not lie as DeepEP takes them to. `hosts` of its positions."""
     if not hosts or _are_whole(hosts, size=len(hosts)):
         return []
     rule = f"takes each {min(HOST_RANKS, len(hosts))} ranks of a group to be one host's, and those of this one are on hosts {', '.join(map(str, hosts))}"
-    sizes = [size for size in SIZES if len(hosts) % size == 0 and _are_whole(hosts, size=size)]
+    fit = [size for size in SIZES if num_experts <= size * MOST_EXPERTS[size > HOST_RANKS]]
+    sizes = [size for size in fit if len(hosts) % size == 0 and _are_whole(hosts, size=size)]
     return [_problem(rule, f"folding.ep = {max(sizes)}" if sizes else "")]
 
 

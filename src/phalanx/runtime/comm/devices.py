@@ -32,7 +32,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -74,7 +73,14 @@ def connect(group: dist.ProcessGroup, escape: AbortableCall | None = None) -> No
     if not nccl_backends([group]):
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    run_abortable(escape, partial(_first_call, group, device))
+
+    def first() -> None:
+        _first_call(group, device)
+        if escape is not None and escape.aborted():  # the group is in nobody's list, and its kernel may meet no other
+            for backend in nccl_backends([group]):
+                _abort(backend)
+
+    run_abortable(escape, first)
 
 
 def in_own_thread(work: Callable[[], T]) -> T:
@@ -90,7 +96,9 @@ def in_own_thread(work: Callable[[], T]) -> T:
 
 
 def _first_call(group: dist.ProcessGroup, device: torch.device) -> None:
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    """On a stream of its own: nothing that is computed later waits for it."""
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 class DeviceAbort:

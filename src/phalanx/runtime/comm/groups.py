@@ -40,6 +40,8 @@ class Axis:
         return len(self.ranks)
 
 
+SILENT = ("dp", "tp_pp", "etp_ep_pp")
+"""Axes that say where a rank is, or what a plan is made of; no message goes over them."""
 Purpose = Literal["passes", "step", "second", "beside", "control"]
 """What a group of ranks is for: the passes of a step; the rest of a step, where messages match by their order; passes that run beside others; a thread that has it alone while steps are
 computed; values of hosts."""
@@ -51,27 +53,32 @@ class GroupCache:
     def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
         self._groups: dict[tuple[tuple[int, ...], Purpose, int], dist.ProcessGroup | None] = {}
+        self._connected: set[tuple[tuple[int, ...], Purpose, int]] = set()
 
     def get(
-        self, ranks: Sequence[int], *, purpose: Purpose = "passes", message_ctas: int = 0
+        self, ranks: Sequence[int], *, purpose: Purpose = "passes", message_ctas: int = 0, silent: bool = False
     ) -> dist.ProcessGroup | None:
         """The group of `ranks`: None if it has one member or this rank is not in it. Creation is collective over the world.
 
-        `message_ctas`: a group whose NCCL kernels have at most so many thread blocks, each on a multiprocessor of its own; 0: as many as NCCL likes.
+        `message_ctas`: a group whose NCCL kernels have at most so many thread blocks, each on a multiprocessor of its own; 0: as many as NCCL likes. `silent`: who asks sends no messages
+        over it, so that a GPU needs no communicator (0.4 GB in use) for that.
         """
         key = tuple(ranks), purpose, message_ctas
         if len(key[0]) == 1:
             return None
-        if key not in self._groups:
-            if not dist.is_initialized():
-                raise RunError(
-                    f"group {_short(key[0])} needs {len(key[0])} ranks, but this process runs alone (no init_world)"
-                )
+        if key in self._groups:
+            group = self._groups[key]
+        elif dist.is_initialized():
             group = self._create(key[0], purpose != "passes", message_ctas)
-            if group is not None and purpose != "control":
-                self._connect(group)
-            self._groups[key] = group
-        return self._groups[key]
+        else:
+            raise RunError(
+                f"group {_short(key[0])} needs {len(key[0])} ranks, but this process runs alone (no init_world)"
+            )
+        if group is not None and purpose != "control" and not silent and key not in self._connected:
+            self._connect(group)
+            self._connected.add(key)
+        self._groups[key] = group
+        return group
 
     def _connect(self, group: dist.ProcessGroup) -> None:
         connect(group)
@@ -154,7 +161,7 @@ def build_groups(
     for name in folding.group_names:
         given = name == "embedding" and table_ranks is not None
         for ranks in folding.embedding_groups(table_ranks or ()) if given else folding.groups(name):
-            group = cache.get(ranks, message_ctas=message_ctas if name == "ep_etp" else 0)
+            group = cache.get(ranks, message_ctas=message_ctas if name == "ep_etp" else 0, silent=name in SILENT)
             if rank in ranks:
                 axes[name] = Axis(name, ranks, ranks.index(rank), group)
     groups = Groups(folding=folding, rank=rank, axes=MappingProxyType(axes))

@@ -30,6 +30,7 @@ from phalanx.runtime.comm import (
     AbortableCall,
     DeviceAbort,
     GroupCache,
+    RankProgress,
     connect,
     leave_behind,
     nccl_options,
@@ -128,12 +129,19 @@ class EpochGroups(GroupCache):
     """Process groups of one generation; their sockets are known."""
 
     def __init__(
-        self, sockets: Sockets, *, timeout_s: float, generation: int = 0, aborted: Callable[[], bool] = lambda: False
+        self,
+        sockets: Sockets,
+        *,
+        timeout_s: float,
+        generation: int = 0,
+        aborted: Callable[[], bool] = lambda: False,
+        progress: RankProgress | None = None,
     ) -> None:
+        """`progress` of the rank's own thread, which waits for others while it connects."""
         super().__init__(timeout_s=timeout_s)
         self.generation, self.aborted = generation, aborted
         self._sockets = sockets
-        self._escape = AbortableCall(aborted, keep=self.all)
+        self._escape = AbortableCall(aborted, keep=self.all, progress=progress)
         self.is_stuck = False
         """A thread is left in the creation of one, which none of them may wait for."""
 
@@ -190,6 +198,7 @@ class GroupEpoch:
         far: bool = False,
         uids: Sequence[str] = (),
         reports: Sequence[MemberReport] = (),
+        progress: RankProgress | None = None,
     ) -> None:
         self.generation, self.uid = generation, uid
         self.uids = tuple(uids) or generation.uids
@@ -202,7 +211,11 @@ class GroupEpoch:
         self.sockets = Sockets(far=far)
         self.aborted = False
         self.groups = EpochGroups(
-            self.sockets, timeout_s=timeout_s, generation=generation.number, aborted=lambda: self.aborted
+            self.sockets,
+            timeout_s=timeout_s,
+            generation=generation.number,
+            aborted=lambda: self.aborted,
+            progress=progress,
         )
         self.aborted_s = 0.0
         """When, on the monotonic clock; 0: it was not."""
@@ -281,6 +294,7 @@ def form(
     own_machine: bool = True,
     watch: Callable[[GroupEpoch], None] = lambda team: None,
     order: Order = as_listed,
+    progress: RankProgress | None = None,
 ) -> GroupEpoch:
     """Connect the members of `generation`; this one has put its report under its key of `ready_keys`. Collective.
 
@@ -291,7 +305,7 @@ def form(
     meet(generation, keys, limit_s=limit_s, newer=newer)
     reports = _reports(generation, keys)
     ranks, far = order(generation, reports), not own_machine
-    team = GroupEpoch(generation, uid, timeout_s=timeout_s, far=far, uids=ranks, reports=reports)
+    team = GroupEpoch(generation, uid, timeout_s=timeout_s, far=far, uids=ranks, reports=reports, progress=progress)
     watch(team)
     if team.size > 1:
         if own_machine:

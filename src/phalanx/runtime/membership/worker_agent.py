@@ -392,6 +392,7 @@ class WorkerAgent(MembershipWatcher):
                 own_machine=self.settings.own_machine,
                 watch=self._connect_watched,
                 order=order,
+                progress=self.progress,
             )
         except BaseException:
             self._inside = None  # `form` has dropped what it could not make

@@ -19,7 +19,7 @@ With `transport = "deepep"` each token goes once to every rank that has an exper
 nothing. Rows come to an expert in the order of the all-to-all (between hosts DeepEP has its own), so results differ by the order of sums over a token's copies alone: here those of a rank first, rounded.
 
 Must never change: the set of kept pairs depends on the micro-batch (full_sequence) or this rank's part of it (sub_sequence) and on
-nothing else; sums over copies run in a fixed order. Dropless and dropping cost one host synchronisation a layer, padded none, nor dropless on a GPU alone. Padded
+nothing else; sums over copies run in a fixed order. Dropless and dropping cost one host synchronisation a layer, padded none, nor dropless on a GPU alone whose products are grouped. Padded
 mode needs the same number of tokens on all ranks of the expert-parallel group.
 
 Legend: T tokens of this rank, K experts of a token, H hidden, E experts, M rows of this rank's slots, R rows that this rank sends, C capacity,
@@ -63,9 +63,13 @@ class KnownCounts:
     """Counts of a pass that runs again in the backward pass, from its first run on a device: sizes are the same, so that the host need not wait for them twice."""
 
     counts: torch.Tensor | None = None
+    """On the device; of one rank alone, whose host asks for none, where experts' rows end."""
     table: np.ndarray | None = None
     tokens: TokensCame | None = None
     """DeepEP's, on any device."""
+
+
+OTHERWISE = "a MoE layer that runs again routes otherwise"
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +234,7 @@ class Dispatcher:
         kept_TK = self.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
         gathers = self.spec.transport == "all_gather" and self.ep_etp.size > 1
         if kept_TK is None and not needs_counts and self._stays_alone(experts_TK):
-            return self._keep(x_TH, weights_TK, experts_TK, op_prefix)
+            return self._keep(x_TH, weights_TK, experts_TK, op_prefix, known)
         if self.spec.is_static:
             plan, send = self._static_list(experts_TK, kept_TK)
             if gathers:
@@ -259,10 +263,20 @@ class Dispatcher:
         return self.kernels == "fast" and runs_programs(experts_TK)
 
     def _keep(
-        self, x_TH: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor, op_prefix: str
+        self,
+        x_TH: torch.Tensor,
+        weights_TK: torch.Tensor,
+        experts_TK: torch.Tensor,
+        op_prefix: str,
+        known: KnownCounts | None,
     ) -> Dispatched:
         """Where `_stays_alone`: there are as many rows as pairs, so that the host waits for nothing."""
         found = sort_keys(experts_TK.reshape(-1), self.num_experts, copies=experts_TK.shape[1])
+        if known is not None and known.counts is not None:
+            assert found.ends_E is not None
+            torch._assert_async((found.ends_E == known.counts).all(), OTHERWISE)
+        elif known is not None:
+            known.counts = found.ends_E
         send = self._send(found, found.order_N, experts_TK, self._nothing(experts_TK.device))
         rows_MH, weights_M = self.pick(x_TH, weights_TK, send, op_id=op_prefix + "dispatch.permute")
         state = DispatchState(None, send.token_of_row_R, send.rows_of_token_TK, op_prefix)
@@ -644,7 +658,7 @@ def counts_on_host(counts: CountsUnderWay) -> np.ndarray:
     """int64 counts of all sources: of a device read once, also where the pass runs twice. All ranks have gathered them in both runs, whose messages are alike."""
     known, gathered = counts.known, counts.gathered
     if known is not None and known.counts is not None and known.table is not None:
-        torch._assert_async((gathered == known.counts).all(), "a MoE layer that runs again routes otherwise")
+        torch._assert_async((gathered == known.counts).all(), OTHERWISE)
         return known.table
     if counts.done is not None:
         counts.done.synchronize()  # SYNC: sizes of the exchanges

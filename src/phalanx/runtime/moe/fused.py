@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
+from phalanx.core.errors import ConfigError, PeerError, Problem, raise_if
 from phalanx.kernels.cpu.deferred import Target, target_of
 from phalanx.kernels.cpu.grouped_mm import can_group, products_of_groups, through_swiglu
 from phalanx.kernels.cpu.swiglu import swiglu
@@ -76,6 +76,8 @@ class FusedMemory:
         self.left_free = left_free
         self._launch, self._make = launch, make
         self._arenas: dict[tuple[tuple[int, ...], int, torch.dtype], SymmetricMemory] = {}
+        self._statuses: list[torch.Tensor] = []
+        """Of all buffers that there were: passes under way still use one that was too small for the next."""
         self._side: torch.cuda.Stream | None = None
         self._reports: list[_Report] = []
 
@@ -101,6 +103,7 @@ class FusedMemory:
                 ranks=axis.size, capacity=room, columns=columns, dtype=x_TH.dtype, parts=cuts[0], blocks=cuts[1]
             )
             found = self._arenas[key] = self._make(spec, axis, x_TH.device)
+            self._statuses.append(found.status_2)
         return found, replace(shape, slots_per_rank=slots)
 
     def report(self, arena: SymmetricMemory, place: str) -> None:
@@ -125,9 +128,9 @@ class FusedMemory:
 
     def fault(self) -> torch.Tensor | None:
         """() fp32 on the device: NaN where a kernel of this rank gave up, else 0; None where there is no buffer."""
-        if not self._arenas:
+        if not self._statuses:
             return None
-        gave_up = torch.stack([arena.status_2 for arena in self._arenas.values()]).any()
+        gave_up = torch.stack(self._statuses).any()
         return torch.zeros((), device=gave_up.device).masked_fill_(gave_up, float("nan"))
 
     @contextmanager
@@ -189,7 +192,7 @@ class _Call:
 
 def run_fused(call: MoeCall, *, dispatcher: Dispatcher, memory: FusedMemory) -> tuple[torch.Tensor, torch.Tensor]:
     """What `run_experts` computes, and the number of dropped pairs. Collective over `ep`. Raises `ConfigError` where an expert is cut (etp) or has replicas,
-    `RunError` where a flag was not raised in time in an earlier call."""
+    `PeerError` where a flag was not raised in time in an earlier call."""
     problems = fused_problems(dispatcher)
     raise_if(problems, ConfigError, subject="the overlap of a MoE layer")
     comms, axis = dispatcher.comms, dispatcher.ep
@@ -220,10 +223,10 @@ def run_fused(call: MoeCall, *, dispatcher: Dispatcher, memory: FusedMemory) -> 
 
 
 def _raise_failures(memory: FusedMemory) -> None:
-    """Raises `RunError` where a call that is over has failed, with its layer."""
+    """Raises `PeerError` where a call that is over has waited for another rank in vain, with its layer."""
     failures = memory.failures()
     if failures:
-        raise RunError("fused MoE layer: " + "; ".join(failures))
+        raise PeerError("fused MoE layer: " + "; ".join(failures))
 
 
 def fused_problems(dispatcher: Dispatcher, hosts: Sequence[int] | None = None) -> list[Problem]:

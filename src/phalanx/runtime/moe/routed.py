@@ -168,7 +168,11 @@ def routed_experts(
     if setting.kind == "fused":
         raise_if(fused_problems(dispatcher, hosts), ConfigError, subject="the overlap of a MoE layer")
     if dispatcher.spec.transport == "deepep" and not alone:
-        raise_if(host_problems(hosts or ()), ConfigError, subject="the transport of a MoE layer")
+        raise_if(
+            host_problems(hosts or (), num_experts=dispatcher.num_experts),
+            ConfigError,
+            subject="the transport of a MoE layer",
+        )
         assert dispatcher.is_plain and dispatcher.etp.size == 1 and sums is None  # `plan.moe.transport_problems`
     if not dispatcher.is_plain:
         raise_if(replica_problems(str(setting)), ConfigError, subject="the overlap of a MoE layer")

@@ -20,6 +20,7 @@ Legend: L MoE layers, E experts.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from phalanx.core.errors import RunError
+from phalanx.core.errors import PeerError, RunError
 from phalanx.core.samples import owned
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.deferred import DeferredGradients
@@ -186,7 +187,7 @@ def reduce_step(
         if not found and tally.finite:
             break
         if again:
-            raise RunError(_why_not_finite(parts, step=step, tally=tally))
+            raise _not_finite(parts, step=step, tally=tally)
         findings = tuple(found.explain()) or ("a loss or gradient was not finite",)
         if found.messages:
             parts.state.publish(parts.comms)
@@ -275,8 +276,13 @@ def eval_loss(parts: StepParts, batches: Sequence[TokenBatch], *, step: int = 0)
             sums.add_(torch.stack([loss, num_valid([batches[j]]).to(torch.float64)]))
 
     parts.runner.forward(batches, infos, add)
+    fault = None if parts.fused is None else parts.fused.fault()
+    if fault is not None:
+        sums[0] += fault
     parts.comms.all_reduce(sums, parts.groups.step_axis("world"), op_id="eval")
     total, tokens = sums.tolist()  # SYNC: the figures are for people
+    if parts.fused is not None and math.isnan(total) and (gave_up := _gave_up(parts)):
+        raise PeerError(f"validation after step {step}: {gave_up}")
     return total / max(tokens, 1.0), int(tokens)
 
 
@@ -328,16 +334,26 @@ def _balance_counts(parts: StepParts, batches: Sequence[TokenBatch], *, step: in
     return parts.comms.all_reduce(counts_LE, parts.groups.step_axis("tp_dp_cp"), op_id="balance_counts")
 
 
-def _why_not_finite(parts: StepParts, *, step: int, tally: Tally) -> str:
-    """The same text on all ranks. Collective, and slow: it reads every gradient again."""
+def _gave_up(parts: StepParts) -> str:
+    """What fused kernels say that waited for another rank in vain, with the ranks; the same on all. Empty where none did. Collective."""
     world = parts.groups.axis("world")
-    failures = [] if parts.fused is None else parts.fused.failures()
-    told = parts.comms.gather_objects((failures, parts.buffers.non_finite()), world)
+    told = parts.comms.gather_objects([] if parts.fused is None else parts.fused.failures(), world)
+    return "; ".join(
+        f"{failure} on rank {rank}" for rank, failed in zip(world.ranks, told, strict=True) for failure in failed
+    )
+
+
+def _not_finite(parts: StepParts, *, step: int, tally: Tally) -> RunError:
+    """The same on all ranks; `PeerError` where kernels have waited in vain, which is no matter of numbers. Collective, and slow: it reads every gradient again."""
+    gave_up = "" if parts.fused is None else _gave_up(parts)
+    if gave_up:
+        return PeerError(f"step {step}: {gave_up}; nothing was changed")
+    world = parts.groups.axis("world")
+    told = parts.comms.gather_objects(parts.buffers.non_finite(), world)
     sources: dict[str, list[int]] = {}
-    for part in range(2):  # causes before what they caused
-        for rank, names in zip(world.ranks, told, strict=True):
-            for name in names[part]:
-                sources.setdefault(name, []).append(rank)
+    for rank, names in zip(world.ranks, told, strict=True):
+        for name in names:
+            sources.setdefault(name, []).append(rank)
     head = f"step {step}: the gradient is not finite (loss {tally.loss:g}, aux {tally.aux_loss:g}, z {tally.z_loss:g})"
     if not sources:
         where = "every rank's own gradients are finite, so a sum or the norm overflowed"
@@ -345,7 +361,7 @@ def _why_not_finite(parts: StepParts, *, step: int, tally: Tally) -> str:
         shown = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(sources.items())[:8]]
         where = "; ".join(shown) + (f"; and {len(sources) - 8} more parameters" if len(sources) > 8 else "")
     hint = "nothing was changed; lower optim.lr, raise optim.warmup_steps or look at this step's data"
-    return f"{head}: {where}; {hint}"
+    return RunError(f"{head}: {where}; {hint}")
 
 
 def _update_expert_biases(parts: StepParts, counts: NDArray[np.int64]) -> None:
