@@ -125,7 +125,7 @@ def test_several_projections_of_one_input(lanes: int | str) -> None:
 def test_several_projections_on_the_path_of_devices() -> None:
     inputs = [normal(2, 9, 12), *(normal(n, 12, seed=n) for n in (5, 8, 3)), normal(8, seed=4)]
     agree(
-        lambda x, a, b, c, bias: _Projections.apply(3, x, a, b, c, None, bias, None),
+        lambda x, a, b, c, bias: _Projections.apply(3, (), x, a, b, c, None, bias, None),
         lambda x, a, b, c, bias: projections(x, [a, b, c], [None, bias, None], impl="reference"),
         inputs,
     )

@@ -65,10 +65,15 @@ class ShardedSums:
         self._total: torch.Tensor | None = None
         self._room: torch.Tensor | None = None
         self._started: Exchange | None = None
-        self.begin()
+        self._forget()
 
     def begin(self) -> None:
         """Forget an earlier step. A room that somebody may still write to is left to him."""
+        self._forget()
+        if self._total is None and not self.layout.keepers:  # at once, as in every later step
+            self._total = torch.empty(self.layout.shard_length, dtype=self.rooms.dtype, device=self.device)
+
+    def _forget(self) -> None:
         if self._room is not None and self._started is None:
             self.rooms.give(self._room)
         self.missing, self._cycles = 0, 0

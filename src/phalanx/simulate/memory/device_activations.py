@@ -150,7 +150,7 @@ def experts_forward(x: Local) -> list[int]:
     return max([sent, rows], [*first, inner, rows], back, key=sum)
 
 
-def _products_add(x: Local) -> bool:
+def products_add(x: Local) -> bool:
     """`weight_sums.sums_of_experts`, and who asks it: counts of rows are on the host, and neither tiles nor fused kernels make the gradients."""
     large = x.item == 2 and x.width * x.spec.hidden >= LARGE_EXPERT
     counted = x.folding.ep * x.folding.etp > 1 or x.dispatch.is_static
@@ -164,7 +164,7 @@ def experts_backward(x: Local, *, weights: bool = True) -> list[int]:
     """
     rows, inner = x.held * x.spec.hidden * x.item, x.held * x.width * x.item
     per_slot = 3 * x.width * x.spec.hidden * x.item
-    made = [x.slots * per_slot] if weights and not _products_add(x) else []
+    made = [x.slots * per_slot] if weights and not products_add(x) else []
     shared = [x.stream()] if x.spec.shared_ffn else []
     return [x.stream(), *shared, rows, inner, 2 * inner, rows, *made]
 

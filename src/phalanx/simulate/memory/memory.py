@@ -493,7 +493,7 @@ class _Run:
                 "activations": sum(moment.kept),
                 "working memory": sum(moment.working),
                 "heap holes": int(idle),
-                "gradients": self._borrowed_bytes(moment.done) + self._rooms_bytes(moment.name),
+                "gradients": self._borrowed_bytes(moment.done) + self._rooms_bytes(moment.name, x),
             }
             yield self._moment(when + moment.name, terms, copy=copy)
         apart = self.on_device and self.recipe.optim.zero < 2  # gloo's shard is a view
@@ -533,11 +533,11 @@ class _Run:
         )
         return pass_moments(passes)
 
-    def _rooms_bytes(self, moment: str) -> int:
-        """`Rooms` on a device, where a buffer is there for as long as it is filled and reduced: in backward passes, that of experts only once their gradients are made."""
+    def _rooms_bytes(self, moment: str, x: Local) -> int:
+        """`Rooms` on a device, where a buffer is there for as long as it is filled and reduced: in backward passes, that of experts once their gradients are made, or added to it."""
         if not self.on_device or self.recipe.optim.zero < 2 or self.is_exact or "forward" in moment:
             return 0
-        experts = "experts" not in moment and "head" not in moment
+        experts = ("experts" not in moment or device_activations.products_add(x)) and "head" not in moment
         layouts = (
             x
             for key, x in self.layouts.items()
