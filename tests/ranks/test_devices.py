@@ -16,18 +16,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from program_help import Run
 from train_help import phalanx, train_args, write_text
 
 from phalanx.core.config import LaunchConfig, Recipe, ResilienceConfig
 from phalanx.core.errors import FinalError, PeerError, RunError
 from phalanx.core.rules import recipe_problems
+from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.recovery_choice import choose_recovery
 from phalanx.runtime.comm import devices
 from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.devices import DeviceAbort, complete, in_own_thread
 from phalanx.runtime.comm.exchange import Call
-from phalanx.runtime.comm.groups import Axis, GroupCache
+from phalanx.runtime.comm.groups import SILENT, Axis, GroupCache
 from phalanx.runtime.comm.peers import Peers
 from phalanx.runtime.comm.progress import RankProgress
 from phalanx.runtime.membership import rendezvous, watcher as lookout, worker_agent as agent
@@ -237,6 +239,15 @@ def test_axes_without_messages_get_no_communicator_until_another_asks_for_their_
     assert connected == [made[0, 2]]
     assert [cache.get((0, 1), silent=kind) for kind in (False, True, False)] == 3 * [made[0, 1]]
     assert connected == [made[0, 2], made[0, 1]]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "degrees", [{"ep": 4}, {"tp": 2, "ep": 2, "etp": 2}, {"cp": 2, "ep": 2}, {"pp": 2, "ep": 2}], ids=str
+)
+def test_no_step_sends_over_an_axis_without_messages(degrees: dict[str, int]) -> None:
+    program = Run(folding=make_folding(world=8, **degrees), num_microbatches=2).program(0)
+    assert not {op.axis for op in program.collectives} & set(SILENT)
 
 
 @pytest.mark.unit

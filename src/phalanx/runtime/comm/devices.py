@@ -78,7 +78,7 @@ def connect(group: dist.ProcessGroup, escape: AbortableCall | None = None) -> No
         _first_call(group, device)
         if escape is not None and escape.aborted():  # the group is in nobody's list, and its kernel may meet no other
             for backend in nccl_backends([group]):
-                _abort(backend)
+                threading.Thread(target=_abort, args=(backend,), name="abort", daemon=True).start()
 
     run_abortable(escape, first)
 

@@ -278,7 +278,8 @@ class _Run:
     def _experts_are_summed(self) -> bool:
         """Whether gradients of experts are added up in buffers of the shape of their weights."""
         borrowed = any(self.layouts[name].rule.family == "expert" for name in self.borrowed)
-        return not (borrowed or self.is_exact or self._sums_of_holders)
+        fast = self.recipe.kernels.implementation == "fast" and self.recipe.resilience.check == "off"
+        return fast and not (borrowed or self.is_exact or self._sums_of_holders)
 
     @property
     def _sums_of_holders(self) -> list[HolderPlan]:

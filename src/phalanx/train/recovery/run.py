@@ -33,6 +33,7 @@ from phalanx.observe import JsonlSink, PreparationProgress, Sinks, open_sinks, w
 from phalanx.plan.mapping import Folding
 from phalanx.plan.recovery import recovery_planner, recovery_problems, wanted_ranks
 from phalanx.runtime.checkpoint import import_now
+from phalanx.runtime.comm import in_own_thread
 from phalanx.runtime.membership import (
     AgentSettings,
     Supervisor,
@@ -206,7 +207,8 @@ def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, w
     ):
         body = _body(run, sinks, agent, slot=slot, watch=watch, joins=joins, device=device)
         if joins:  # when a run begins, all are cold together
-            _warm_up(body, sinks)
+            warm = partial(_warm_up, body, sinks)
+            warm() if on_cpu else in_own_thread(warm)  # what it leaves goes to the thread of the first generation
         agent.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
         if slot == 0:
             _keep_recipe(run, sinks)
