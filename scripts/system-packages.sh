@@ -1,11 +1,20 @@
 #!/bin/sh
-# Installs the system programs that tests and the testbed use (iproute2: ip and tc; util-linux: unshare), where they are missing.
-# Does nothing where they are present; without root or apt it says what to install and succeeds, because only the testbed needs them.
+# Installs system programs that tests use, where they are missing. Does nothing where they are present; without root or apt it says what to install and succeeds:
+# tests that need them are skipped and say so, everything else works. Argument:
+#   (none)   what the testbed needs: ip and tc, unshare. `make test` calls it
+#   lab      also a browser, SLURM and Prometheus, which the tests of the page, of jobs and of alerts start for themselves. CI calls it; no service is left running
 set -eu
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
 
+wanted="ip:iproute2 tc:iproute2 unshare:util-linux"
+case "${1:-}" in
+'') ;;
+lab) wanted="$wanted chromium:chromium fc-match:fontconfig slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge prometheus:prometheus prometheus-alertmanager:prometheus-alertmanager" ;;
+*) echo "$0: '$1' is not known; give lab, or nothing" >&2 && exit 2 ;;
+esac
+
 missing=
-for pair in ip:iproute2 tc:iproute2 unshare:util-linux; do
+for pair in $wanted; do
     program=${pair%%:*}
     package=${pair#*:}
     if ! command -v "$program" >/dev/null 2>&1; then
@@ -16,11 +25,12 @@ done
 
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "system-packages: installing$missing"
-    # shellcheck disable=SC2086  # one word per package
-    if apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $missing; then
+    # RUNLEVEL=1: no package starts its service. One word per package:
+    # shellcheck disable=SC2086
+    if apt-get update -q && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $missing; then
         exit 0
     fi
     echo "system-packages: apt-get failed" >&2
 fi
-echo "system-packages: 'phalanx testbed' needs the packages$missing; install them, for example: sudo apt-get install$missing" >&2
-echo "system-packages: without them its tests are skipped, everything else works" >&2
+echo "system-packages: some tests need the packages$missing; install them, for example: sudo apt-get install$missing" >&2
+echo "system-packages: without them those tests are skipped, everything else works" >&2
