@@ -12,7 +12,8 @@ import torch
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PlanError
-from phalanx.models.families import FAMILIES, Family, families_for, find_family
+from phalanx.models.families import Family, families_for, find_family
+from phalanx.models.families.known import FAMILIES
 from phalanx.models.families.names import NameLink, NameRule, in_tensor, links, shapes_of
 from phalanx.models.families.options import DEFAULTS
 from phalanx.models.router import routing_weights

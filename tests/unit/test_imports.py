@@ -26,6 +26,7 @@ BELOW = {
     "train": {"core", "plan", "kernels", "runtime", "models", "data", "observe"},
     "verify": {"core", "plan", "kernels", "runtime", "models", "data", "train", "observe"},
     "cli": {"core", "plan", "simulate", "kernels", "runtime", "models", "data", "train", "observe", "verify"},
+    "api": {"core", "plan", "simulate", "kernels", "runtime", "models", "data", "train", "observe", "verify", "cli"},
 }  # fmt: skip
 """Package -> packages that it may import beside itself."""
 
@@ -123,6 +124,7 @@ WAYS_IN = {
     "verify/session.py": "modules that hold planted faults, by name of the lab",
     "kernels/native/build.py": "kernels that this program compiled, and the compiler",
     "kernels/native/rows.py": "the same, as a type",
+    "api/programs.py": "this program once more, and the C library",
     "runtime/processes/launch.py": "the C library",
     "runtime/processes/allocator.py": "the C library",
 }

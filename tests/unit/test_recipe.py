@@ -398,9 +398,6 @@ def test_a_recipe_made_in_code_is_judged_by_what_differs_from_the_defaults() -> 
         (["--resilience.mode", "exact", "--launch.threads", "1", "--folding.ep", "2", "--dispatch.transport", "all_gather"],
          "--dispatch.transport",
          'sums per rank with resilience.mode = "exact", so results depend on expert placement', 'use "all_to_all"'),
-        (["--resilience.mode", "exact", "--launch.threads", "1", "--folding.pp", "2", "--pipeline.schedule", "zero_bubble"],
-         "--pipeline.schedule",
-         'defers weight gradients, which with resilience.mode = "exact" are summed where they are made', 'use "1f1b"'),
     ],
 )  # fmt: skip
 def test_settings_that_clash(words: list[str], where: str, rule: str, hint: str) -> None:

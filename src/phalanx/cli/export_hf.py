@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
+
+if TYPE_CHECKING:
+    from phalanx.train.huggingface import Export
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,18 @@ class ExportArgs:
 def main(args: list[str]) -> int:
     """Run `phalanx export-hf ARGS...`; returns the exit status."""
     options = tyro.cli(ExportArgs, args=args, prog="phalanx export-hf", description=__doc__)
+    plan = export(options)
+    for caution in plan.cautions:
+        print(f"phalanx export-hf: warning: {caution}", file=sys.stderr)
+    size = sum(plan.bytes_of(link) for shard in plan.shards for link in shard)
+    count = len(plan.shards)
+    files = f"{count} files" if count > 1 else "one file"
+    print(f"{plan.target}: {plan.family.architecture}, step {plan.step}, {size / 1e6:,.1f} MB in {files}")
+    return 0
+
+
+def export(options: ExportArgs) -> Export:
+    """Write the checkpoint; returns what was written. Raises `ConfigError` or `CheckpointError`, and then nothing is left behind."""
     raise_if(problems(options), ConfigError, subject="the command")
     from phalanx.runtime.processes import run_local
     from phalanx.train.huggingface import begin_export, finish_export, plan_export, write_shards
@@ -54,13 +69,7 @@ def main(args: list[str]) -> int:
     else:
         run_local(lambda info, stop: _rank(plan, info.rank, ranks), ranks=ranks, threads=1)
     finish_export(plan)
-    for caution in plan.cautions:
-        print(f"phalanx export-hf: warning: {caution}", file=sys.stderr)
-    size = sum(plan.bytes_of(link) for shard in plan.shards for link in shard)
-    count = len(plan.shards)
-    files = f"{count} files" if count > 1 else "one file"
-    print(f"{plan.target}: {plan.family.architecture}, step {plan.step}, {size / 1e6:,.1f} MB in {files}")
-    return 0
+    return plan
 
 
 def _rank(plan: object, rank: int, ranks: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -38,6 +38,18 @@ class GenerateArgs:
 def main(args: list[str]) -> int:
     """Run `phalanx generate ARGS...`; returns the exit status."""
     options = tyro.cli(GenerateArgs, args=args, prog="phalanx generate", description=__doc__)
+    shown = None
+    for text in continuation(options):
+        print(
+            printable(text[len(shown) :]) if shown is not None else options.prompt + printable(text), end="", flush=True
+        )
+        shown = text
+    print()
+    return 0
+
+
+def continuation(options: GenerateArgs) -> Iterator[str]:
+    """The text after the prompt so far, after each token. Raises `ConfigError` or `CheckpointError`."""
     raise_if(problems(options), ConfigError, subject="the command")
     import torch
 
@@ -55,13 +67,7 @@ def main(args: list[str]) -> int:
         vocab=tokenizer.vocab_size,
         sampling=Sampling(temperature=options.temperature, top_k=options.top_k, seed=options.seed),
     )
-    print(options.prompt, end="", flush=True)
-    shown = ""
-    for text in decoded(new, tokenizer):
-        print(printable(text[len(shown) :]), end="", flush=True)
-        shown = text
-    print()
-    return 0
+    yield from decoded(new, tokenizer)
 
 
 def problems(options: GenerateArgs) -> list[Problem]:

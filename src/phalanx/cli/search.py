@@ -19,7 +19,7 @@ from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.pictures import Series, plot
-from phalanx.plan.pipeline.schedule import SCHEDULES
+from phalanx.plan.pipeline.schedule import schedules
 from phalanx.simulate.mapping import (
     Job,
     Mapping,
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         default="balanced",
         help="how tokens meet experts (default balanced)",
     )
-    add("--schedules", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=f"of {', '.join(SCHEDULES)}")
+    add("--schedules", nargs="+", choices=tuple(schedules()), metavar="NAME", help=f"of {', '.join(schedules())}")
     add("--ep-overlap", nargs="+", choices=get_args(EpOverlap), metavar="HOW",
         help="how dispatch overlaps with computation: none, chunks, pair, tiles, fused (default: what runs there in this precision, but fused; pair needs processors to run, fused devices)")  # fmt: skip
     add(

@@ -183,6 +183,7 @@ def _trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
         ("launch.keep_service", recipe.launch.keep_service, recipe.launch.keep_service, joins),
         ("observe.prometheus_address", observe.prometheus_address, listens, "listens to other machines"),
         ("observe.wandb_project", observe.wandb_project, sends, "sends this run to Weights & Biases"),
+        ("observe.sinks", observe.sinks, observe.sinks is not None, "gives this run to programs of other packages"),
     ):
         if wrong and name not in given:
             rule = f"{does}, which a recipe file alone may not decide"
@@ -253,7 +254,7 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
         from phalanx.train.recovery import train_elastic
 
         return train_elastic(choice.recipe, threads=threads, kept=recipe)
-    if ranks > 1 and recipe.observe.console != "none":
+    if ranks > 1 and recipe.observe.is_for_people:
         print(f"elastic recovery: {choice.explain()}", flush=True)
     if ranks == 1:
         return run_one(body, WorldInfo(), threads=threads)

@@ -167,13 +167,8 @@ class PipelineConfig:
     """Order in which the stages of a pipeline work, and the layers they hold (`folding.pp` above 1, or `folding.stages`;
     `pair_passes` always)."""
 
-    schedule: (
-        Literal[
-            "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "eager_1f1b", "eager_1f1b_split", "zbv", "dualpipev"
-        ]
-        | None
-    ) = None
-    """Order of the passes; `phalanx plan schedule` draws each. Default: 1f1b, or interleaved_1f1b with several virtual stages."""
+    schedule: str | None = None
+    """Order of the passes: gpipe, 1f1b, interleaved_1f1b, zero_bubble, eager_1f1b, eager_1f1b_split, zbv, dualpipev, or one of an installed package; `phalanx plan schedule` draws each. Default: 1f1b, or interleaved_1f1b with several virtual stages."""
     virtual: int | None = None
     """Stages of each rank. Default: 1, or the 2 that a V-shaped schedule (zbv, dualpipev) has."""
     layers: tuple[int, ...] | None = None
@@ -361,8 +356,8 @@ class ResilienceConfig:
 class ObserveConfig:
     """Where the run can be watched. The event log in the run folder is always written."""
 
-    console: Literal["auto", "live", "plain", "none"] = "auto"
-    """A live display, plain lines, or nothing. auto: live on a terminal, plain elsewhere."""
+    console: Literal["auto", "live", "plain", "none", "json"] = "auto"
+    """A live display, plain lines, nothing, or each event as a line of JSON, for a program that reads them. auto: live on a terminal, plain elsewhere."""
     log_interval: int | None = None
     """Steps between printed rows. Default: the first and the last step, and one about every 5 seconds."""
     tensorboard: bool = True
@@ -371,12 +366,19 @@ class ObserveConfig:
     """Report to this Weights & Biases project (extra `wandb`)."""
     wandb_mode: Literal["online", "offline"] | None = None
     """Default: online. offline keeps the run on disk for `wandb sync`."""
+    sinks: tuple[str, ...] | None = None
+    """Further sinks, by the name under which an installed package gives them, each with options: ["mine:key=value,key=value"]."""
     prometheus_port: int | None = None
     """Serve the newest metrics over HTTP on this port (extra `prometheus`)."""
     prometheus_address: str | None = None
     """Address the endpoint listens on. Default: 127.0.0.1, this machine only."""
     trace_steps: tuple[int, ...] | None = None
     """First and last step (or the only one) of which every operation of each rank is recorded, for `phalanx trace`, e.g. [10, 12]."""
+
+    @property
+    def is_for_people(self) -> bool:
+        """Whether a person reads what the run prints."""
+        return self.console not in ("none", "json")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
 from pathlib import Path
+
+
+def say(text: str) -> None:
+    """A line for a person on standard error. Where nobody reads that any more (a terminal that is closed, a program that ended) it is lost, and the work goes on."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def resident_bytes() -> int:

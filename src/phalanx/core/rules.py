@@ -230,13 +230,6 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("pipeline.extra_warmup",),
     ),
     Effect(
-        settings=("pipeline.extra_warmup",),
-        inert=lambda r: r.pipeline.schedule not in ("eager_1f1b", "eager_1f1b_split"),
-        reason="pipeline.schedule runs no extra warm-up forwards",
-        way_out='pipeline.schedule = "eager_1f1b"',
-        reads=("pipeline.schedule",),
-    ),
-    Effect(
         settings=tuple(f"pipeline.{k}" for k in ("schedule", "virtual", "layers", "extra_warmup", "memory_gb")),
         inert=lambda r: r.folding.num_stages == 1,
         reason="folding.pp = 1 has one stage for everything",
@@ -404,8 +397,8 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         settings=("observe.log_interval",),
-        inert=lambda r: r.observe.console == "none",
-        reason='observe.console = "none"',
+        inert=lambda r: not r.observe.is_for_people,
+        reason='observe.console is "none" or "json"',
         way_out='observe.console = "plain"',
         reads=("observe.console",),
     ),
@@ -550,10 +543,6 @@ def _run_clashes(recipe: Recipe) -> list[_Clash]:
     return found
 
 
-DIVIDED_BACKWARD = ("zero_bubble", "zbv", "dualpipev", "eager_1f1b_split")
-"""Schedules that defer weight gradients."""
-
-
 def _resilience_clashes(recipe: Recipe) -> list[_Clash]:
     """What cannot be had together with a step that any number of ranks shares, or with its bits."""
     if recipe.resilience.mode == "off":
@@ -599,9 +588,6 @@ def _inexact(recipe: Recipe) -> Iterator[tuple[str, object, str, str]]:
     if recipe.optim.zero == 2:
         rule = f"reduces gradients once a micro-batch, which {beside} are added up in fixed point first"
         yield "optim.zero", 2, rule, "use 1"
-    if recipe.pipeline.schedule in DIVIDED_BACKWARD:
-        rule = f"defers weight gradients, which {beside} are summed where they are made"
-        yield "pipeline.schedule", recipe.pipeline.schedule, rule, 'use "1f1b"'
 
 
 def _recovery_clashes(recipe: Recipe) -> list[_Clash]:

@@ -1,4 +1,4 @@
-"""Text files as streams of documents: .txt, .jsonl (plain, gzip, zstd), .parquet, .py.
+"""Text files as streams of documents: .txt, .jsonl (plain, gzip, zstd), .parquet, .py, and what installed packages read.
 
 Never holds more than a block and a document in memory. What is wrong goes to a ProblemLog with file and line, and reading goes on where
 that makes sense; a reader never yields text that it had to repair.
@@ -11,7 +11,7 @@ import errno
 import gzip
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +19,8 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from phalanx.core.errors import Problem, first_line, nearest
+from phalanx.core.errors import ConfigError, Problem, first_line, nearest
+from phalanx.core.extensions import Extension, extensions
 from phalanx.core.reading import MOST_LINE, MalformedError, lines_of, open_regular, parse_json
 from phalanx.data.parquet_pages import PageError, column_chunks, page_sizes
 from phalanx.data.problems import ProblemLog
@@ -57,10 +58,20 @@ class ReadOptions:
     """A .txt file is cut into documents of at most this many characters, after a line end where there is one."""
 
 
+def added_formats() -> Mapping[str, Extension]:
+    """Suffix -> extension of an installed package (`phalanx.data_formats`): a function of a path that yields the texts of its documents, in order."""
+    return extensions("data_formats", taken=(*TEXT_SUFFIXES, *TOKEN_SUFFIXES, ".py"))
+
+
+def text_suffixes() -> tuple[str, ...]:
+    """Suffixes of all files of text that can be read."""
+    return (*TEXT_SUFFIXES, *added_formats())
+
+
 def suffix_of(path: Path) -> str:
     """The known suffix of a file name, or its last one."""
     name = path.name.lower()
-    known = [s for s in (*TEXT_SUFFIXES, *TOKEN_SUFFIXES, ".py") if name.endswith(s)]
+    known = [s for s in (*text_suffixes(), *TOKEN_SUFFIXES, ".py") if name.endswith(s)]
     return max(known, key=len) if known else path.suffix
 
 
@@ -72,6 +83,8 @@ def read_documents(path: Path, options: ReadOptions, log: ProblemLog) -> Iterato
             yield from _read_parquet(path, options.text_field, log)
         elif suffix in (".txt", ".py"):
             yield from _read_text(path, options.txt_document_chars if suffix == ".txt" else None, log)
+        elif suffix in added_formats():
+            yield from _read_added(path, added_formats()[suffix], log)
         else:
             yield from _read_jsonl(path, options.text_field, log)
     except OSError as error:
@@ -83,6 +96,30 @@ def _unreadable(path: Path, error: OSError) -> Problem:
     return Problem(
         where=str(path), value=path.name, rule=rule, hint="check that the file exists, is complete and readable"
     )
+
+
+# --- formats of installed packages
+
+
+def _read_added(path: Path, extension: Extension, log: ProblemLog) -> Iterator[Document]:
+    """What the extension yields, each held against what our own readers promise. An error of its own is a problem of the file."""
+    size, number = path.stat().st_size, 0
+    try:
+        for number, text in enumerate(extension.load()(path), start=1):
+            where = f"{path}:document {number}"
+            if isinstance(text, str) and len(text) > MOST_DOCUMENT:
+                raise OSError(errno.EFBIG, f"document {number} has more than {MOST_DOCUMENT} characters")
+            if _checked(text, where, "text", ["text"], log) is not None:
+                yield Document(text, where, size)
+    except ConfigError as error:
+        for problem in error.problems:
+            log.add(problem)
+    except OSError:
+        raise
+    except Exception as error:  # of a stranger's reader
+        rule = f"cannot be read by {extension.package} ({type(error).__name__}: {first_line(error)})"
+        hint = "repair the file, or the package that reads it"
+        log.add(Problem(where=f"{path}:document {number + 1}", value=path.name, rule=rule, hint=hint))
 
 
 # --- .txt

@@ -21,11 +21,18 @@ from phalanx.core.errors import DataError, Problem, nearest
 from phalanx.core.reading import MalformedError, load_json, open_regular, typed
 from phalanx.data import corpus
 from phalanx.data.cache import CacheProgress, digest, locked, silent, write_atomically, writing
-from phalanx.data.formats import TEXT_SUFFIXES, TOKEN_SUFFIXES, Document, ReadOptions, read_documents, suffix_of
+from phalanx.data.formats import (
+    TOKEN_SUFFIXES,
+    Document,
+    ReadOptions,
+    added_formats,
+    read_documents,
+    suffix_of,
+    text_suffixes,
+)
 from phalanx.data.problems import ProblemLog
 
 BUILTIN = "builtin:python"
-SUFFIXES = (*TEXT_SUFFIXES, *TOKEN_SUFFIXES)
 READER_VERSION = 1
 """Raise it whenever the same files would give other documents."""
 
@@ -128,7 +135,7 @@ def _effect_problems(config: DataConfig, sources: list[Source]) -> Iterator[Prob
     if config.builtin_bytes is not None and all(s.kind != "builtin" for s in sources):
         rule = f"has no effect without the source {BUILTIN!r}"
         yield Problem(where="data.builtin_bytes", value=config.builtin_bytes, rule=rule, hint="leave it out")
-    fielded = any(suffix_of(f) not in (".txt", *TOKEN_SUFFIXES) for s in sources for f in s.files)
+    fielded = any(suffix_of(f) not in (".txt", *TOKEN_SUFFIXES, *added_formats()) for s in sources for f in s.files)
     if config.text_field != "text" and not fielded:
         rule = "has no effect: no source is a .jsonl or .parquet file"
         yield Problem(where="data.text_field", value=config.text_field, rule=rule, hint="leave it out")
@@ -142,11 +149,11 @@ def _resolve(spec: str, where: str) -> Source | Problem:
     path = Path(spec)
     if path.is_dir():
         inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
-        files = [p for p in inside if suffix_of(p) in SUFFIXES]
+        files = [p for p in inside if suffix_of(p) in _suffixes()]
         if not files:
             seen = ", ".join(sorted({p.suffix or p.name for p in inside})[:8])
             rule = f"is a folder without data files (it holds {seen})" if seen else "is an empty folder"
-            return Problem(where=where, value=spec, rule=rule, hint=f"readable: {', '.join(SUFFIXES)}")
+            return Problem(where=where, value=spec, rule=rule, hint=f"readable: {', '.join(_suffixes())}")
     elif glob.has_magic(spec) and not path.exists():
         files = sorted(Path(p) for p in glob.glob(spec, recursive=True) if Path(p).is_file())
         if not files:
@@ -162,15 +169,18 @@ def _resolve(spec: str, where: str) -> Source | Problem:
 
 def _typed(spec: str, where: str, files: list[Path]) -> Source | Problem:
     """A source of files that are all text or all tokens."""
-    unknown = [f for f in files if suffix_of(f) not in SUFFIXES]
+    unknown = [f for f in files if suffix_of(f) not in _suffixes()]
     if unknown:
         return Problem(
-            where=where, value=str(unknown[0]), rule="has an unknown extension", hint=f"readable: {', '.join(SUFFIXES)}"
+            where=where,
+            value=str(unknown[0]),
+            rule="has an unknown extension",
+            hint=f"readable: {', '.join(_suffixes())}",
         )
     pairs = sorted({f.with_suffix(".bin") for f in files if suffix_of(f) in TOKEN_SUFFIXES})
     if not pairs:
         return Source(spec=spec, kind="text", files=tuple(files))
-    if any(suffix_of(f) in TEXT_SUFFIXES for f in files):
+    if any(suffix_of(f) in text_suffixes() for f in files):
         return Problem(
             where=where,
             value=spec,
@@ -186,6 +196,10 @@ def _typed(spec: str, where: str, files: list[Path]) -> Source | Problem:
     return Source(spec=spec, kind="tokens", files=tuple(pairs))
 
 
+def _suffixes() -> tuple[str, ...]:
+    return (*text_suffixes(), *TOKEN_SUFFIXES)
+
+
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
@@ -194,7 +208,7 @@ def _nearest_file(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"the folder {folder} does not exist either"
-    names = [p.name for p in folder.iterdir() if p.is_dir() or suffix_of(p) in SUFFIXES]
+    names = [p.name for p in folder.iterdir() if p.is_dir() or suffix_of(p) in _suffixes()]
     return nearest(path.name, names) if names else f"{folder} holds no data files"
 
 
@@ -210,7 +224,7 @@ def identify(source: Source, cache: Path, progress: CacheProgress) -> Source:
     else:
         stats = [(f, _stat(f)) for f in _all_files(source)]
         seen = [[str(f.resolve()), s.st_size, s.st_mtime_ns] for f, s in stats]
-        extra = [READER_VERSION, source.kind, source.text_field]
+        extra = [READER_VERSION, source.kind, source.text_field, *_added_readers(source)]
     with writing(cache):
         memo = cache / "identities" / f"{digest([seen, extra])}.json"
         if not memo.exists():
@@ -247,7 +261,13 @@ def _identity(source: Source, found: list[corpus.SourceFile], progress: CachePro
             done += len(block)
             progress("scan", done, total)
         contents.append([suffix_of(path), hasher.hexdigest()])
-    return {"identity": digest([READER_VERSION, source.kind, source.text_field, contents])}
+    return {"identity": digest([READER_VERSION, source.kind, source.text_field, contents, *_added_readers(source)])}
+
+
+def _added_readers(source: Source) -> list[str]:
+    """Packages, with versions, that read files of the source: another version may find other documents."""
+    added = added_formats()
+    return sorted({added[suffix].package for suffix in map(suffix_of, source.files) if suffix in added})
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -11,17 +11,18 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.observe.charts import chart as chart
-    from phalanx.observe.console import wants_live as wants_live
+    from phalanx.observe.console import ConsoleSink as ConsoleSink, wants_live as wants_live
     from phalanx.observe.event_log import (
         History as History,
         JsonlSink as JsonlSink,
         Record as Record,
         apply as apply,
+        event_of as event_of,
         log_path as log_path,
         read_events as read_events,
         read_history as read_history,
     )
-    from phalanx.observe.metrics import METRICS as METRICS
+    from phalanx.observe.metrics import METRICS as METRICS, samples as samples
     from phalanx.observe.preparation import PreparationProgress as PreparationProgress
     from phalanx.observe.sinks import (
         Sinks as Sinks,

@@ -108,6 +108,19 @@ def read_events(path: Path) -> Iterator[Record]:
         raise DataError([problem], subject="the event log") from error
 
 
+def event_of(record: Record) -> Event | None:
+    """The event that a record was written from; None for a kind that this program does not know. Numbers that were not finite are NaN. Raises `MalformedError` for one that does not fit."""
+    cls = next((each for each in Event.__subclasses__() if each.__name__ == record.get("kind")), None)
+    if cls is None:
+        return None
+    types = _fields_of(cls.__name__)[1]
+    given = {f.name: record[f.name] for f in fields(cls) if f.name in record}
+    nan = {name: math.nan for name in _NULLABLE if given.get(name, 0.0) is None}
+    known = {name: typed(value, types[name], where=name) for name, value in given.items() if name not in nan}
+    event: Event = cls(**known, **nan)
+    return event
+
+
 def _decode(path: Path, number: int, line: bytes) -> Record:
     try:
         record = parse_json(line, where=f"{path}:{number}")

@@ -7,9 +7,9 @@ port in use) is a problem of the recipe and is reported before training starts.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -20,10 +20,12 @@ from typing import Protocol
 from rich.console import Console
 
 from phalanx.core.config import ObserveConfig
-from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
+from phalanx.core.errors import ConfigError, Problem, RunError, first_line, nearest, raise_if
 from phalanx.core.events import Event, Note
+from phalanx.core.extensions import extensions
+from phalanx.core.process import say
 from phalanx.observe.console import ConsoleSink, wants_live
-from phalanx.observe.event_log import JsonlSink, log_path
+from phalanx.observe.event_log import JsonlSink, encode, log_path
 
 GIVE_UP_AFTER = 20
 """Failures in a row after which a sink is no longer called: a dead network must not cost a timeout every step."""
@@ -37,6 +39,19 @@ class Sink(Protocol):
     def write(self, event: Event, /) -> None: ...
 
     def close(self) -> None: ...
+
+
+class JsonLines:
+    """Each event as a line of JSON on standard output, for the program that started this one."""
+
+    name = "standard output"
+
+    def write(self, event: Event) -> None:
+        sys.stdout.buffer.write(encode(event, time_s=time.time()))
+        sys.stdout.buffer.flush()
+
+    def close(self) -> None:
+        """Standard output stays open: it is the process's."""
 
 
 class Sinks:
@@ -56,7 +71,7 @@ class Sinks:
     @property
     def has_screen(self) -> bool:
         """Whether a person sees what is emitted here."""
-        return any(isinstance(sink, ConsoleSink) for sink in self._sinks)
+        return any(isinstance(sink, ConsoleSink | JsonLines) for sink in self._sinks)
 
     def close(self) -> None:
         """Close every sink; the second call does nothing."""
@@ -92,14 +107,13 @@ class Sinks:
         others = [s for s in self._sinks if s is not broken and s.name not in self._warned]
         for sink in others:
             self._guarded(sink, partial(sink.write, Note(level="warning", text=text)))
-        if not any(isinstance(s, ConsoleSink) for s in others):
+        if not any(isinstance(s, ConsoleSink | JsonLines) for s in others):
             warn_without_screen(text)
 
 
 def warn_without_screen(text: str) -> None:
     """Warns a person, from a process whose sinks show nothing."""
-    with contextlib.suppress(OSError):  # a terminal that is gone
-        print(f"phalanx: warning: {text}", file=sys.stderr)
+    say(f"phalanx: warning: {text}")
 
 
 def sink_problems(config: ObserveConfig) -> list[Problem]:
@@ -120,6 +134,54 @@ def sink_problems(config: ObserveConfig) -> list[Problem]:
     ]
 
 
+def open_added(config: ObserveConfig, folder: Path) -> tuple[list[Sink], list[Problem]]:
+    """Sinks of installed packages that `observe.sinks` names (entry points of `phalanx.sinks`: functions of the run folder and options that return a `Sink`), and what is wrong with them."""
+    opened: list[Sink] = []
+    problems: list[Problem] = []
+    for number, text in enumerate(config.sinks or ()):
+        where = f"observe.sinks[{number}]"
+        try:
+            name, options = parse_sink(text, where)
+            opened.append(_added(name, options, where=where, folder=folder))
+        except ConfigError as error:
+            problems += error.problems
+    return opened, problems
+
+
+def parse_sink(text: str, where: str) -> tuple[str, dict[str, str]]:
+    """Name and options of `name:key=value,key=value`. Raises `ConfigError`."""
+    name, _, rest = text.partition(":")
+    options: dict[str, str] = {}
+    for word in filter(None, rest.split(",")):
+        key, equals, value = word.partition("=")
+        if not equals or not key or key in options:
+            rule = "must be a name, and after a colon options key=value, each key once"
+            raise ConfigError([Problem(where=where, value=text, rule=rule, hint=f"use {name}, or {name}:key=value")])
+        options[key] = value
+    return name, options
+
+
+def _added(name: str, options: dict[str, str], *, where: str, folder: Path) -> Sink:
+    known = extensions("sinks", taken=())
+    if name not in known:
+        rule = "is no sink that an installed package gives"
+        hint = nearest(name, known) if known else "docs/how-to/extend.md says how a package gives one"
+        raise ConfigError([Problem(where=where, value=name, rule=rule, hint=hint)])
+    try:
+        sink = known[name].load()(folder, options)
+        for method in ("write", "close"):
+            getattr(sink, method)
+        sink.name = str(getattr(sink, "name", name))
+    except ConfigError:
+        raise
+    except Exception as error:  # of a stranger's sink
+        rule = f"cannot be opened by {known[name].package} ({type(error).__name__}: {first_line(error)})"
+        raise ConfigError(
+            [Problem(where=where, value=name, rule=rule, hint="leave it out, or repair the package")]
+        ) from error
+    return sink
+
+
 def open_sinks(
     config: ObserveConfig, *, folder: Path, rank: int, console: Console | None = None, patient: bool = False
 ) -> Sinks:
@@ -135,7 +197,9 @@ def open_sinks(
         raise RunError(f"{path}: cannot be written ({error.strerror}); choose another run.folder") from error
     if rank != 0:
         return Sinks(opened)
-    problems = sink_problems(config)
+    added, problems = open_added(config, folder)
+    opened += added
+    problems += sink_problems(config)
     missing = {p.where for p in problems}
     for setting, make in _rank_zero(config, folder, console, patient=patient).items():
         try:
@@ -175,6 +239,8 @@ def _rank_zero(
         return PrometheusSink(run=folder.name, port=config.prometheus_port or 0, address=address, patient=patient)
 
     def screen() -> Sink:
+        if config.console == "json":
+            return JsonLines()
         terminal = console if console is not None else Console()
         return ConsoleSink(terminal, live=wants_live(config, terminal), log_interval=config.log_interval)
 

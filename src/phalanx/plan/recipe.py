@@ -24,7 +24,8 @@ from phalanx.plan.moe.overlap import (
     replica_problems,
     setting_problems,
 )
-from phalanx.plan.pipeline import pairing_problems, pipeline_problems, schedule_setting_problems
+from phalanx.plan.pipeline import choose_schedule, pairing_problems, pipeline_problems, schedule_setting_problems
+from phalanx.plan.pipeline.schedule import schedules, splits_backward
 from phalanx.plan.recovery import holders_needed, recovery_problems, room_problems
 
 OF_EXPERTS = tuple(f"resilience.{key}" for key in ("slots_per_rank", "f", "loads", "expert_state"))
@@ -67,8 +68,17 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         found = pipeline_problems(recipe.pipeline, spec, pp=recipe.folding.num_stages)
         if recipe.folding.stages is not None:
             found = [_of_stages(problem, recipe) for problem in found]
-        problems += [p for p in found if p.where not in seen]
+        problems += [p for p in [*found, *_deferred_problems(recipe)] if p.where not in seen]
     return problems
+
+
+def _deferred_problems(recipe: Recipe) -> list[Problem]:
+    """A schedule that defers weight gradients, in mode exact."""
+    name, _ = choose_schedule(recipe.pipeline)
+    if recipe.resilience.mode != "exact" or name not in schedules() or not splits_backward(name):
+        return []
+    rule = 'defers weight gradients, which with resilience.mode = "exact" are summed where they are made'
+    return [Problem(where="pipeline.schedule", value=name, rule=rule, hint='use "1f1b"')]
 
 
 def equal_shares(recipe: Recipe) -> dict[str, int]:

@@ -356,7 +356,7 @@ class Trainer:
         if stopped:
             return self.reporter.outcome("interrupted", None)
         self.validate()
-        shown = self.rank.recipe.observe.console != "none"
+        shown = self.rank.recipe.observe.is_for_people
         return self.reporter.outcome("finished", self._sample() if shown else None)
 
     def _sample(self) -> Sampled:

@@ -8,12 +8,12 @@ Must never change: whoever is lost ends the run, and the same command goes on fr
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 
 from phalanx.core.config import Recipe
 from phalanx.core.events import Note
+from phalanx.core.process import say
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.comm import own_group
 from phalanx.runtime.processes import StopRequest, WorldInfo, close_world
@@ -56,7 +56,7 @@ def _acknowledge(rank: Rank, text: str) -> None:
     if rank.speaks:
         rank.sinks(Note(level="info", text=text))
     elif rank.info.rank == 0:
-        print(text, file=sys.stderr, flush=True)
+        say(text)
 
 
 def build_trainer(rank: Rank, stop: StopRequest, *, hook: MakeStepHook) -> Trainer:

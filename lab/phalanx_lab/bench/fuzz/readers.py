@@ -43,7 +43,7 @@ from phalanx.data.preparation import prepare
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sources import Source, identify, resolve
 from phalanx.data.tokenizer import ByteTokenizer, load_tokenizer, read_tokenizer_file, train_bpe
-from phalanx.models.families import FAMILIES
+from phalanx.models.families import families
 from phalanx.observe.event_log import encode, log_path
 from phalanx.observe.recorded import find_recording, perfetto_trace, read_run, recovery_figures, recovery_spans
 from phalanx.observe.recorded.lanes import Recording
@@ -309,7 +309,7 @@ _YARN = {
 def _configs() -> list[dict[str, Any]]:
     """Small ones of every family, plain and with YaRN."""
     configs = []
-    for family in FAMILIES:
+    for family in families():
         base = {
             **_SIZES,
             **_EXPERTS,
@@ -323,7 +323,7 @@ def _configs() -> list[dict[str, Any]]:
 
 def _spec_of(path: Path) -> None:
     table, problems = read_config(path.parent)
-    for each in FAMILIES:
+    for each in families():
         if each.model_type == table.get("model_type"):
             problems += each.spec_of(table)[1]
     raise_if(problems, CheckpointError, subject="config.json")
@@ -334,7 +334,7 @@ def _published(home: Path) -> list[FuzzReader]:
     folder = home / "published"
     folder.mkdir(parents=True)
     config = next(c for c in configs if c["model_type"] == "olmoe")
-    family = next(f for f in FAMILIES if f.model_type == "olmoe")
+    family = next(f for f in families() if f.model_type == "olmoe")
     spec, _ = family.spec_of(config)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {link.tensor: torch.zeros(link.shape, dtype=torch.bfloat16) for link in family.links(spec, fused=False)}

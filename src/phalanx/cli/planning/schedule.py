@@ -17,7 +17,6 @@ from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.observe.pictures import COLOURS, MAX_SPANS, NAMES, text_rows, timeline_svg
 from phalanx.plan.pipeline import PipelinePlan, plan_pipeline
 from phalanx.plan.pipeline.schedule import (
-    SCHEDULES,
     Schedule,
     ScheduleCosts,
     Timeline,
@@ -26,6 +25,7 @@ from phalanx.plan.pipeline.schedule import (
     nearest_extra,
     nearest_schedule,
     schedule_problems,
+    schedules,
     simulate,
     uniform_costs,
 )
@@ -38,7 +38,7 @@ SHOWN_RANKS = 32
 class ScheduleArgs:
     """Draw the timeline of a pipeline schedule: when each rank runs which microbatch of which stage, and when it waits."""
 
-    name: Annotated[str, tyro.conf.arg(metavar="NAME", help=f"One of {', '.join(SCHEDULES)}.")]
+    name: Annotated[str, tyro.conf.arg(metavar="NAME", help=f"One of {', '.join(schedules())}.")]
     pp: int
     """Pipeline ranks."""
     virtual: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -62,7 +62,7 @@ def schedule(args: ScheduleArgs) -> int:
     check_writable(args.json)
     check_writable(args.svg)
     begin = time.perf_counter()
-    needed = SCHEDULES[args.name].virtual if args.name in SCHEDULES else None
+    needed = schedules()[args.name].virtual if args.name in schedules() else None
     virtual = args.virtual if args.virtual is not None else needed or 1
     problems = schedule_problems(args.name, **_sizes(args, virtual))
     f, b, i, w = args.costs
@@ -101,7 +101,7 @@ def _refuse(args: ScheduleArgs, problems: list[Problem], *, virtual: int) -> int
     """All problems on stderr, and in the file."""
     name, pp, v, m = nearest_schedule(args.name, pp=args.pp, virtual=virtual, num_microbatches=args.microbatches)
     near: dict[str, Any] = {"name": name, "pp": pp, "virtual": v, "microbatches": m}
-    if args.extra_warmup is not None and SCHEDULES[name].eager:
+    if args.extra_warmup is not None and schedules()[name].eager:
         near["extra_warmup"] = list(nearest_extra(args.extra_warmup, pp=pp))
     if args.json is not None:
         write_json(args.json, {"legal": False, "problems": [str(p) for p in problems], "nearest": near})

@@ -1,6 +1,6 @@
 """The families of Hugging Face checkpoints that a run can come from and go to: names of tensors and options of `config.json`, both ways.
 
-Each family decides its rules in a file of its own and knows nothing of the others; `FAMILIES` is the list.
+Each family decides its rules in a file of its own and knows nothing of the others; `families()` lists ours and those of installed packages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from phalanx.core.faces import lazy
 if TYPE_CHECKING:
     from phalanx.models.families.family import Family as Family
     from phalanx.models.families.known import (
-        FAMILIES as FAMILIES,
+        families as families,
         families_for as families_for,
         find_family as find_family,
     )

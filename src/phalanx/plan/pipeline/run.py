@@ -18,12 +18,12 @@ from phalanx.plan.mapping import StagePlan, assign_stages, division_problems
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline.comm import PipelinePlan, plan_pipeline
 from phalanx.plan.pipeline.schedule import (
-    SCHEDULES,
     Schedule,
     choose_pairs,
     make_schedule,
     nearest_extra,
     schedule_problems,
+    schedules,
     why_no_pairs,
 )
 
@@ -68,7 +68,7 @@ class Pipeline:
 
     def explain(self) -> str:
         """Schedule and stages in a few lines that a person reads."""
-        about = SCHEDULES[self.schedule].about
+        about = schedules()[self.schedule].about
         head = f"pipeline of {self.pp} ranks x {self.virtual} virtual stages, {self.schedule}: {about}"
         extra = self.plan(1).schedule.extra_warmup
         ahead = f"\nforwards ahead of 1F1B, by rank: {' '.join(map(str, extra))}" if extra else ""
@@ -108,14 +108,16 @@ def choose_schedule(config: PipelineConfig) -> tuple[str, int]:
     name = config.schedule
     if name is None:
         name = "interleaved_1f1b" if (config.virtual or 1) > 1 else "1f1b"
-    virtual = config.virtual if config.virtual is not None else SCHEDULES[name].virtual or 1
+    rule = schedules().get(name)  # none: a name that `schedule_problems` refuses
+    virtual = config.virtual if config.virtual is not None else (rule.virtual if rule is not None else None) or 1
     return name, virtual
 
 
 def schedule_setting_problems(config: PipelineConfig, *, pp: int) -> list[Problem]:
     """What is wrong with schedule and virtual stages, whatever the model."""
     name, virtual = choose_schedule(config)
-    found = schedule_problems(name, pp=pp, virtual=virtual, num_microbatches=1, extra_warmup=_given_extra(config))
+    asked = (0,) if config.extra_warmup == "auto" else config.extra_warmup  # none are legal wherever any are
+    found = schedule_problems(name, pp=pp, virtual=virtual, num_microbatches=1, extra_warmup=asked)
     return [_in_recipe(p) for p in found]
 
 
@@ -166,7 +168,7 @@ def _too_many_stages(config: PipelineConfig, spec: ModelSpec, *, pp: int) -> lis
         return []
     holds = f"{spec.num_layers} layers, embedding and head fill at most {most}"
     text = f"with {virtual} virtual and {pp} pipeline ranks there are {count} stages, and {holds}"
-    if most // pp and SCHEDULES[name].virtual is None:
+    if most // pp and schedules()[name].virtual is None:
         return [Problem(where="pipeline.virtual", value=virtual, rule=text, hint=f"nearest legal: {most // pp}")]
     hint = f"nearest legal: folding.pp {min(most // virtual, spec.num_layers)}"
     return [Problem(where="folding.pp", value=pp, rule=text, hint=hint)]

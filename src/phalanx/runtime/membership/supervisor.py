@@ -32,6 +32,7 @@ from types import FrameType
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PhalanxError, RunError, printable
 from phalanx.core.events import Emit, Event, ignore
+from phalanx.core.process import say
 from phalanx.runtime.membership.hangs import HangRule, Hangs, longest_wait_s
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import Service
@@ -243,11 +244,7 @@ class Supervisor:
         self._wait()
         if self.stops == 1 and self._announce_stop:
             self._announce_stop = False
-            print(
-                "Finishing the step and saving a checkpoint. Press Ctrl-C again to stop immediately.",
-                file=sys.stderr,
-                flush=True,
-            )
+            say("Finishing the step and saving a checkpoint. Press Ctrl-C again to stop immediately.")
         self._read_workers()
         self._reap()
         self._find_hung()
@@ -353,7 +350,7 @@ class Supervisor:
             return False
         why = worker.cause() if worker.ended else "was silent for too long"
         text = f"host {self.settings.host}: slot {worker.slot} will not be restarted ({why}): the limit of {most} restarts is used up"
-        print(printable(text), file=sys.stderr, flush=True)
+        say(printable(text))
         self.tell(RespawnsUsedUp(host=self.settings.host, started=most, uid=worker.uid, why=why))
         return True
 
@@ -409,7 +406,7 @@ class Supervisor:
     def _say_awaited(self, text: str) -> None:
         """Once, until it is over: the numbers in it change meanwhile."""
         if text and not self._awaited:
-            print(f"host {self.settings.host}: {text}", file=sys.stderr, flush=True)
+            say(f"host {self.settings.host}: {text}")
             self.tell(SilentAwaited(host=self.settings.host, why=text))
         self._awaited = text
 

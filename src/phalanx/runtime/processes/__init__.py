@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         STOPPED as STOPPED,
         StopRequest as StopRequest,
         die_with_parent as die_with_parent,
+        end_with_parent as end_with_parent,
         leave_terminal as leave_terminal,
         on_stop as on_stop,
         run_local as run_local,

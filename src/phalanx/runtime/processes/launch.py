@@ -214,11 +214,17 @@ def _report(err: BaseException) -> bytes:
     return messages.encode(text[-MAX_REPORT_BYTES // 8 :])
 
 
+def end_with_parent(by: signal.Signals) -> None:
+    """Ask the kernel for a signal to this process when its parent ends, however that happens (Linux; elsewhere there is no such call)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, by, 0, 0, 0)  # 1 = PR_SET_PDEATHSIG
+
+
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to end this process when its parent ends, however that happens (Linux; elsewhere there is no such call)."""
+    """End with the process `parent`, at once."""
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1 = PR_SET_PDEATHSIG
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
@@ -17,7 +16,7 @@ from phalanx.core.samples import num_rounds
 from phalanx.plan.mapping import Folding, folding_problems
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import DispatchSpec, capacity, rows_of_source
-from phalanx.plan.pipeline.schedule import SCHEDULES, make_schedule, schedule_problems
+from phalanx.plan.pipeline.schedule import schedule_problems, schedules, splits_backward
 from phalanx.simulate.hardware import GroupSpan, span_of
 from phalanx.simulate.mapping.routing import RouterModel
 from phalanx.simulate.mapping.slots import ExpertSlots
@@ -133,7 +132,7 @@ class Mapping:
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are passes of their own, later than what they could hide."""
-        return self.folding.pp > 1 and _splits_backward(self.schedule)
+        return self.folding.pp > 1 and splits_backward(self.schedule)
 
     def span(self, size: int, stride: int, *, ranks_per_host: int) -> GroupSpan:
         """How a group of a stage lies on hosts."""
@@ -228,12 +227,6 @@ class Mapping:
         return f"{self.label()}\n  overlapped with computation: {', '.join(beside) or 'nothing'}; {self.precision}, {self.dispatch}"
 
 
-@lru_cache(maxsize=64)
-def _splits_backward(schedule: str) -> bool:
-    virtual = SCHEDULES[schedule].virtual or 1
-    return make_schedule(schedule, pp=2, virtual=virtual, num_microbatches=4).splits_backward
-
-
 def mapping_problems(mapping: Mapping, job: Job) -> list[Problem]:
     """Why a job cannot run so; all reasons."""
     problems = folding_problems(mapping.folding)
@@ -290,7 +283,7 @@ def _batch_problems(mapping: Mapping, job: Job) -> list[Problem]:
         rule = f"must be a multiple of micro_batch {size}" + (f" x dp {f.dp}" if unit > size else "")
         hint = f"nearest legal: {max(1, round(job.global_batch / unit)) * unit}"
         return [Problem(where="train.global_batch", value=job.global_batch, rule=rule, hint=hint)]
-    if f.pp == 1 and mapping.schedule in SCHEDULES:
+    if f.pp == 1 and mapping.schedule in schedules():
         return []
     return schedule_problems(
         mapping.schedule,

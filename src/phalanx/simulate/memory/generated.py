@@ -58,7 +58,7 @@ def generated_code(recipe: Recipe, x: Local) -> Generated:
     blocks = -(-x.length // KEY_BLOCK)
     fixed = PER_MATRIX * (len(matrices) + 1) + PER_KEY_BLOCK * blocks + len(RATE_SIZES)
     products = fixed + PER_EXPERT_SIZE * num_expert_sizes(x)
-    shown = recipe.observe.console != "none"
+    shown = recipe.observe.is_for_people
     sample = len(matrices) * min(SAMPLE_TOKENS, x.length - 1) if shown and x.length > PROMPT_TOKENS else 0
     if x.widens:
         return Generated(products=products, lengths=0, after_sample=products + sample, each=NOTED_PRODUCT_BYTES)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Literal
 
 from phalanx.plan.mapping import Folding, legal_foldings
-from phalanx.plan.pipeline.schedule import make_schedule, why_no_pairs
+from phalanx.plan.pipeline.schedule import make_schedule, schedules, why_no_pairs
 from phalanx.simulate.hardware import Hardware
 from phalanx.simulate.mapping import RECOMPUTES, Job, Mapping, Overlap, Precision, Recompute
 
@@ -116,8 +116,7 @@ def pipelines(layers: int, pp: int, space: Space) -> Sequence[tuple[str, int]]:
     for name in space.schedules:
         if name == "interleaved_1f1b":
             out += [(name, v) for v in range(2, most + 1) if layers % (pp * v) == 0 or v in (2, 3, 4)]
-        elif name in ("zbv", "dualpipev"):
-            out += [(name, 2)] if most >= 2 else []
         else:
-            out.append((name, 1))
+            virtual = schedules()[name].virtual or 1
+            out += [(name, virtual)] if most >= virtual else []
     return out

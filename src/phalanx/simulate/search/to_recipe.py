@@ -120,7 +120,7 @@ def _pipeline(mapping: Mapping) -> PipelineConfig:
     if mapping.folding.pp == 1:
         return PipelineConfig(pair_passes=pair)
     return PipelineConfig(
-        schedule=mapping.schedule,  # type: ignore[arg-type]
+        schedule=mapping.schedule,
         virtual=mapping.virtual,
         layers=mapping.stage_layers,
         extra_warmup=mapping.extra_warmup,

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from phalanx.plan.pipeline.schedule import SCHEDULES, Order, make_schedule, most_extra
+from phalanx.plan.pipeline.schedule import Order, make_schedule, most_extra, schedules
 from phalanx.simulate.hardware import BF16, FP32, Hardware
 from phalanx.simulate.mapping import AnyMapping, Job, Mapping
 from phalanx.simulate.step.stage_layers import StageContent, contents
@@ -248,7 +248,7 @@ def _plain_states(
     if pp == 1:
         return (((1, 0),),)
     extra = extra_warmup or most_extra(pp)  # an eager schedule that is told nothing takes the most
-    live = (SCHEDULES[schedule].live(rank, pp, virtual, microbatches, extra[rank]) for rank in range(pp))
+    live = (schedules()[schedule].live(rank, pp, virtual, microbatches, extra[rank]) for rank in range(pp))
     return tuple(((each, 0),) for each in live)
 
 

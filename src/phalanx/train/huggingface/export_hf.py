@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.reading import is_count, parse_table, read_text
-from phalanx.models.families import FAMILIES, Family, NameLink, families_for, shapes_of
+from phalanx.models.families import Family, NameLink, families, families_for, shapes_of
 from phalanx.plan.model import ModelSpec, buffers, resolve_model
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.state import BoxTensor
@@ -136,7 +136,7 @@ def _types_of_import(folder: RunFolder) -> dict[str, str]:
 
 def _choose_family(folder: RunFolder, spec: ModelSpec, asked: str | None) -> tuple[Family | None, list[Problem]]:
     """The family asked for, or that of the import, or the first that can express the model."""
-    names = {f.model_type: f for f in FAMILIES}
+    names = {f.model_type: f for f in families()}
     if asked is not None and asked not in names:
         hint = nearest(asked, names)
         return None, [Problem(where="--family", value=asked, rule="is not a known family", hint=hint)]
@@ -147,7 +147,7 @@ def _choose_family(folder: RunFolder, spec: ModelSpec, asked: str | None) -> tup
     able = families_for(spec)
     if able:
         return able[0], []
-    return None, [min((f.express_problems(spec) for f in FAMILIES), key=len)[0]]
+    return None, [min((f.express_problems(spec) for f in families()), key=len)[0]]
 
 
 def _target_problems(target: Path) -> list[Problem]:

@@ -182,7 +182,7 @@ def _prepare_text(recipe: Recipe, folder: RunFolder) -> PreparedData:
     known = None
     if newest is not None and newest in folder.checkpoints.steps():
         known = folder.trained_text(newest)
-    console = Console() if recipe.observe.console != "none" else None
+    console = Console() if recipe.observe.is_for_people else None
     live = console is not None and wants_live(recipe.observe, console)
     with PreparationProgress(console, live=live) as bar:
         return prepare(recipe.data, progress=bar, resume=known)
@@ -214,7 +214,7 @@ def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, w
             _keep_recipe(run, sinks)
         why = run_member(agent, body, tell=body.tell, order=body.order, own_threads=not on_cpu)
         end.reason = {"stopped": "interrupted"}.get(why, why)
-    if number == 0 and recipe.observe.console != "none" and body.outcome is not None:
+    if number == 0 and recipe.observe.is_for_people and body.outcome is not None:
         end.summarize(run.folder.path, body.outcome)
     return 0
 

@@ -93,7 +93,7 @@ class Rank:
     @property
     def speaks(self) -> bool:
         """Whether this rank prints what a person reads."""
-        return self.info.rank == 0 and self.recipe.observe.console != "none"
+        return self.info.rank == 0 and self.recipe.observe.is_for_people
 
 
 def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:

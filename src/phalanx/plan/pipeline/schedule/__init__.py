@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     )
     from phalanx.plan.pipeline.schedule.eager import WarmupChoice as WarmupChoice, choose_warmup as choose_warmup
     from phalanx.plan.pipeline.schedule.make import (
-        SCHEDULES as SCHEDULES,
         Schedule as Schedule,
         make_schedule as make_schedule,
         most_extra as most_extra,
         nearest_extra as nearest_extra,
         nearest_schedule as nearest_schedule,
         schedule_problems as schedule_problems,
+        schedules as schedules,
+        splits_backward as splits_backward,
     )
     from phalanx.plan.pipeline.schedule.many import ends_of_ranks as ends_of_ranks
     from phalanx.plan.pipeline.schedule.orders import (

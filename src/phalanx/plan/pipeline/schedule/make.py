@@ -24,10 +24,12 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any
 
 from phalanx.core.errors import PlanError, Problem, nearest, raise_if
+from phalanx.core.extensions import extensions
 from phalanx.plan.pipeline.schedule.check import order_problems, peak_live, warmup_problems
 from phalanx.plan.pipeline.schedule.orders import (
     Action,
@@ -53,7 +55,10 @@ __all__ = [
     "most_extra",
     "nearest_extra",
     "nearest_schedule",
+    "ScheduleRule",
     "schedule_problems",
+    "schedules",
+    "splits_backward",
     "spread_extra",
 ]
 
@@ -137,7 +142,8 @@ class Schedule:
 
     def explain(self) -> str:
         """The schedule in a few lines that a person reads."""
-        rule = SCHEDULES[self.name].about if self.name in SCHEDULES else "an order of its own"
+        known = schedules()
+        rule = known[self.name].about if self.name in known else "an order of its own"
         stages = " ".join(str(rank) for rank in self.rank_of_stage)
         lines = [
             f"{self.name}: {rule}",
@@ -240,7 +246,21 @@ SCHEDULES: Mapping[str, ScheduleRule] = {
         vee=True,
     ),
 }
-"""Every schedule by name."""
+"""Phalanx's own schedules by name."""
+
+
+@cache
+def schedules() -> Mapping[str, ScheduleRule]:
+    """All schedules by name: our own, and those of installed packages (entry points of `phalanx.schedules`). Raises `ConfigError` for one that is no `ScheduleRule`."""
+    added = extensions("schedules", taken=SCHEDULES)
+    return MappingProxyType({**SCHEDULES, **{name: each.load(ScheduleRule) for name, each in added.items()}})
+
+
+@cache
+def splits_backward(name: str) -> bool:
+    """Whether a schedule defers weight gradients."""
+    made = make_schedule(name, pp=2, virtual=schedules()[name].virtual or 1, num_microbatches=4)
+    return made.splits_backward
 
 
 def schedule_problems(
@@ -252,10 +272,10 @@ def schedule_problems(
         for where, value in (("pp", pp), ("virtual", virtual), ("microbatches", num_microbatches))
         if value < 1
     ]
-    if name not in SCHEDULES:
-        hint = nearest(name, SCHEDULES)
+    if name not in schedules():
+        hint = nearest(name, schedules())
         return [*problems, Problem(where="schedule.name", value=name, rule="is not a schedule", hint=hint)]
-    needed = SCHEDULES[name].virtual
+    needed = schedules()[name].virtual
     if needed is not None and virtual != needed and virtual >= 1:
         hint = f"nearest legal: {needed}" + (", or interleaved_1f1b" if name == "1f1b" else "")
         text = f"must be {needed}: {name} has {needed} virtual stage{'s' if needed > 1 else ''} a rank"
@@ -289,8 +309,8 @@ def nearest_extra(given: Sequence[int], *, pp: int) -> tuple[int, ...]:
 
 def _extra_problems(name: str, given: tuple[int, ...], pp: int) -> list[Problem]:
     where = "schedule.extra_warmup"
-    if not SCHEDULES[name].eager:
-        names = " or ".join(known for known, rule in SCHEDULES.items() if rule.eager)
+    if not schedules()[name].eager:
+        names = " or ".join(known for known, rule in schedules().items() if rule.eager)
         rule = f"has no effect: {name} runs no extra warm-up forwards"
         return [Problem(where=where, value=list(given), rule=rule, hint=f"leave it out, or use {names}")]
     hint = "nearest legal: " + " ".join(map(str, nearest_extra(given, pp=pp)))
@@ -314,8 +334,8 @@ def _extra_problems(name: str, given: tuple[int, ...], pp: int) -> list[Problem]
 
 def nearest_schedule(name: str, *, pp: int, virtual: int, num_microbatches: int) -> tuple[str, int, int, int]:
     """(name, pp, virtual, microbatches) of the legal schedule nearest to what was asked for; an unknown name becomes 1f1b's family."""
-    name = name if name in SCHEDULES else "interleaved_1f1b"
-    needed = SCHEDULES[name].virtual
+    name = name if name in schedules() else "interleaved_1f1b"
+    needed = schedules()[name].virtual
     return name, max(1, pp), needed if needed is not None else max(1, virtual), max(1, num_microbatches)
 
 
@@ -330,9 +350,9 @@ def make_schedule(
         name, pp=pp, virtual=virtual, num_microbatches=num_microbatches, extra_warmup=extra_warmup
     )
     raise_if(problems, PlanError, subject="schedule")
-    rule, sizes = SCHEDULES[name], (pp, virtual, num_microbatches)
+    rule, sizes = schedules()[name], (pp, virtual, num_microbatches)
     extra = most_extra(pp) if extra_warmup is None else spread_extra(extra_warmup, pp=pp)
-    return Schedule(
+    made = Schedule(
         name=name,
         num_microbatches=num_microbatches,
         rank_of_stage=vee_ranks(pp) if rule.vee else looped_ranks(pp, virtual),
@@ -340,3 +360,6 @@ def make_schedule(
         max_live=tuple(rule.live(rank, *sizes, extra[rank]) for rank in range(pp)),
         extra_warmup=extra if rule.eager else (),
     )
+    if name not in SCHEDULES:  # those are checked by our tests; of this one nothing is known
+        made.check()
+    return made

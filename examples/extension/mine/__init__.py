@@ -1,0 +1,1 @@
+"""Extensions of Phalanx: one of each kind."""

@@ -1,0 +1,126 @@
+"""Plans and predictions for Python programs: no process is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.api.recipe_words import RecipeLike, Settings, recipe_words
+from phalanx.cli.predicting.arguments import model_named
+from phalanx.cli.predicting.dry_run import Machine, describe, rank_estimates, tokenizer_vocab
+from phalanx.cli.predicting.recipe import predict_recipe
+from phalanx.cli.train import Request, read_recipe
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.processor import this_processor
+from phalanx.plan.mapping import AnyFolding
+from phalanx.plan.model import ModelSpec
+from phalanx.plan.pipeline import Pipeline, make_pipeline
+from phalanx.plan.recovery import wanted_ranks
+from phalanx.runtime.processes import threads_per_rank
+from phalanx.simulate.hardware import GpuCluster, parse_cluster
+from phalanx.simulate.mapping import Job, RouterModel
+from phalanx.simulate.search import RERANKED, SearchResult, base_mapping, search as search_mappings
+from phalanx.simulate.step import Prediction
+from phalanx.train.setup import resolve_shape
+
+
+def load_recipe(recipe: RecipeLike = None, settings: Settings | None = None, *, ranks: int | None = None) -> Recipe:
+    """The recipe of a file, or of a name that comes with Phalanx, with `settings` changed: checked with its model on `ranks` (None: its launch.ranks).
+
+    Raises `ConfigError` with every problem.
+    """
+    with recipe_words(recipe, settings) as words:
+        request = Request(recipe_path=words.path, overrides=words.overrides, dry_run=True, trust=words.is_own)
+        return read_recipe(request, world=ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a run would do: its model, both grids of ranks, its pipeline, and the memory of its ranks."""
+
+    recipe: Recipe
+    ranks: int
+    spec: ModelSpec
+    folding: AnyFolding
+    """Which rank is where in the grids of attention and of experts."""
+    pipeline: Pipeline
+    memory_bytes: tuple[int, ...]
+    """Highest memory of the fullest rank of each pipeline stage, predicted."""
+
+    def explain(self) -> str:
+        """The plan in words, as the dry run prints it."""
+        return describe(self.recipe, world=self.ranks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        return {
+            "ranks": self.ranks,
+            "parameters": self.spec.num_params,
+            "active_parameters": self.spec.active_params,
+            "folding": self.folding.label(),
+            "schedule": self.pipeline.schedule,
+            "memory_bytes": list(self.memory_bytes),
+        }
+
+
+def make_plan(recipe: RecipeLike = None, settings: Settings | None = None, *, ranks: int | None = None) -> RunPlan:
+    """The plan of a recipe on `ranks` (None: its launch.ranks). Raises `ConfigError` or `DataError` with every problem."""
+    found = load_recipe(recipe, settings, ranks=ranks)
+    world = ranks or wanted_ranks(found)
+    spec, folding = resolve_shape(found, world=world, tokenizer_vocab=tokenizer_vocab(found.data))
+    machine = Machine(
+        local_ranks=world,
+        threads=threads_per_rank(world, found.launch.threads),
+        available_bytes=None,
+        processor=this_processor(),
+    )
+    return RunPlan(
+        recipe=found,
+        ranks=world,
+        spec=spec,
+        folding=folding,
+        pipeline=make_pipeline(found.pipeline, spec, pp=folding.pp, seq_len=found.train.seq_len),
+        memory_bytes=tuple(e.peak_bytes for e in rank_estimates(found, machine, world=world)),
+    )
+
+
+def predict(recipe: RecipeLike, cluster: str, settings: Settings | None = None) -> Prediction:
+    """Time, memory and rates of a step of `recipe` on a cluster that need not be here, such as `h100x64` or `FILE.toml:64`. Raises `ConfigError` or `PlanError`."""
+    with recipe_words(recipe, settings) as words:
+        if words.path is None:
+            problem = Problem(where="recipe", value=None, rule="must be given", hint='use "laptop", or a file')
+            raise ConfigError([problem], subject="the arguments")
+        return predict_recipe(Path(words.path), cluster, words.overrides)
+
+
+def search(
+    model: str,
+    cluster: str,
+    *,
+    seq_len: int = 4096,
+    global_batch: int = 256,
+    precision: Literal["bf16", "fp8", "fp32"] = "bf16",
+    routing: Literal["balanced", "learned"] = "balanced",
+    keep: int = RERANKED,
+) -> SearchResult:
+    """The best mappings of a model (a preset, or a published one) on a cluster, the fastest first in `.best`.
+
+    `seq_len` is tokens, `global_batch` sequences of a step, `keep` how many are timed exactly. Raises `ConfigError`, or `PlanError` where nothing is legal or fits.
+    """
+    spec, found = _named(model, cluster)
+    job = Job(spec=spec, seq_len=seq_len, global_batch=global_batch)
+    return search_mappings(job, found, precision=precision, keep=keep, base=base_mapping(RouterModel(kind=routing)))
+
+
+def _named(model: str, cluster: str) -> tuple[ModelSpec, GpuCluster]:
+    problems: list[Problem] = []
+    found: list[Any] = []
+    for read, name in ((model_named, model), (parse_cluster, cluster)):
+        try:
+            found.append(read(name))
+        except ConfigError as error:
+            problems += error.problems
+    raise_if(problems, ConfigError, subject="the arguments")
+    return found[0], found[1]

@@ -1,0 +1,53 @@
+"""Recipes as Python programs give them: a `Recipe`, the path of a file, a name that comes with Phalanx, or nothing; and settings by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.config import Recipe
+from phalanx.core.recipe import dump_recipe
+
+RecipeLike = Recipe | str | Path | None
+"""A recipe, the path of its file, the name of one that comes with Phalanx, or None: every default."""
+Settings = Mapping[str, Any]
+"""`section.key` -> value, such as `{"train.steps": 30}`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeWords:
+    """A recipe as the command line names it."""
+
+    path: str | None
+    overrides: tuple[str, ...]
+    is_own: bool
+    """Made by the calling program, which may decide what a file alone may not."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (*((self.path,) if self.path is not None else ()), *self.overrides)
+
+
+@contextlib.contextmanager
+def recipe_words(recipe: RecipeLike, settings: Settings | None) -> Iterator[RecipeWords]:
+    """The words of a command line for `recipe` with `settings` changed. A `Recipe` lies in a file of its own meanwhile."""
+    overrides = tuple(f"--{name}={as_word(value)}" for name, value in (settings or {}).items())
+    if not isinstance(recipe, Recipe):
+        yield RecipeWords(path=None if recipe is None else str(recipe), overrides=overrides, is_own=False)
+        return
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
+        path = Path(folder) / "recipe.toml"
+        path.write_text(dump_recipe(recipe), encoding="utf-8")
+        yield RecipeWords(path=str(path), overrides=overrides, is_own=True)
+
+
+def as_word(value: object) -> str:
+    """A value as it stands on a command line: text as it is, None as `none`, everything else as JSON."""
+    if isinstance(value, str | Path):
+        return str(value)
+    return "none" if value is None else json.dumps(value)

@@ -1,0 +1,95 @@
+"""`open_run`: what is in a run folder, while it trains or later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.events import Event
+from phalanx.core.reading import load_json
+from phalanx.observe import METRICS, event_of, samples
+from phalanx.observe.recorded import read_run
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run folder. Nothing is kept in memory: every call reads what is there now."""
+
+    folder: Path
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe that the run was last started with."""
+        from phalanx.train.setup import RunFolder
+
+        return RunFolder(self.folder).read_recipe()
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Status ("running", "finished" or "interrupted"), step, total_steps, samples, checkpoint_step, validation_loss, unigram_loss. Raises `ConfigError` where none was written yet."""
+        path = self.folder / "run_state.json"
+        try:
+            return dict(load_json(path))
+        except FileNotFoundError:
+            rule, hint = "has no status yet", "wait until the run has begun"
+            raise ConfigError([Problem(where=str(path), value=None, rule=rule, hint=hint)], subject="the run") from None
+
+    def events(self) -> Iterator[Event]:
+        """The steps and validations that count, by step: those that training later went back behind are left out."""
+        history = read_run(self.folder).history
+        for step in sorted({*history.steps, *history.validations}):
+            for records in (history.steps, history.validations):
+                event = event_of(records[step]) if step in records else None
+                if event is not None:
+                    yield event
+
+    def metrics(self) -> pa.Table:
+        """A row for each step: `step` (int64) and the metrics of docs/reference/metrics.md by name (float64; a list where there is one for each MoE layer). Null where a step has none."""
+        import pyarrow as pa
+
+        rows: dict[int, dict[str, Any]] = {}
+        for event in self.events():
+            for sample in samples(event):
+                row = rows.setdefault(sample.step, {})
+                if sample.layer is None:
+                    row[sample.metric.name] = sample.value
+                else:
+                    row.setdefault(sample.metric.name, []).append(sample.value)
+        types = {m.name: pa.list_(pa.float64()) if m.per_layer else pa.float64() for m in METRICS}
+        seen = [name for name in types if any(name in row for row in rows.values())]
+        columns = {name: pa.array([row.get(name) for row in rows.values()], types[name]) for name in seen}
+        return pa.table({"step": pa.array(list(rows), pa.int64()), **columns})
+
+    def generate(
+        self, prompt: str = "", *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    ) -> str:
+        """The prompt and how the model of the newest checkpoint goes on, in this process. Raises `ConfigError` or `CheckpointError`."""
+        from phalanx.cli.generate import GenerateArgs, continuation
+
+        options = GenerateArgs(
+            run=self.folder, prompt=prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+        )
+        *_, text = continuation(options)
+        return prompt + text
+
+    def export(self, folder: str | Path, *, dtype: str | None = None, family: str | None = None) -> Path:
+        """Write the model as a Hugging Face checkpoint into a new folder, and return that. Raises `ConfigError` or `CheckpointError`."""
+        from phalanx.cli.export_hf import ExportArgs, export
+
+        return export(ExportArgs(run=self.folder, dir=Path(folder), dtype=dtype, family=family)).target
+
+
+def open_run(folder: str | Path) -> RunView:
+    """The run in `folder`, such as `runs/laptop`. Raises `ConfigError` where there is none."""
+    found = Path(folder)
+    if not (found / "recipe.toml").is_file():
+        rule, hint = "is not the folder of a run: it has no recipe.toml", "give one such as runs/laptop"
+        raise ConfigError([Problem(where="folder", value=str(folder), rule=rule, hint=hint)], subject="the run")
+    return RunView(found)
