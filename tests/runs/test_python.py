@@ -1,5 +1,6 @@
 """`import phalanx`: training, opening, planning, predicting and proving from a Python program, and errors that are caught like any other."""
 
+import json
 import os
 import signal
 import subprocess
@@ -125,3 +126,14 @@ def test_public_names_are_few_and_rebind_nothing() -> None:
     names = sorted(face_of(Path(phalanx.__file__).read_text()))
     assert len(names) <= 13
     subprocess.run([sys.executable, "-c", textwrap.dedent(code).replace("NAMES", repr(names))], check=True)
+
+
+@pytest.mark.core
+def test_every_cell_of_the_notebook_runs() -> None:
+    """As a kernel runs them: one after the other, in one namespace."""
+    cells = json.loads((Path(__file__).parents[2] / "examples/first-steps.ipynb").read_text())["cells"]
+    names: dict[str, object] = {}
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for text in code:
+        exec(compile(text, "first-steps.ipynb", "exec"), names)
+    assert len(code) == 6
