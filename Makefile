@@ -3,7 +3,7 @@ PHALANX := .venv/bin/phalanx
 PY := .venv/bin/python
 CODE := src lab tests scripts benchmarks
 
-.PHONY: help env lock train test test-all test-processors durations lint format verify size bench docs clean
+.PHONY: help env lock train lab-packages test test-all test-processors durations lint format verify size bench docs clean
 
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -19,6 +19,9 @@ lock:           ## lock exact versions and hashes anew, after a change of pyproj
 
 train: env      ## train a small MoE model on the Python sources of this machine, 4 local ranks, about 5 minutes
 	$(PHALANX) train recipes/laptop.toml
+
+lab-packages:   ## install a browser, SLURM and Prometheus for the tests that use them (needs root and apt)
+	sh scripts/system-packages.sh lab
 
 test: env       ## run the tests that every change must pass
 	sh scripts/system-packages.sh

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(?:src|lab|tests|benchmarks|scripts|recipes|launch|examples|[A-Z]+\.md)[^)]*\)")
+OUTSIDE = re.compile(
+    r"\[([^\]]*)\]\((?:\.\./)+(?:src|lab|tests|benchmarks|scripts|recipes|launch|examples|[A-Z]+\.md)[^)]*\)"
+)
 REASON = re.compile(r"^```(\w+) not-in-ci:[^\n]*$", re.MULTILINE)
 
 

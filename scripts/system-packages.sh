@@ -2,14 +2,14 @@
 # Installs system programs that tests use, where they are missing. Does nothing where they are present; without root or apt it says what to install and succeeds:
 # tests that need them are skipped and say so, everything else works. Argument:
 #   (none)   what the testbed needs: ip and tc, unshare. `make test` calls it
-#   lab      also a browser, SLURM and Prometheus, which the tests of the page, of jobs and of alerts start for themselves. CI calls it; no service is left running
+#   lab      also a browser, SLURM and Prometheus, which the tests of the page, of jobs and of alerts start for themselves, and tmux. `make lab-packages` and CI; no service is left running
 set -eu
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
 
 wanted="ip:iproute2 tc:iproute2 unshare:util-linux"
 case "${1:-}" in
 '') ;;
-lab) wanted="$wanted chromium:chromium fc-match:fontconfig slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge prometheus:prometheus prometheus-alertmanager:prometheus-alertmanager" ;;
+lab) wanted="$wanted tmux:tmux chromium:chromium fc-match:fontconfig slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge prometheus:prometheus prometheus-alertmanager:prometheus-alertmanager" ;;
 *) echo "$0: '$1' is not known; give lab, or nothing" >&2 && exit 2 ;;
 esac
 

@@ -416,7 +416,7 @@ def test_metrics_and_screen() -> None:
         sink.write(what)
     sink.close()
     assert isinstance(console.file, io.StringIO)
-    assert "exchange waits 80.0 ms a step, 50 % hidden; layer 0 20.0 ms" in console.file.getvalue()
+    assert "exchange: ranks waited 80.0 ms a step, 50 % hidden; by layer 0 20.0 ms" in console.file.getvalue()
 
 
 def shifted(rank: int, cache: GroupCache) -> tuple[ClockCompared, ClockCompared]:

@@ -39,7 +39,9 @@ class RunStarted(Event):
     folding: str
     flops_per_token: float
     peak_flops_per_s: float
-    """Measured matmul rate of all ranks together; 0 where it was not measured."""
+    """Measured matmul rate of all ranks together, the highest that was ever measured on such a machine; 0 where it was not measured."""
+    rated_flops_per_s: float = 0.0
+    """The same by the data sheet of the GPUs, against which `mfu` is told; 0 where it is not known, and `mfu` is told against what was measured."""
     unigram_loss: float | None = None
     """Validation loss of a model that knows only how frequent each token is: what training must beat."""
 

@@ -15,6 +15,12 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def name_process(name: str) -> None:
+    """Let `ps`, `top` and `pkill` call this process so: at most 15 characters count (Linux; elsewhere nothing changes)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
 def resident_bytes() -> int:
     """Memory of this process that is in RAM now; 0 where the system does not say."""
     return _status_kib("VmRSS") * 1024

@@ -39,6 +39,26 @@ class Processor:
         return "bfloat16" if self.multiplies_bf16 else "float32"
 
 
+DATA_SHEET_BF16 = {
+    "NVIDIA A100": 3.12e14,
+    "NVIDIA A800": 3.12e14,
+    "NVIDIA H100 80GB HBM3": 9.894e14,
+    "NVIDIA H200": 9.894e14,
+    "NVIDIA H800": 9.894e14,
+    "NVIDIA B200": 2.25e15,
+    "NVIDIA B300": 2.25e15,
+    "NVIDIA GB200": 2.5e15,
+    "NVIDIA GB300": 2.5e15,
+}
+"""Beginning of a GPU's name as its driver tells it -> dense bf16 FLOP/s of its data sheet: what `simulate/data/clusters` has, with sources (a test compares)."""
+
+
+def data_sheet_flops_per_s(name: str) -> float:
+    """Of a GPU by its name; 0 where it is not known. PCIe cards, whose rates are others, are not."""
+    known = [rate for start, rate in DATA_SHEET_BF16.items() if name.startswith(start) and "pcie" not in name.lower()]
+    return known[0] if known else 0.0
+
+
 MULTIPLIES_BF16 = Processor(flags=frozenset({"avx512_bf16", "amx_bf16"}))
 """A processor of today's servers."""
 

@@ -1,21 +1,25 @@
 """What a person sees while a run trains: rows that stay, and on a terminal a few lines below them that follow every step.
 
 Decides when a row is printed (first and last step, every `log_interval` steps or about every 5 seconds, every validation). Must never
-change: without a terminal the output is plain lines, and no thread draws behind the training step's back.
+change: without a terminal the output is plain lines, no row is there twice, and no thread draws behind the training step's back.
 
-    step    loss     val  tok/s    MFU   grad      lr  load dead  drop    left      rows, printed once
-      50  5.1023         11.2k 31.2 %   0.91  3.0e-3  1.21    0     0    2:05
-      57  5.0711         11.3k 31.4 %   0.88  3.0e-3  1.19    0     0    1:58      this step
-    expert load  0 ▂1.12  1 ▃1.31  2 ▂1.19  3 ▂1.10
+      50  5.1023          11.2k  31.2 %   0.91  3.0e-3  1.21    0     0    2:05      rows, printed once
+    step    loss     val  tok/s     MFU   grad      lr  load dead  drop    left      titles, where those above the rows have scrolled away
+      57  5.0711          11.3k  31.4 %   0.88  3.0e-3  1.19    0     0    1:58      this step
+    load by layer  0 ▂ 1.12  1 ▃ 1.31  2 ▂ 1.19  3 ▂ 1.10
     loss ▇▆▅▄▃▂▂▁ 9.02 to 5.07    checkpoint at step 50 (96.2 MiB, stood still 52 ms)
     ━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━  57/300 steps   19 %   1:58 left
+
+Colours mean: yellow, something was lost or needs a look; red, an error. All else has none.
 """
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -48,6 +52,8 @@ REFRESH_S = 0.1
 PLAIN_WIDTH = 120
 """Lines of a log file are as wide as they need to be, whatever the terminal of the reader."""
 HEADER_EVERY = 30
+LIVE_LINES = 7
+"""Lines of the part that moves, at most, and one more."""
 
 
 def wants_live(config: ObserveConfig, console: Console) -> bool:
@@ -66,20 +72,28 @@ class ConsoleSink:
         *,
         live: bool,
         log_interval: int | None = None,
+        folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = "console"
         self._console = console
         self._log_interval = log_interval
+        self._folder = folder
         self._clock = clock
         self._pace = _Pace(clock)
         self._live = Live(console=console, auto_refresh=False, transient=True) if live else None
         self._run: RunStarted | None = None
         self._step: StepEnded | None = None
-        self._validation: float | None = None
         self._checkpoint = ""
         self._losses: deque[float] = deque(maxlen=2048)
+        self._tokens = 0
         self._rows = 0
+        self._printed = -1
+        """Step of the last row."""
+        self._lines_below_titles = 0
+        """Lines printed since the titles of the columns were."""
+        self._held: table.TableRow | None = None
+        """The newest row, on a terminal not printed yet: a validation of its step may complete it."""
         self._row_at = 0.0
         self._drawn_at = 0.0
 
@@ -107,6 +121,7 @@ class ConsoleSink:
                 self.close()
 
     def close(self) -> None:
+        self._print_held()
         if self._live is not None and self._live.is_started:
             self._live.stop()
 
@@ -114,27 +129,38 @@ class ConsoleSink:
     def _width(self) -> int:
         return self._console.width if self._live is not None else PLAIN_WIDTH
 
-    def _print(self, line: RenderableType) -> None:
+    def _print(self, line: Text) -> None:
         """A line that stays. Plain lines are never wrapped or cut."""
-        if self._live is not None:
-            self._console.print(line, highlight=False)
-        else:
-            self._console.print(line, highlight=False, soft_wrap=True)
+        self._print_held()
+        self._put(line)
+
+    def _put(self, line: Text) -> None:
+        self._lines_below_titles += 1 + max(0, line.cell_len - 1) // self._width
+        self._console.print(line, highlight=False, soft_wrap=self._live is None)
+
+    def _print_held(self) -> None:
+        row, self._held = self._held, None
+        if row is not None:
+            self._print_row(row)
 
     def _start(self, run: RunStarted) -> None:
         self._run = run
-        self._print(Text(f"{run.run}: {format_count(run.num_params)} parameters, {format_count(run.active_params)} of them "
-                         f"for each token, on {run.world} rank{'s' if run.world != 1 else ''} ({run.folding})", style="bold"))  # fmt: skip
-        known = []
-        if run.step:
-            known.append(f"resumed after step {run.step}")
-        if run.peak_flops_per_s > 0:
-            known.append(f"matmul rate of this machine {format_rate(run.peak_flops_per_s, 'FLOP')}")
+        self._print(Text(f"{run.run}: {format_count(run.num_params)} parameters, {format_count(run.active_params)} active for "
+                         f"each token, on {run.world} rank{'s' if run.world != 1 else ''} ({run.folding})", style="bold"))  # fmt: skip
+        if self._folder is not None:
+            board = self._folder / "tensorboard"
+            more = f", or tensorboard --logdir {board}" if board.is_dir() else ""
+            self._print(Text(printable(f"charts: phalanx watch {self._folder}{more}")))
+        known = [f"resumed after step {run.step}"] if run.step else []
+        if run.peak_flops_per_s or run.rated_flops_per_s:
+            known.append(f"matmul rate {_rate_words(run)}")
         if run.unigram_loss is not None:
-            known.append(f"loss of a unigram model {run.unigram_loss:.3f}")
+            known.append(f"loss of guessing by token frequency {run.unigram_loss:.3f}")
         if known:
-            self._print(Text(", ".join(known), style="dim"))
+            self._print(Text(", ".join(known)))
         if self._live is not None and not self._live.is_started:
+            for line in textwrap.wrap(table.legend(self._width), self._width):
+                self._print(Text(line, style="dim"))
             self._live.start()
             self._console.show_cursor(True)  # a process that is killed could not bring it back
             self._draw(force=True)
@@ -142,9 +168,15 @@ class ConsoleSink:
     def _end_step(self, event: StepEnded) -> None:
         self._pace.tick(event)
         self._step = event
+        self._tokens = self._tokens + event.tokens if self._tokens else event.step * event.tokens
         self._losses.append(event.loss)
+        self._print_held()
         if self._row_is_due(event.step):
-            self._print_row(self._row(event))
+            row = self._row(event)
+            if self._live is None:
+                self._print_row(row)
+            else:
+                self._held, self._row_at = row, self._clock()
         self._draw(force=self._run is not None and event.step == self._run.total_steps)
 
     def _row_is_due(self, step: int) -> bool:
@@ -155,33 +187,44 @@ class ConsoleSink:
         return self._clock() - self._row_at >= ROW_SECONDS
 
     def _row(self, event: StepEnded, *, validation: float | None = None) -> table.TableRow:
+        exposed = exposed_of(event)
         return table.TableRow(
             step=event.step, loss=event.loss, validation=validation, tokens_per_s=event.tokens_per_s, mfu=event.mfu or None,
             grad_norm=event.grad_norm, lr=event.lr, load=max(event.load_max_over_mean, default=None),
             dead=event.dead_experts, dropped=event.dropped_tokens, left_s=self._left_s(event.step),
+            tokens=self._tokens, memory_bytes=event.peak_memory_bytes, step_s=event.step_s, entropy=event.router_entropy,
+            aux_loss=event.aux_loss, waits_s=sum(exposed) if exposed else None,
         )  # fmt: skip
 
     def _left_s(self, step: int) -> float | None:
         return None if self._run is None else self._pace.step_s * (self._run.total_steps - step)
 
     def _print_row(self, row: table.TableRow) -> None:
-        if self._rows % HEADER_EVERY == 0:
-            self._print(table.header(self._width))
+        if self._rows == 0 or (self._live is None and self._rows % HEADER_EVERY == 0):
+            self._put(table.header(self._width))
+            self._lines_below_titles = 0
         self._rows += 1
+        self._printed = row.step
         self._row_at = self._clock()
-        self._print(table.row_line(row, self._width))
+        self._put(table.row_line(row, self._width))
 
     def _validated(self, event: Validated) -> None:
-        self._validation = event.loss
-        line = table.row_line(table.TableRow(step=event.step, validation=event.loss), self._width)
-        words = f"  validation in {format_seconds(event.seconds)}"
-        if self._run is not None and self._run.unigram_loss is not None:
-            gain = self._run.unigram_loss - event.loss
-            words += f", {abs(gain):.3f} {'below' if gain > 0 else 'above'} unigram"
-        line.append(words, style="dim")
-        line.truncate(self._width)
-        self._print(line)
+        step = self._step
+        if self._live is not None and step is not None and step.step == event.step:
+            self._held = self._row(step, validation=event.loss)
+            self._print_held()
+        else:
+            line = table.row_line(table.TableRow(step=event.step, validation=event.loss), self._width)
+            line.append(f"  validation in {format_seconds(event.seconds)}{self._gain(event.loss)}")
+            self._print(line)
         self._draw(force=True)
+
+    def _gain(self, loss: float) -> str:
+        """What a validation loss is beside guessing."""
+        if self._run is None or self._run.unigram_loss is None:
+            return ""
+        gain = self._run.unigram_loss - loss
+        return f", {abs(gain):.3f} {'below' if gain > 0 else 'above'} guessing by frequency"
 
     def _saved(self, event: CheckpointSaved) -> None:
         what = f"{format_bytes(event.bytes)}, stood still {format_seconds(event.blocked_s)}"
@@ -200,19 +243,21 @@ class ConsoleSink:
         self._print(Text(printable(f"{event.step:>6} {event.host} is slow: {event.why}; {done}"), style="yellow"))
 
     def _formed(self, event: TeamFormed) -> None:
-        moved = f"{format_bytes(event.moved_bytes)} moved in {format_seconds(event.moved_s)}"
-        told = f"told in {format_seconds(event.told_s)}, " if event.lost_s else ""
-        built = f"{told}connected in {format_seconds(event.formed_s)}, built in {format_seconds(event.built_s)}"
-        text = (
-            f"generation {event.generation}: {event.why}; {event.members} members ({event.folding}), {built}, {moved}"
-        )
-        self._print(Text(printable(f"{event.step:>6} {text}"), style="yellow"))
+        """Who left or came, and with how many ranks it goes on. How a run begins is told by its first lines."""
+        if event.generation == 1:
+            return
+        ranks = f"{event.members} rank{'s' if event.members != 1 else ''}"
+        moved = f", {format_bytes(event.moved_bytes)} moved" if event.moved_bytes else ""
+        text = f"{event.step:>6} {event.why}; going on with {ranks} ({event.folding}){moved}"
+        self._print(Text(printable(text), style="yellow" if event.lost_s else ""))
 
     def _resumed(self, event: TrainingResumed) -> None:
-        after = f"after {format_seconds(event.seconds)}"
-        if event.since_lost_s:
-            after += f", {format_seconds(event.since_lost_s)} after the loss was seen"
-        self._print(Text(f"{event.step:>6} training goes on, {after}", style="yellow"))
+        since = (
+            f"{format_seconds(event.since_lost_s)} after the failure"
+            if event.since_lost_s
+            else f"after a pause of {format_seconds(event.seconds)}"
+        )
+        self._print(Text(f"{event.step:>6} the next step is done, {since}"))
 
     # --- the part that moves
 
@@ -230,7 +275,10 @@ class ConsoleSink:
         step = run.step
         if event is not None:
             step = event.step
-            yield table.row_line(self._row(event, validation=self._validation), width, style="bold")
+            if self._rows == 0 or self._lines_below_titles > self._console.height - LIVE_LINES:
+                yield table.header(width)
+            if self._rows == 0 or self._held is not None or event.step != self._printed:
+                yield table.row_line(self._row(event), width, style="bold")
             if event.load_max_over_mean:
                 yield _loads(event.load_max_over_mean, width)
             if any((*exposed_of(event), *hidden_of(event))):
@@ -243,10 +291,18 @@ class ConsoleSink:
         room = width - len(f"loss  {ends}")
         tail = f"    {self._checkpoint}" if self._checkpoint and room - len(self._checkpoint) >= 14 else ""
         line = Text("loss ", no_wrap=True, overflow="crop")
-        line.append(table.sparkline(list(self._losses), min(40, room - len(tail))), style="green")
+        line.append(table.sparkline(list(self._losses), room - len(tail)))
         line.append(f" {ends}")
         line.append(tail, style="dim")
         return line
+
+
+def _rate_words(run: RunStarted) -> str:
+    """What MFU is measured against."""
+    measured = format_rate(run.peak_flops_per_s, "FLOP")
+    if not run.rated_flops_per_s:
+        return f"{measured} (measured)"
+    return f"{format_rate(run.rated_flops_per_s, 'FLOP')} (data sheet; {measured} measured)"
 
 
 class _Pace:
@@ -266,23 +322,23 @@ class _Pace:
 
 def _loads(loads: tuple[float, ...], width: int) -> Text:
     """Max/mean load of each MoE layer; of too many, the worst."""
-    line = Text("expert load ", no_wrap=True, overflow="crop")
-    shown = [(layer, f" {layer} {table.load_bar(load)}{load:.2f}", load) for layer, load in enumerate(loads)]
+    line = Text("load by layer ", no_wrap=True, overflow="crop")
+    shown = [(layer, f" {layer} {table.load_bar(load)} {load:.2f}", load) for layer, load in enumerate(loads)]
     if sum(len(text) + 1 for _, text, _ in shown) + len(line) > width:
         line.append(f"(worst of {len(loads)}) ", style="dim")
         shown.sort(key=lambda item: (-item[2], item[0]))
-    for _, text, load in shown:
+    for _, text, _ in shown:
         if len(line) + len(text) + 1 > width:
             break
-        line.append(text + " ", style="yellow" if load >= table.BUSY_LOAD else "")
+        line.append(text + " ")
     return line
 
 
 def _exchange(event: StepEnded, width: int) -> Text:
     """What dispatch and combine cost the step, and what of them it did not feel; of too many layers, those that cost most."""
     exposed, hidden = exposed_of(event), hidden_of(event)
-    line = Text("exchange waits ", no_wrap=True, overflow="crop")
-    line.append(table.exchange_words(sum(exposed), sum(hidden)) + "; layer")
+    line = Text("exchange: ranks waited ", no_wrap=True, overflow="crop")
+    line.append(table.exchange_words(sum(exposed), sum(hidden)) + "; by layer")
     layers = sorted(range(len(exposed)), key=lambda i: -exposed[i]) if len(exposed) > 8 else range(len(exposed))
     for layer in layers:
         text = f" {layer} {format_seconds(exposed[layer])} "

@@ -242,7 +242,7 @@ def _rank_zero(
         if config.console == "json":
             return JsonLines()
         terminal = console if console is not None else Console()
-        return ConsoleSink(terminal, live=wants_live(config, terminal), log_interval=config.log_interval)
+        return ConsoleSink(terminal, live=wants_live(config, terminal), log_interval=config.log_interval, folder=folder)
 
     # the console last: while sinks open, messages of their packages must not tear its display
     wanted = {

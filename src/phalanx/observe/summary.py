@@ -16,6 +16,8 @@ from phalanx.core.units import format_count, format_seconds
 from phalanx.observe.console import PLAIN_WIDTH
 from phalanx.observe.table import loss_text
 
+PROMPT_CHARS = 24
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
@@ -48,14 +50,22 @@ def next_commands(summary: RunSummary) -> tuple[tuple[str, str], ...]:
     """(command, what it does) that make sense after this run."""
     run, recipe = shlex.quote(str(summary.folder)), shlex.quote(str(summary.folder / "recipe.toml"))
     name = summary.program
-    go_on = (f"{name} train {recipe}", f"go on from step {summary.step}, as the same command does")
+    go_on = (f"{name} train {recipe}", f"go on from step {summary.step}")
     longer = (f"{name} train {recipe} --train.steps {2 * summary.total_steps}", "train twice as long")
     return (
         longer if summary.finished else go_on,
-        (f'{name} generate {run} "def main("', "let it write"),
-        (f"{name} metrics {run}", "see the course of the run"),
-        (f"{name} verify {recipe}", "prove its mapping against one rank"),
+        (f"{name} watch {run}", "its charts"),
+        (f"{name} generate {run} {_beginning(summary.prompt)}", "let it write"),
+        (f"{name} metrics {run}", "its numbers"),
+        (f"{name} verify {recipe}", "prove its mapping"),
     )
+
+
+def _beginning(prompt: str) -> str:
+    """The first words of a prompt that was seen in the data, as a shell takes them."""
+    line = next((line.strip() for line in prompt.splitlines() if line.strip()), "")
+    words = "".join(c for c in line if c.isprintable())[:PROMPT_CHARS]
+    return shlex.quote(words.rpartition(" ")[0] or words) if words else '"The "'
 
 
 def program_name(typed: str) -> str:
@@ -76,7 +86,11 @@ def print_summary(
     if summary.text is not None:
         parts += [Text("\nIt writes (the prompt is bold):"), _sample(summary)]
     if console.is_terminal:
-        console.print(Panel(Group(*parts), title=f"{summary.folder.name}: {title}", title_align="left", padding=(0, 1)))
+        console.print(
+            Panel(
+                Group(*parts), title=f"{summary.folder.name}: {title}", title_align="left", padding=(0, 1), expand=False
+            )
+        )
     else:
         console.print(Text(f"{summary.folder.name}: {title}"))
         for part in parts:
@@ -98,10 +112,10 @@ def _figures(summary: RunSummary) -> Text:
         text.append(f"validation loss  {loss_text(summary.validation_loss)}", style="bold")
         if summary.unigram_loss is not None:
             gain = summary.unigram_loss - summary.validation_loss
-            words = f"{abs(gain):.3f} {'below' if gain > 0 else 'ABOVE'} the {loss_text(summary.unigram_loss)} of a unigram model"
+            words = f"{abs(gain):.3f} {'below' if gain > 0 else 'ABOVE'} guessing by frequency ({loss_text(summary.unigram_loss)})"
             text.append(f"  {words}", style="green" if gain > 0 else "bold red")
         if summary.validation_step not in (None, summary.step):
-            text.append(f" (at step {summary.validation_step})", style="dim")
+            text.append(f" (step {summary.validation_step})", style="dim")
         text.append("\n")
     text.append(f"run folder       {summary.folder}")
     return text

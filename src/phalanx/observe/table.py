@@ -1,6 +1,6 @@
 """Training as rows of a table: which columns there are, how numbers look, which of them deserve a second look.
 
-One row function serves the live display, the plain log and `phalanx metrics`. Widths are fixed, so rows printed minutes apart align.
+One row function serves the live display, the plain log and `phalanx metrics`. For one width of the line, columns and their widths are fixed, so rows printed minutes apart align.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any
 
 from rich.text import Text
 
-from phalanx.core.units import format_seconds
+from phalanx.core.units import format_bytes, format_seconds
 
 BARS = "▁▂▃▄▅▆▇█"
-BUSY_LOAD = 2.0
-"""An expert with twice its share holds up its rank noticeably: shown in yellow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,68 +34,96 @@ class TableRow:
     dead: int | None = None
     dropped: int | None = None
     left_s: float | None = None
+    tokens: float | None = None
+    """Tokens trained so far."""
+    memory_bytes: int | None = None
+    step_s: float | None = None
+    entropy: float | None = None
+    aux_loss: float | None = None
+    waits_s: float | None = None
+    """Time of the step for which a rank stood waiting for dispatch and combine."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Column:
+    """A column: its title, how wide its values may be, and what it shows of a row."""
+
     title: str
     width: int
+    meaning: str
+    """As the legend says it; empty where the title does."""
+    shown: Callable[[TableRow], str]
+    rank: int = 0
+    """0: always there; the others come in this order where the line is wide enough."""
 
 
 COLUMNS = (
-    Column("step", 6),
-    Column("loss", 7),
-    Column("val", 7),
-    Column("tok/s", 6),
-    Column("MFU", 6),
-    Column("grad", 6),
-    Column("lr", 7),
-    Column("load", 5),
-    Column("dead", 4),
-    Column("drop", 5),
-    Column("left", 7),
-)
-NARROW_WIDTH = sum(c.width for c in COLUMNS) + len(COLUMNS) - 1
-WIDE_WIDTH = NARROW_WIDTH + len(COLUMNS) - 1
+    Column(title="step", width=6, meaning="", shown=lambda r: f"{r.step}"),
+    Column(title="loss", width=7, meaning="cross-entropy of a token, in nats", shown=lambda r: loss_text(r.loss)),
+    Column(title="val", width=7, meaning="on held-out text", shown=lambda r: loss_text(r.validation)),
+    Column(title="tokens", width=6, meaning="", shown=lambda r: _optional(r.tokens, short), rank=1),
+    Column(title="tok/s", width=6, meaning="", shown=lambda r: _optional(r.tokens_per_s, short)),
+    Column(title="s/step", width=7, meaning="", shown=lambda r: _optional(r.step_s, lambda v: f"{v:.3g}"), rank=3),
+    Column(title="MFU", width=6, meaning="share of the matmul rate", shown=lambda r: _optional(r.mfu, lambda v: f"{100 * v:.1f} %")),
+    Column(title="grad", width=6, meaning="", shown=lambda r: _optional(r.grad_norm, lambda v: f"{v:.3f}" if v < 10 else short(v))),
+    Column(title="lr", width=7, meaning="", shown=lambda r: _optional(r.lr, lambda v: f"{v:.1e}".replace("e-0", "e-"))),
+    Column(title="aux", width=6, meaning="load-balancing loss", shown=lambda r: _optional(r.aux_loss, lambda v: f"{v:.4f}"), rank=5),
+    Column(title="load", width=5, meaning="busiest expert over the mean", shown=lambda r: _optional(r.load, lambda v: f"{v:.2f}")),
+    Column(title="entropy", width=7, meaning="of the router", shown=lambda r: _optional(r.entropy, lambda v: f"{v:.3f}"), rank=6),
+    Column(title="dead", width=4, meaning="experts without a token", shown=lambda r: _optional(r.dead, str)),
+    Column(title="drop", width=5, meaning="tokens over capacity", shown=lambda r: _optional(r.dropped, short)),
+    Column(title="waits", width=7, meaning="time of a step spent waiting for tokens of other ranks", shown=lambda r: _optional(r.waits_s, format_seconds).replace(" ", ""), rank=4),
+    Column(title="memory", width=8, meaning="of the fullest rank", shown=lambda r: _optional(r.memory_bytes, format_bytes).replace(" ", ""), rank=2),
+    Column(title="left", width=7, meaning="", shown=lambda r: _optional(r.left_s, clock)),
+)  # fmt: skip
+MOST_GAP = 4
+"""Spaces between columns, at most: the eye must follow a row."""
+
+
+def columns(width: int, *, with_left: bool = True) -> tuple[Column, ...]:
+    """The columns that a line of so many characters has; of a run that is over there is no time left."""
+    shown = [c for c in COLUMNS if c.rank == 0]
+    for column in sorted((c for c in COLUMNS if c.rank), key=lambda c: c.rank):
+        if _width_of([*shown, column], 2) > width:
+            break
+        shown.append(column)
+    return tuple(c for c in COLUMNS if c in shown and (with_left or c.title != "left"))
+
+
+def _width_of(shown: Sequence[Column], gap: int) -> int:
+    return sum(c.width for c in shown) + gap * (len(shown) - 1)
+
+
+def legend(width: int) -> str:
+    """What the titles of the columns mean."""
+    return "; ".join(f"{c.title}: {c.meaning}" for c in columns(width) if c.meaning)
 
 
 def header(width: int, *, with_left: bool = True) -> Text:
-    """Titles above the columns; of a run that is over there is no time left."""
-    return _line([Text(c.title, style="bold") for c in COLUMNS[: None if with_left else -1]], width)
+    """Titles above the columns."""
+    return _line([Text(c.title, style="bold") for c in columns(width, with_left=with_left)], width)
 
 
 def row_line(row: TableRow, width: int, *, style: str = "") -> Text:
-    """One row; less than `NARROW_WIDTH` columns cut it on the right."""
-    cells = [
-        Text(f"{row.step}", style=style),
-        Text(loss_text(row.loss), style=style),
-        Text(loss_text(row.validation), style="cyan"),
-        Text(_optional(row.tokens_per_s, short)),
-        Text(_optional(row.mfu, lambda v: f"{100 * v:.1f} %")),
-        Text(_optional(row.grad_norm, lambda v: f"{v:.3f}" if v < 10 else short(v))),
-        Text(_optional(row.lr, lambda v: f"{v:.1e}".replace("e-0", "e-"))),
-        Text(_optional(row.load, lambda v: f"{v:.2f}"), style="yellow" if (row.load or 0) >= BUSY_LOAD else ""),
-        Text(_optional(row.dead, str), style="yellow" if row.dead else ""),
-        Text(_optional(row.dropped, short), style="yellow" if row.dropped else ""),
-        Text(_optional(row.left_s, clock), style="dim"),
-    ]
-    return _line(cells, width)
-
-
-def _optional(value: Any, shown: Callable[[Any], str]) -> str:
-    return "" if value is None else shown(value)
+    """One row; where not even the columns that are always there have room, it is cut on the right."""
+    return _line([Text(c.shown(row), style=style) for c in columns(width)], width)
 
 
 def _line(cells: Sequence[Text], width: int) -> Text:
-    gap = "  " if width >= WIDE_WIDTH else " "
+    shown = columns(width)
+    gap = max(1, min(MOST_GAP, (width - _width_of(shown, 0)) // max(1, len(shown) - 1)))
     line = Text(no_wrap=True, overflow="crop")
-    for column, cell in zip(COLUMNS, cells, strict=False):
-        line.append(gap if line else "")
+    for number, (column, cell) in enumerate(zip(shown, cells, strict=False)):
+        line.append(" " * (gap if number else 0))
         line.append(" " * (column.width - len(cell.plain)))
         line.append_text(cell)
     line.rstrip()
     line.truncate(width)
     return line
+
+
+def _optional(value: Any, shown: Callable[[Any], str]) -> str:
+    return "" if value is None else shown(value)
 
 
 def loss_text(value: float | None) -> str:

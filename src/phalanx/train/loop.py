@@ -37,7 +37,7 @@ from phalanx.train.generation import Sampling, generate
 from phalanx.train.recording import Recorder
 from phalanx.train.reporting import Outcome, Reporter, RunProgress
 from phalanx.train.saving import AGAIN_S, Saving, run_state
-from phalanx.train.setup import Rank, matmul_flops_per_s
+from phalanx.train.setup import Rank, lasting_rate, matmul_flops_per_s, rated_flops_per_s
 from phalanx.train.step import (
     PassTimes,
     ReducedStep,
@@ -172,8 +172,12 @@ class Trainer:
     def _measure_machine(self) -> None:
         """All ranks at once, as they compute in training."""
         self.rank.peers.gather(None)
-        rate = matmul_flops_per_s(self.parts.model.dtype, self.rank.device, threads=self.rank.lanes.count)
-        self.reporter.peak_flops_per_s = sum(self.rank.peers.gather(rate))
+        rank, dtype = self.rank, self.parts.model.dtype
+        threads, sharing = rank.lanes.count, rank.info.local_world
+        measured = matmul_flops_per_s(dtype, rank.device, threads=threads)
+        rate = lasting_rate(measured, dtype=dtype, device=rank.device, threads=threads, sharing=sharing)
+        rates = rank.peers.gather((rate, rated_flops_per_s(rank.device, dtype)))
+        self.reporter.peak_flops_per_s, self.reporter.rated_flops_per_s = (sum(of) for of in zip(*rates, strict=True))
 
     def _step(self) -> Decision:
         """One step, which counts on all ranks once it is reduced on all."""

@@ -70,7 +70,9 @@ class Reporter:
     newest_checkpoint: Callable[[], int | None]
     """The step of the newest one; raises `OSError` where the disk cannot be read."""
     peak_flops_per_s: float = 0.0
-    """Peak FLOP/s of all ranks together; 0: not known."""
+    """Peak FLOP/s of all ranks together, as measured; 0: not known."""
+    rated_flops_per_s: float = 0.0
+    """The same by the data sheet of their GPUs, against which utilisation is told where it is known."""
 
     def __post_init__(self) -> None:
         self.flops_per_token = flops_per_token(self.spec, self.rank.recipe.train.seq_len)
@@ -98,6 +100,7 @@ class Reporter:
                 folding=self.folding.label(),
                 flops_per_token=self.flops_per_token,
                 peak_flops_per_s=self.peak_flops_per_s,
+                rated_flops_per_s=self.rated_flops_per_s,
                 unigram_loss=self.prepared.unigram_loss,
             )
         )
@@ -116,7 +119,8 @@ class Reporter:
         slowness: float | None = None,
     ) -> None:
         """Tell of the step that was just committed, and which samples this rank gave to it."""
-        tokens_per_s, peak, exchange = result.tokens / step_s, self.peak_flops_per_s, result.exchange
+        tokens_per_s, exchange = result.tokens / step_s, result.exchange
+        peak = self.rated_flops_per_s or self.peak_flops_per_s
         self.rank.sinks(
             StepEnded(
                 step=self.progress.step,

@@ -16,7 +16,7 @@ from phalanx.core.events import Note
 from phalanx.core.process import say
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.comm import own_group
-from phalanx.runtime.processes import StopRequest, WorldInfo, close_world
+from phalanx.runtime.processes import STOPPING, StopRequest, WorldInfo, close_world
 from phalanx.train.build import make_loader, make_parts
 from phalanx.train.loop import Trainer
 from phalanx.train.reporting import RunEnd, RunProgress
@@ -30,7 +30,6 @@ MakeStepHook = Callable[[Recipe, ModelSpec], StepHook]
 
 
 SETTING_UP = "Stopping as soon as the run is set up. Press Ctrl-C again to stop immediately."
-TRAINING = "Finishing the step and saving a checkpoint. Press Ctrl-C again to stop immediately."
 
 
 def train(recipe: Recipe, info: WorldInfo, stop: StopRequest, *, hook: MakeStepHook) -> int:
@@ -40,7 +39,7 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest, *, hook: MakeStepH
     trainer = None
     with rank.sinks, RunEnd(rank.sinks, lambda: trainer.step if trainer is not None else 0) as end:
         trainer = build_trainer(rank, stop, hook=hook)
-        stop.on_request = partial(_acknowledge, rank, TRAINING)
+        stop.on_request = partial(_acknowledge, rank, STOPPING)
         outcome = trainer.run()
         end.reason = outcome.reason
     if rank.speaks:

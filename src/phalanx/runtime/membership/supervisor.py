@@ -41,7 +41,16 @@ from phalanx.runtime.membership.service import END_S, HUNG_S, StoreProcess, star
 from phalanx.runtime.membership.watcher import AgentSettings, too_few
 from phalanx.runtime.membership.worker import STALE_CODE, Worker, fork_worker
 from phalanx.runtime.membership.worker_agent import WorkerAgent
-from phalanx.runtime.processes import STOP_SIGNALS, STOPPED, WorldInfo, leave_terminal, on_stop, own_device
+from phalanx.runtime.processes import (
+    ANSWER_STOP,
+    STOP_SIGNALS,
+    STOPPED,
+    STOPPING,
+    WorldInfo,
+    leave_terminal,
+    on_stop,
+    own_device,
+)
 
 TICK_S = 0.05
 """Longest time between two looks at what no handle announces."""
@@ -83,6 +92,8 @@ class SupervisorSettings:
     """No other host can take part: a stop of this one, before the run begins, is a stop of the run."""
     rest_s: float = 600.0
     """How long the place of a worker stays empty that the others removed for being slow."""
+    screen_slot: int | None = None
+    """The slot whose worker draws on the terminal, and answers a stop there (`ANSWER_STOP`)."""
     drained_slots: Callable[[], frozenset[int]] = frozenset
     """Returns the slots that have no worker for now; called repeatedly (`train/recovery/drained_slots.py`)."""
     agent: AgentSettings = field(default_factory=AgentSettings)
@@ -240,11 +251,18 @@ class Supervisor:
 
     # -- one turn
 
+    def _answer_stop(self) -> None:
+        screen = next((w for w in self.workers if w.slot == self.settings.screen_slot and not w.ended), None)
+        if screen is not None:
+            screen.send(ANSWER_STOP)
+        else:
+            say(STOPPING)
+
     def _turn(self) -> None:
         self._wait()
         if self.stops == 1 and self._announce_stop:
             self._announce_stop = False
-            say("Finishing the step and saving a checkpoint. Press Ctrl-C again to stop immediately.")
+            self._answer_stop()
         self._read_workers()
         self._reap()
         self._find_hung()

@@ -18,9 +18,10 @@ from typing import Any
 
 from phalanx.core import messages
 from phalanx.core.errors import PhalanxError, RunError
+from phalanx.core.process import name_process
 from phalanx.core.reading import parse_table
 from phalanx.runtime.membership.membership import Member, StaleMember
-from phalanx.runtime.processes import STOP_SIGNALS, die_with_parent
+from phalanx.runtime.processes import ANSWER_STOP, STOP_SIGNALS, die_with_parent
 
 ERROR_CHARACTERS = 30_000
 """An error report must fit the pipe (64 KiB) that the supervisor may not be reading."""
@@ -178,7 +179,7 @@ def fork_worker(work: Callable[[Member, int], int], member: Member, *, slot: int
     os.set_blocking(read_end, False)
     os.set_blocking(write_end, True)
     parent = os.getpid()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, ANSWER_STOP})
     try:
         pid = os.fork()
         if pid == 0:
@@ -187,6 +188,7 @@ def fork_worker(work: Callable[[Member, int], int], member: Member, *, slot: int
                     os.close(fd)
                 os.setsid()
                 die_with_parent(parent)
+                name_process(f"phalanx-rank-{slot}")
                 _run(work, member, write_end)
             finally:  # never return into the parent's stack
                 os._exit(1)

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
         keep_freed_memory as keep_freed_memory,
     )
     from phalanx.runtime.processes.launch import (
+        ANSWER_STOP as ANSWER_STOP,
         STOP_SIGNALS as STOP_SIGNALS,
         STOPPED as STOPPED,
+        STOPPING as STOPPING,
         StopRequest as StopRequest,
         die_with_parent as die_with_parent,
         end_with_parent as end_with_parent,

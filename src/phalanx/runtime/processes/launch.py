@@ -34,6 +34,7 @@ import torch
 from phalanx.core import messages
 from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.core.files import private_folder
+from phalanx.core.process import name_process
 from phalanx.runtime.processes.world import WorldInfo
 
 STOPPED = 130
@@ -45,6 +46,10 @@ MAX_REPORT_BYTES = 32_000
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPING = "Finishing the step and saving a checkpoint. Press Ctrl-C again to stop immediately."
+"""The answer to the first one."""
+ANSWER_STOP = signal.SIGUSR1
+"""Sent to the worker that draws on the terminal, so that it tells there that the run stops: what another process writes would tear the picture. Held back in every worker, for a thread that waits for it."""
 """What ends a run in good order. A terminal that closes sends the last one, to a run under `nohup` in vain; it may come twice, and never ends anything at once."""
 
 
@@ -194,6 +199,7 @@ def _fork(main: RankMain, info: WorldInfo, *, threads: int, parent: int) -> _Chi
 def _child(main: RankMain, info: WorldInfo, *, threads: int, parent: int, report: int) -> int:
     os.setsid()  # the terminal's Ctrl-C reaches the parent only, which passes it on once
     die_with_parent(parent)
+    name_process(f"phalanx-rank-{info.rank}")
     try:
         code = run_one(main, info, threads=threads)
     except BaseException as err:

@@ -67,11 +67,13 @@ from phalanx.train.setup import (
     MemoryMeter,
     Rank,
     RunFolder,
+    lasting_rate,
     matmul_flops_per_s,
     message_ctas,
     name_of_rows,
     own_host,
     own_lanes,
+    rated_flops_per_s,
     resolve_pipeline,
 )
 from phalanx.train.step import StepResult
@@ -147,7 +149,10 @@ class ElasticMember:
         self._too_slow: dict[str, str] = {}
 
     def _measure_machine(self) -> float:
-        return matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device, threads=self.lanes.count)
+        dtype, threads = DTYPES[self.recipe.train.dtype], self.lanes.count
+        measured = matmul_flops_per_s(dtype, self.device, threads=threads)
+        sharing = self.recipe.launch.ranks
+        return lasting_rate(measured, dtype=dtype, device=self.device, threads=threads, sharing=sharing)
 
     def _describe_process(self) -> StateReport:
         """What this process reports to all members as long as it lives."""
@@ -337,6 +342,8 @@ class ElasticMember:
         trainer.recorder.rank, trainer.recorder.generation = team.rank, team.generation.number
         told = [r.about.flops_per_s for r in team.reports[: plan.folding.world]]
         trainer.reporter.peak_flops_per_s = self._peak(rank.peers, told)
+        rated = rated_flops_per_s(self.device, DTYPES[self.recipe.train.dtype])
+        trainer.reporter.rated_flops_per_s = rated * plan.folding.world
         return trainer
 
     def _rank(self, team: GroupEpoch, plan: GenerationPlan) -> Rank:

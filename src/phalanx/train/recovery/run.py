@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import signal
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -45,7 +47,15 @@ from phalanx.runtime.membership import (
     service_at,
     start_network_store,
 )
-from phalanx.runtime.processes import WorldInfo, keep_freed_memory, leave_errors_to_run, own_device, use_interface_to
+from phalanx.runtime.processes import (
+    ANSWER_STOP,
+    STOPPING,
+    WorldInfo,
+    keep_freed_memory,
+    leave_errors_to_run,
+    own_device,
+    use_interface_to,
+)
 from phalanx.train import RunEnd, recipe_to_keep
 from phalanx.train.recovery.drained_slots import DRAINED_SLOTS_FILE, DrainedSlotsFile
 from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
@@ -81,7 +91,8 @@ def train_elastic(recipe: Recipe, *, threads: int, watch: Watch | None = None, k
         else:
             run, first, host = prepare_run(recipe, folder, kept=kept), 0, "local"
         main = partial(work, run, threads=threads, first=first, watch=watch)
-        return _supervisor(run, host, main, tell=_host_log(run, host, watch)).run()
+        screen = 0 if first == 0 and wants_live(recipe.observe, Console()) else None
+        return _supervisor(run, host, main, tell=_host_log(run, host, watch), screen=screen).run()
     finally:
         lock.close()
 
@@ -102,7 +113,9 @@ def _host_log(run: ElasticRun, host: str, watch: Watch | None) -> Emit:
     return tell
 
 
-def _supervisor(run: ElasticRun, host: str, main: Callable[[WorkerAgent], int], *, tell: Emit) -> Supervisor:
+def _supervisor(
+    run: ElasticRun, host: str, main: Callable[[WorkerAgent], int], *, tell: Emit, screen: int | None
+) -> Supervisor:
     """This host's, and with it the service where this host keeps it. Waits for one that others keep."""
     recipe = run.recipe
     address = None if recipe.resilience.service is None else parse_service(recipe.resilience.service)
@@ -112,6 +125,7 @@ def _supervisor(run: ElasticRun, host: str, main: Callable[[WorkerAgent], int], 
         settings,
         minimum=max(settings.minimum, run.planner.least()),
         drained_slots=DrainedSlotsFile(run.folder.path / name),
+        screen_slot=screen,
     )
     if address is None:
         import_now()
@@ -205,6 +219,8 @@ def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, w
         open_sinks(recipe.observe, folder=run.folder.path, rank=number, patient=joins) as sinks,
         RunEnd(sinks, lambda: body.step if body is not None else 0) as end,
     ):
+        if number == 0:
+            threading.Thread(target=_answer_stop, args=(sinks,), daemon=True).start()
         body = _body(run, sinks, agent, slot=slot, watch=watch, joins=joins, device=device)
         if joins:  # when a run begins, all are cold together
             warm = partial(_warm_up, body, sinks)
@@ -217,6 +233,12 @@ def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, w
     if number == 0 and recipe.observe.is_for_people and body.outcome is not None:
         end.summarize(run.folder.path, body.outcome)
     return 0
+
+
+def _answer_stop(sinks: Sinks) -> None:
+    """Tell that the run stops, where its picture is drawn."""
+    signal.sigwait({ANSWER_STOP})
+    sinks(Note(level="info", text=STOPPING))
 
 
 def _keep_recipe(run: ElasticRun, sinks: Sinks) -> None:

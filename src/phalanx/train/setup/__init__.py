@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from phalanx.train.setup.machine import (
         MemoryMeter as MemoryMeter,
         compare_clocks as compare_clocks,
+        lasting_rate as lasting_rate,
         matmul_flops_per_s as matmul_flops_per_s,
         own_host as own_host,
+        rated_flops_per_s as rated_flops_per_s,
         versions as versions,
     )
     from phalanx.train.setup.rank import (

@@ -8,6 +8,8 @@ apart by some 10 microseconds a second at worst: compare shortly before what is 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import platform
 import socket
@@ -23,6 +25,9 @@ from phalanx.core.clock import ANCHOR_S, now_s
 from phalanx.core.errors import PeerError
 from phalanx.core.events import ClockCompared
 from phalanx.core.process import peak_resident_bytes, resident_bytes
+from phalanx.core.processor import data_sheet_flops_per_s, this_processor
+from phalanx.core.reading import MalformedError, load_json, typed
+from phalanx.kernels.native import user_folder
 from phalanx.runtime.comm import Peers, synchronize
 from phalanx.runtime.processes import give_back_freed_memory
 
@@ -64,6 +69,38 @@ def matmul_flops_per_s(dtype: torch.dtype, device: torch.device, *, threads: int
     if device.type == "cpu":
         give_back_freed_memory()
     return best
+
+
+RATES_FILE = "matmul-rates.json"
+
+
+def lasting_rate(measured: float, *, dtype: torch.dtype, device: torch.device, threads: int, sharing: int) -> float:
+    """The highest rate that a rank like this one was ever measured at on this machine, so that utilisation does not jump with what else the machine did at a start.
+
+    `sharing`: ranks of this machine that measure at the same time. Kept in the user's own folder; where that cannot be read or written, `measured` it is.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else this_processor().name
+    key = f"{name}, {os.cpu_count()} cores, {sharing} ranks of {threads} threads, {str(dtype).removeprefix('torch.')}"
+    path = user_folder() / RATES_FILE
+    try:
+        known = typed(load_json(path), dict[str, float], where=str(path))
+    except (OSError, MalformedError):
+        known = {}
+    if known.get(key, 0.0) < measured:
+        known[key] = measured
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            temporary = path.with_name(f"{RATES_FILE}.{os.getpid()}.tmp")
+            temporary.write_text(json.dumps(known, indent=1, sort_keys=True))
+            os.replace(temporary, path)
+    return known[key]
+
+
+def rated_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """bf16 rate of this rank's GPU by its data sheet; 0 where that is not known, and in other types."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return 0.0
+    return data_sheet_flops_per_s(torch.cuda.get_device_name(device))
 
 
 def _product_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
