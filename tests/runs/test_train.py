@@ -44,7 +44,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(finished: tuple[Path, subpr
     text = done.stdout
     assert "101K parameters" in text and "on 4 ranks (dp4|ep4)" in text
     assert re.search(r"train loss       \d\.\d{4}\n", text)
-    assert re.search(r"validation loss  [\d.]+  [\d.]+ (below|ABOVE) guessing by frequency", text)
+    assert re.search(r"validation loss  [\d.]+  [\d.]+ (below|ABOVE) guessing", text)
     assert "It writes" in text and f"phalanx generate {folder}" in text and "finished" in text
     assert done.stderr == ""
 

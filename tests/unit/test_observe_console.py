@@ -399,7 +399,7 @@ def test_summary_without_a_terminal() -> None:
         "laptop: finished",
         "300 steps done; this time 2.46M tokens in 3 min 31 s",
         "train loss       3.9912",
-        "validation loss  4.1000  2.114 below guessing by frequency (6.2140)",
+        "validation loss  4.1000  2.114 below guessing (6.2140)",
         "run folder       runs/laptop",
         "",
         "It writes (the prompt is bold):",
@@ -417,7 +417,7 @@ def test_summary_without_a_terminal() -> None:
 def test_summary_of_a_validation_that_is_older() -> None:
     console = pipe()
     print_summary(summary(step=92, validation_loss=4.1, validation_step=50, unigram_loss=6.0), console=console)
-    assert "validation loss  4.1000  1.900 below guessing by frequency (6.0000) (step 50)" in drawn(console)
+    assert "validation loss  4.1000  1.900 below guessing (6.0000) (step 50)" in drawn(console)
 
 
 def test_next_commands_can_be_called_where_they_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +442,7 @@ def test_summary_on_a_terminal_keeps_commands_whole() -> None:
         console = terminal(width)
         print_summary(summary(validation_loss=7.0, unigram_loss=6.0, text="x"), console=console)
         text = "\n".join(drawn(console))
-        assert "1.000 ABOVE guessing by frequency (6.0000)" in " ".join(text.replace("│", " ").split())
+        assert "1.000 ABOVE guessing (6.0000)" in " ".join(text.replace("│", " ").split())
         assert "\n  phalanx train runs/laptop/recipe.toml --train.steps 600" in text
         assert all(cell_len(line) <= width for line in drawn(console) if not line.startswith("  "))
 

@@ -357,7 +357,10 @@ def _progress(step: int, total: int, *, left_s: float | None, width: int) -> Ren
     if room < 10:
         return Text(words.strip()[:width], no_wrap=True)
     grid: Any = Table.grid(padding=(0, 1))
-    grid.add_row(ProgressBar(total=total, completed=step, width=room), Text(words))
+    grid.add_row(
+        ProgressBar(total=total, completed=step, width=room, style="dim", complete_style="bold", finished_style="bold"),
+        Text(words),
+    )
     return grid
 
 

@@ -112,7 +112,7 @@ def _figures(summary: RunSummary) -> Text:
         text.append(f"validation loss  {loss_text(summary.validation_loss)}", style="bold")
         if summary.unigram_loss is not None:
             gain = summary.unigram_loss - summary.validation_loss
-            words = f"{abs(gain):.3f} {'below' if gain > 0 else 'ABOVE'} guessing by frequency ({loss_text(summary.unigram_loss)})"
+            words = f"{abs(gain):.3f} {'below' if gain > 0 else 'ABOVE'} guessing ({loss_text(summary.unigram_loss)})"
             text.append(f"  {words}", style="green" if gain > 0 else "bold red")
         if summary.validation_step not in (None, summary.step):
             text.append(f" (step {summary.validation_step})", style="dim")
@@ -124,7 +124,7 @@ def _figures(summary: RunSummary) -> Text:
 def _sample(summary: RunSummary) -> Text:
     text = Text(overflow="fold")
     text.append(_printable(summary.prompt), style="bold")
-    text.append(_printable(summary.text or ""), style="cyan")
+    text.append(_printable(summary.text or ""))
     text.rstrip()
     return Text("\n").join(Text("  ").append_text(line) for line in text.split("\n", allow_blank=True))
 
