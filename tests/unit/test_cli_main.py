@@ -202,7 +202,7 @@ def test_settings_show_all_or_what_is_asked_for(capsys: pytest.CaptureFixture[st
         "launch.rack",
         "launch.keep_service",
     ]
-    assert "--optim.lr  float = 0.003, above 0\n      Highest learning rate." in out
+    assert "--optim.lr  float, above 0\n      Highest learning rate." in out
     assert main(["settings", "model.preset"]) == 0
     assert "mixtral-8x7b" in capsys.readouterr().out
 

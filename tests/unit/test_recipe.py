@@ -316,7 +316,7 @@ def test_every_limit_refuses_and_suggests_what_it_accepts(name: str) -> None:
          "has no effect because data.sources has no builtin:python",
          'leave it out, or set data.sources = ["builtin:python"]'),
         (["--observe.console", "none", "--observe.log_interval", "3"], "--observe.log_interval",
-         'has no effect because observe.console = "none"', 'leave it out, or set observe.console = "plain"'),
+         'has no effect because observe.console is "none" or "json"', 'leave it out, or set observe.console = "plain"'),
         (["--observe.wandb_mode", "offline"], "--observe.wandb_mode",
          "has no effect because observe.wandb_project is not set",
          'leave it out, or set observe.wandb_project = "phalanx"'),

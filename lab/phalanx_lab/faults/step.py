@@ -226,7 +226,7 @@ def router_losses_over_cp(parts: StepParts) -> StepParts:
     return dataclasses.replace(parts, model=model)
 
 
-ONE_VERSION = OPTIM.lr * OPTIM.weight_decay
+ONE_VERSION = OPTIM.peak_lr * OPTIM.weight_decay
 """Part of itself by which weight decay alone moves a matrix from one step to the next."""
 
 

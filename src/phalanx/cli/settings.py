@@ -21,7 +21,7 @@ from phalanx.core.settings import Setting, describe_settings, section_docs
 def main(argv: Sequence[str]) -> int:
     """Print the settings asked for."""
     parser = argparse.ArgumentParser(prog="phalanx settings", description="List the settings of a recipe.")
-    parser.add_argument("name", nargs="*", help="a section (train) or a setting (train.steps); default: all")
+    parser.add_argument("name", nargs="*", help="a section (train), or a setting (train.steps, or steps); default: all")
     parser.add_argument("--markdown", action="store_true", help="as Markdown tables")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="replace the tables between the marks of a Markdown file"
@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
 def choose(names: Sequence[str]) -> list[Setting]:
     """The settings that `names` (sections or settings) mean; all for none. Raises `ConfigError` naming every unknown one."""
     everything = describe_settings()
+    names = [full for n in names for full in ([s.name for s in everything if s.key == n] or [n])]
     known = {s.section for s in everything} | {s.name for s in everything}
     problems = [
         Problem(where="name", value=n, rule="is neither a section nor a setting", hint=nearest(n, known))

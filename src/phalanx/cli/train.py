@@ -1,4 +1,4 @@
-"""phalanx train [RECIPE.toml] [--section.key VALUE ...] [--dry-run] [--trust]
+"""phalanx train [RECIPE.toml] [--section.key VALUE ...] [--dry-run] [--force] [--trust]
 
 Trains the model of a recipe: on ranks of this machine (launch.ranks), or as one rank where torchrun started this program. The
 same command goes on with a run that was stopped. Without a recipe every setting has its default; `phalanx settings` lists them.
@@ -6,6 +6,7 @@ same command goes on with a run that was stopped. Without a recipe every setting
   --section.key VALUE   changes a setting, as in --train.steps 1000 --launch.ranks 2
   --dry-run             print ranks, groups, parameters, memory per rank and steps; start nothing
   --card-gb N           with it: whether tensors fit a GPU of so many GB, and the nearest run that does
+  --force               start although the memory that it will need is predicted to be more than there is
   --trust               let the recipe file write anywhere, name a membership service, listen to other machines and send to Weights & Biases;
                         else it may only write below the present folder, and the command line says the rest
   --help                this text
@@ -30,12 +31,14 @@ from typing import TYPE_CHECKING, cast
 
 from phalanx.cli.settings import settings_text
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.errors import ConfigError, PhalanxError, Problem, printable, raise_if
 from phalanx.core.process import most_open_files
 from phalanx.core.recipe import Dtype, load_recipe, native_dtype
+from phalanx.core.rules import value_of
 from phalanx.core.service_address import is_loopback
 from phalanx.core.settings import describe_settings
-from phalanx.plan import choose_recovery, run_problems
+from phalanx.plan import choose_recovery, default_lr, run_problems
+from phalanx.plan.model import resolve_model
 from phalanx.plan.recovery import wanted_ranks
 
 if TYPE_CHECKING:
@@ -53,6 +56,8 @@ class Request:
     """Memory of a GPU in GB, for a dry run where there is none."""
     trust: bool = False
     """The recipe file may say what else only the command line may (`_trust_problems`)."""
+    force: bool = False
+    """Memory is not asked about."""
 
 
 def main(args: list[str]) -> int:
@@ -88,10 +93,58 @@ def _train(request: Request) -> int:
     launched = read_world()
     several = launched is not None and launched.local_world < launched.world
     recipe = read_recipe(request, world=launched.world if launched else None, several_machines=several)
+    recipe, told = with_learning_rate(recipe)
+    if recipe.observe.is_for_people and (launched is None or launched.rank == 0):
+        for line in (*told, *changed_settings(recipe)):
+            print(printable(line), flush=True)
     if request.dry_run:
         _show(recipe, launched, request.card_gb)
         return 0
-    return start(recipe, os.environ)
+    return start(recipe, os.environ, force=request.force)
+
+
+def with_learning_rate(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe with a learning rate, and in a line whence, where it says none: that of the run where it has begun, else by the size of the model and the length of its training."""
+    if recipe.optim.lr is not None:
+        return recipe, []
+    kept = _kept_recipe(recipe)
+    if kept is not None and kept.optim.lr is not None:
+        lr, why = kept.optim.lr, "as the run began"
+    else:
+        lr = default_lr(recipe, resolve_model(recipe.model, recipe.router))
+        why = "by the FLOPs of the training (arXiv 2401.02954)"
+    line = f"optim.lr = {lr:g}, {why}; --optim.lr sets another"
+    return replace(recipe, optim=replace(recipe.optim, lr=lr)), [line]
+
+
+def _kept_recipe(recipe: Recipe) -> Recipe | None:
+    """What the run was last started with, where it has begun and that can be read."""
+    path = Path(recipe.run.folder) / recipe.run.name / "recipe.toml"
+    try:
+        return load_recipe(path, tell=lambda line: None) if path.is_file() else None
+    except PhalanxError:
+        return None  # the run folder's own reader will say so
+
+
+OF_A_START = ("launch.host", "launch.rack", "launch.keep_service", "checkpoint.step")
+"""Settings of one start, which the run folder does not keep."""
+
+
+def changed_settings(recipe: Recipe) -> list[str]:
+    """A line for each setting that is not as it was when the run was started last."""
+    kept = _kept_recipe(recipe)
+    if kept is None:
+        return []
+    both = [(s.name, value_of(recipe, s.name), value_of(kept, s.name)) for s in describe_settings()]
+    return [
+        f"changed since the run was started last: {name} = {_word(now)} (was {_word(before)})"
+        for name, now, before in both
+        if now != before and name not in OF_A_START
+    ]
+
+
+def _word(value: object) -> str:
+    return "not set" if value is None else f"{value}"
 
 
 def _show(recipe: Recipe, launched: WorldInfo | None, card_gb: float | None) -> None:
@@ -116,10 +169,10 @@ def _show(recipe: Recipe, launched: WorldInfo | None, card_gb: float | None) -> 
 
 def read_args(args: Sequence[str]) -> Request:
     """A recipe first, if any; then overrides. Raises `ConfigError` for anything else."""
-    rest = [a for a in args if a not in ("--dry-run", "--trust")]
+    rest = [a for a in args if a not in ("--dry-run", "--trust", "--force")]
     card_gb = _take_card(rest, is_dry="--dry-run" in args)
     path = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    flags = {"dry_run": "--dry-run" in args, "trust": "--trust" in args}
+    flags = {"dry_run": "--dry-run" in args, "trust": "--trust" in args, "force": "--force" in args}
     return Request(recipe_path=path, overrides=tuple(rest), card_gb=card_gb, **flags)
 
 
@@ -230,8 +283,9 @@ def _file_problems(most: int) -> list[Problem]:
     )
 
 
-def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
-    """Become one rank, or the parent of all local ranks."""
+def start(recipe: Recipe, environ: Mapping[str, str], *, force: bool = False) -> int:
+    """Become one rank, or the parent of all local ranks. Raises `ConfigError` where their memory will not do, unless `force`."""
+    from phalanx.cli.predicting.room import has_room, memory_problems
     from phalanx.runtime.checkpoint import import_now
     from phalanx.runtime.processes import WorldInfo, read_world, run_local, run_one, threads_per_rank
     from phalanx.train import train
@@ -245,9 +299,11 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses to be deterministic without it
     body = partial(train, recipe, hook=Rebalancer)
     info = read_world(environ)
-    choice = choose_recovery(recipe, launched=info is not None)
+    choice = choose_recovery(recipe, launched=info is not None, fits=has_room)
     if info is not None:
         return run_one(body, info, threads=threads_per_rank(info.local_world, recipe.launch.threads))
+    if not force:
+        raise_if(memory_problems(choice.recipe), ConfigError, subject="this machine")
     ranks = recipe.launch.ranks
     threads = threads_per_rank(ranks, recipe.launch.threads)
     if choice.is_elastic:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +26,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
-from phalanx.plan import run_problems
+from phalanx.plan import choose_recovery, run_problems
 from phalanx.plan.moe.overlap import setting_problems
 
 SHOWN_FAILURES = 12
@@ -221,7 +221,10 @@ def _recipe(args: VerifyArgs, overrides: Sequence[str]) -> Recipe:
     def check(recipe: Recipe) -> list[Problem]:
         return run_problems(recipe, world=args.ranks or recipe.launch.ranks)
 
-    return load_recipe(None if args.recipe is None else str(args.recipe), overrides, check=check)
+    recipe = load_recipe(None if args.recipe is None else str(args.recipe), overrides, check=check)
+    ranks = args.ranks or recipe.launch.ranks
+    chosen = choose_recovery(replace(recipe, launch=replace(recipe.launch, ranks=ranks)))
+    return replace(recipe, folding=chosen.recipe.folding)
 
 
 def _cases_of(recipe: Recipe, ranks: int) -> list[Any]:

@@ -229,12 +229,16 @@ class TrainConfig:
     """Global batches per validation."""
 
 
+MOST_LR = 3e-3
+"""Highest learning rate that is chosen for a small model."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW (arXiv 1711.05101), its schedule and its sharding."""
 
-    lr: float = 3e-3
-    """Highest learning rate."""
+    lr: float | None = None
+    """Highest learning rate. Default: 0.3118 C^-0.125 for a training of C FLOPs (arXiv 2401.02954, section 3.1), taken as 20 tokens an active parameter at least, and at most 3e-3; that of the run where it has begun; 2e-5 for imported weights."""
     min_lr_ratio: float = 0.1
     """Last learning rate over the highest."""
     warmup_steps: int | None = None
@@ -259,6 +263,11 @@ class OptimConfig:
     """Type of both moments (float64 where train.dtype is). bfloat16 rounds them stochastically: 4 bytes a parameter less; a run keeps the type that it began with."""
     bucket_mb: float = 64.0
     """Megabytes (10^6 bytes) of gradient that are reduced together, as soon as the backward pass has made them; 0: all at its end."""
+
+    @property
+    def peak_lr(self) -> float:
+        """`lr`, or the most that its default is."""
+        return MOST_LR if self.lr is None else self.lr
 
     def warmup(self, total_steps: int) -> int:
         """`warmup_steps`, with its default resolved."""

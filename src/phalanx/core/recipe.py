@@ -14,6 +14,7 @@ from typing import Literal
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
+from phalanx.core.process import say
 from phalanx.core.processor import Processor, this_processor
 from phalanx.core.reading import MOST_TOML, MalformedError, parse_toml, read_text
 from phalanx.core.rules import EFFECTS, LIMITS, Effect, Limit, inert_settings, recipe_problems, value_of
@@ -59,12 +60,13 @@ def load_recipe(
     world: int | None = None,
     check: Check | None = None,
     auto_dtype: AutoDtype = native_dtype,
+    tell: Callable[[str], None] = say,
 ) -> Recipe:
     """The recipe in `path` (None: all defaults; `recipes/laptop.toml` and its neighbours come with Phalanx) with `overrides` such as
     ``["--train.steps", "10", "--optim.lr=3e-4"]``.
 
     `world` adds the rules that need the number of ranks, `check` those of the caller (the model's: `plan/recipe.py`), so that their
-    problems come together with the others. `auto_dtype` says what `train.dtype = "auto"` is; the recipe that is returned says no "auto". Raises
+    problems come together with the others. A setting of the file that has no effect beside an override is left out, which `tell` hears. `auto_dtype` says what `train.dtype = "auto"` is; the recipe that is returned says no "auto". Raises
     `ConfigError` with all problems.
     """
     reading = _Reading(settings={s.name: s for s in describe_settings()})
@@ -75,6 +77,7 @@ def load_recipe(
     if recipe.train.dtype == "auto":
         reading.values["train.dtype"] = auto_dtype(recipe)
         recipe = _build(reading.values)
+    recipe = _without_overridden(reading, recipe, tell=tell)
     problems = recipe_problems(recipe, world=world, given=reading.values, broken=reading.broken)
     if check is not None and not any(name.startswith(READ_BY_CHECKS) for name in reading.broken):
         seen = {p.where for p in problems}
@@ -116,6 +119,18 @@ class _Reading:
 
     def add(self, where: str, value: object, rule: str, hint: str = "") -> None:
         self.problems.append(Problem(where=where, value=value, rule=rule, hint=hint))
+
+
+def _without_overridden(reading: _Reading, recipe: Recipe, *, tell: Callable[[str], None]) -> Recipe:
+    """The recipe without settings of its file that an override has made inert: whoever wrote the file could not know."""
+    over = {name for name, origin in reading.origins.items() if origin == f"--{name}"}
+    for name, effect in inert_settings(recipe).items():
+        if name in reading.values and name not in over and not over.isdisjoint(effect.reads):
+            value = reading.values.pop(name)
+            if value is not None:
+                tell(f"note: {reading.origins[name]} = {_toml(value)} is left out: {effect.reason}")
+            recipe = _build(reading.values)
+    return recipe
 
 
 def _build(values: Mapping[str, Value]) -> Recipe:
@@ -192,11 +207,43 @@ def _same_key(reading: _Reading, key: str, prefix: str = "") -> str:
     return "did you mean " + " or ".join(repr(n) for n in same) + "?" if same else ""
 
 
+OTHER_NAMES = {
+    "learning_rate": ("optim.lr",),
+    "batch_size": ("train.global_batch", "train.micro_batch"),
+    "train_batch_size": ("train.global_batch",),
+    "per_device_train_batch_size": ("train.micro_batch",),
+    "gradient_accumulation_steps": ("train.global_batch",),
+    "max_steps": ("train.steps",),
+    "num_train_epochs": ("train.steps",),
+    "epochs": ("train.steps",),
+    "max_seq_length": ("train.seq_len",),
+    "sequence_length": ("train.seq_len",),
+    "context_length": ("train.seq_len",),
+    "block_size": ("train.seq_len",),
+    "precision": ("train.dtype",),
+    "max_grad_norm": ("optim.clip_norm",),
+    "grad_clip": ("optim.clip_norm",),
+    "gradient_checkpointing": ("train.recompute",),
+    "output_dir": ("run.folder",),
+    "dataset": ("data.sources",),
+    "world_size": ("launch.ranks",),
+    "num_gpus": ("launch.ranks",),
+    "tensor_parallel_size": ("folding.tp",),
+    "pipeline_parallel_size": ("folding.pp",),
+    "expert_parallel_size": ("folding.ep",),
+    "save_interval": ("checkpoint.interval",),
+    "save_steps": ("checkpoint.interval",),
+    "eval_steps": ("train.eval_interval",),
+}
+"""What other programs call a setting -> what it is called here."""
+
+
 def _nearest_setting(reading: _Reading, name: str, *, prefix: str) -> str:
     """A hint for an unknown `section.key`: similar ones of the section, and the same key elsewhere; else similar names, else what the section has."""
     section, _, key = name.partition(".")
     inside = {s.key: s.name for s in reading.settings.values() if s.section == section}
     similar = [inside[k] for k in difflib.get_close_matches(key, inside, n=2, cutoff=0.6)]
+    similar += [s for s in OTHER_NAMES.get(key, ()) if s in reading.settings and s not in similar]
     reading.broken |= set(similar)
     same = [s.name for s in reading.settings.values() if s.key == (key or section)]
     close = [*similar, *same] or difflib.get_close_matches(name, reading.settings, n=2, cutoff=0.75)

@@ -6,6 +6,7 @@ still be; what nobody dies in has the same bits (with equal shares the step of m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from phalanx.core.config import Recipe
@@ -36,8 +37,15 @@ class RecoveryChoice:
         return f"no: {self.why_not}"
 
 
-def choose_recovery(recipe: Recipe, *, launched: bool = False) -> RecoveryChoice:
-    """What becomes of a recipe that has passed its checks. `launched`: another program starts and ends the ranks.
+def _always(recipe: Recipe) -> bool:
+    return True
+
+
+def choose_recovery(
+    recipe: Recipe, *, launched: bool = False, fits: Callable[[Recipe], bool] = _always
+) -> RecoveryChoice:
+    """What becomes of a recipe that has passed its checks. `launched`: another program starts and ends the ranks. Where `folding.ep` is not set, it becomes the largest with which every expert has enough
+    holders and the run `fits`.
 
     Raises `ConfigError` where settings of an elastic run are given and it is not one.
     """
@@ -58,9 +66,23 @@ def choose_recovery(recipe: Recipe, *, launched: bool = False) -> RecoveryChoice
     wanted = replace(recipe, resilience=replace(r, heal=True, mode="fast" if r.mode == "off" else r.mode))
     known = {str(p) for p in _problems(without)}
     against = [p for p in _problems(wanted) if str(p) not in known]
-    if against:
-        return _without(recipe, why_not=" ".join(str(against[0]).split()))
-    return RecoveryChoice(recipe=wanted)
+    if not against:
+        return RecoveryChoice(recipe=wanted)
+    for ep in _further_degrees(recipe):
+        other = replace(wanted, folding=replace(wanted.folding, ep=ep))
+        if not _problems(other):
+            if fits(other):
+                return RecoveryChoice(recipe=other)
+            break  # a smaller degree needs more
+    return _without(recipe, why_not=" ".join(str(against[0]).split()))
+
+
+def _further_degrees(recipe: Recipe) -> list[int]:
+    """Degrees of expert parallelism that may be chosen, the largest first; none where the recipe says one."""
+    if recipe.folding.ep is not None or recipe.folding.stages is not None:
+        return []
+    world = wanted_ranks(recipe)
+    return [ep for ep in range(world // 2, 0, -1) if world % ep == 0]
 
 
 def _without(recipe: Recipe, *, why_not: str) -> RecoveryChoice:

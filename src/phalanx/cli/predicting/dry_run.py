@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -47,7 +48,7 @@ class Machine:
 
 def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -> None:
     """Print everything. Raises `ConfigError` or `DataError` for what cannot run."""
-    choice = choose_recovery(recipe, launched=machine.launched)
+    choice = choose_recovery(recipe, launched=machine.launched, fits=_fits(machine))
     recipe = choice.recipe  # copies of shards, too
     console.print(
         describe(recipe, world=world, local_ranks=machine.local_ranks), markup=False, highlight=False, soft_wrap=True
@@ -64,6 +65,17 @@ def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -
             peak=lambda other: _fullest(rank_estimates(other, machine, world=world)).peak_bytes,
         )  # fmt: skip
         console.print(told, highlight=False, soft_wrap=True)
+
+
+def _fits(machine: Machine) -> Callable[[Recipe], bool]:
+    """Whether the ranks of a machine have room there, as far as that is known."""
+
+    def fits(recipe: Recipe) -> bool:
+        estimates = rank_estimates(recipe, machine, world=recipe.launch.ranks)
+        available = machine.available_bytes
+        return available is None or machine.local_ranks * _fullest(estimates).peak_bytes <= available
+
+    return fits
 
 
 def describe(recipe: Recipe, *, world: int, local_ranks: int | None = None) -> str:

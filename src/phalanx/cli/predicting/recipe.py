@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.core.config import Recipe
@@ -51,6 +52,9 @@ def predict_recipe(
         problems += error.problems
     if problems or cluster is None or recipe is None:
         raise ConfigError(problems, subject="the simulation")
+    choice = choose_recovery(recipe) if cluster.hardware.sms is None else None
+    if choice is not None:
+        recipe = replace(recipe, folding=choice.recipe.folding)
     spec = resolve_recipe(recipe)
     mapping = mapping_of_recipe(recipe, spec, world=cluster.world, cluster=cluster)
     device = "cpu" if cluster.hardware.sms is None else "cuda"
@@ -59,7 +63,7 @@ def predict_recipe(
             f'launch.device = "{recipe.launch.device}", but {cluster.name} computes with {device}: predicted as if it said so',
             file=sys.stderr,
         )
-    if cluster.hardware.sms is None and choose_recovery(recipe).is_elastic:
+    if choice is not None and choice.is_elastic:
         print(
             "this run would be elastic (resilience.heal is not set): copies of shards and its votes are not in the prediction",
             file=sys.stderr,

@@ -38,6 +38,8 @@ from phalanx.train import moment_dtype, state_dtype
 from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint
 from phalanx.train.setup import DTYPES, PATIENCE_S, RunFolder, versions
 
+FINE_TUNING_LR = 2e-5
+"""Highest learning rate for weights that are trained already (Llama 2, arXiv 2307.09288, section 3.1): that of a model of random weights would wreck them."""
 KEPT_FOLDER = "hugging_face"
 """Folder in the run folder for the small files of the checkpoint, for its tokenizer and for the way back."""
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -109,6 +111,7 @@ def _derived(checkpoint: HfCheckpoint) -> dict[str, object]:
     values: dict[str, object] = {f"model.{k}": v for k, v in vars(model).items()}
     values |= {f"router.{k}": v for k, v in vars(router).items() if k not in training and k != "force"}
     values["run.name"] = checkpoint.path.resolve().name
+    values["optim.lr"] = FINE_TUNING_LR
     return {k: v for k, v in values.items() if v is not None}
 
 
@@ -266,12 +269,16 @@ def _told(job: Import, read: Sequence[int]) -> str:
     total = job.checkpoint.num_bytes
     share = f"; each of {len(read)} ranks read at most {max(read) / max(total, 1):.1%} of it" if len(read) > 1 else ""
     lines = [
-        job.spec.explain(),
+        replace(job.spec, name=f"{job.recipe.run.name} ({job.checkpoint.family.model_type})").explain(),
         f"read {len(job.checkpoint.tensors)} tensors, {total / 1e6:,.1f} MB, from {job.checkpoint.path}{share}",
     ]
     if job.checkpoint.ignored:
         names = job.checkpoint.ignored
         lines.append(f"left {len(names)} tensors that are no part of this model: {', '.join(names[:3])}, ...")
     path = job.folder.path
+    if job.recipe.optim.lr == FINE_TUNING_LR:
+        lines.append(
+            f"optim.lr = {FINE_TUNING_LR:g}, with which pretrained weights are commonly tuned (arXiv 2307.09288); --optim.lr sets another"
+        )
     lines.append(f"{path} is a run at step 0: phalanx train {path}/recipe.toml, or phalanx generate {path} PROMPT")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """The folder of a run: what lies where, and how far the run is.
 
-runs/NAME/recipe.toml          the resolved recipe; running it again goes on with this run
+runs/NAME/recipe.toml          the resolved recipe; running it again goes on with this run (recipe-1.toml and so on: those of earlier starts that said something else)
 runs/NAME/run_state.json       how far it is (rewritten as it goes; what counts for resuming lies in each checkpoint)
 runs/NAME/checkpoints/         see runtime/checkpoint/folder.py
 runs/NAME/tokenizer/           what generation needs to read and write text
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import socket
@@ -181,9 +182,14 @@ class RunFolder:
 
     def write_recipe(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         """Keep what this run is, so that it can be run and read again from its folder alone. Raises `RunError` where the disk refuses."""
+        path, text = self.path / RECIPE_FILE, dump_recipe(recipe)
         with self._writing():
             tokenizer.save(self.path / "tokenizer")  # first: where there is a recipe, there is all that it needs
-            write_flushed(self.path / RECIPE_FILE, dump_recipe(recipe))
+            before = path.read_text(encoding="utf-8") if path.is_file() else text
+            if before != text:  # what was trained so far stays known
+                names = (self.path / f"recipe-{number}.toml" for number in itertools.count(1))
+                write_flushed(next(p for p in names if not p.exists()), before)
+            write_flushed(path, text)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

@@ -29,9 +29,9 @@ def learning_rate(step: int, config: OptimConfig, *, total_steps: int) -> float:
     """
     warmup = config.warmup(total_steps)
     if step < warmup:
-        return config.lr * (step + 1) / warmup
+        return config.peak_lr * (step + 1) / warmup
     if config.schedule == "constant":
-        return config.lr
+        return config.peak_lr
     if config.schedule == "cosine":
         length = total_steps - warmup
     else:
@@ -39,7 +39,7 @@ def learning_rate(step: int, config: OptimConfig, *, total_steps: int) -> float:
         length = min(decay, total_steps - warmup)
     done = min(1.0, max(0.0, (step + 1 - (total_steps - length)) / max(1, length)))
     left = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+    return config.peak_lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 
 class Optimizer(Protocol):

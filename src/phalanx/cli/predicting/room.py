@@ -1,0 +1,68 @@
+"""Whether a run fits the memory of this machine, asked before it starts: ranks that fill it are killed by the system, after minutes.
+
+Only processors: the memory of a GPU is asked by the dry run.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+from phalanx.cli.predicting.cards import nearest_fit
+from phalanx.cli.predicting.dry_run import Machine, available_bytes, rank_estimates, tokenizer_vocab
+from phalanx.core.config import Recipe
+from phalanx.core.errors import PhalanxError, Problem
+from phalanx.core.processor import this_processor
+from phalanx.core.units import format_bytes
+from phalanx.plan import choose_recovery
+from phalanx.runtime.processes import threads_per_rank
+from phalanx.train.setup import resolve_shape
+
+DOUBT = 1.1
+"""A prediction may be a tenth too high (`phalanx bench memory`): only what is beyond that is refused."""
+
+
+def needed_bytes(recipe: Recipe) -> int | None:
+    """Memory of all ranks of this machine together, predicted; None where that is not known (a recipe that cannot run, a GPU)."""
+    if recipe.launch.device != "cpu":
+        return None
+    ranks = recipe.launch.ranks
+    machine = Machine(
+        local_ranks=ranks,
+        threads=threads_per_rank(ranks, recipe.launch.threads),
+        available_bytes=None,
+        processor=this_processor(),
+    )
+    try:
+        return ranks * max(e.peak_bytes for e in rank_estimates(recipe, machine, world=ranks))
+    except PhalanxError:
+        return None
+
+
+def has_room(recipe: Recipe) -> bool:
+    """Whether the run fits, as far as that is known."""
+    return not memory_problems(recipe, with_hint=False)
+
+
+def memory_problems(recipe: Recipe, *, with_hint: bool = True) -> list[Problem]:
+    """That the ranks of this machine need more memory than it has left, with the nearest run that would fit."""
+    needed, available = needed_bytes(recipe), available_bytes()
+    if needed is None or available is None or needed <= DOUBT * available:
+        return []
+    ranks = recipe.launch.ranks
+    rule = f"is more than the {format_bytes(available)} that are available: the system would end this run in its middle"
+    hint = f"{_way_out(recipe, available)}--force starts it all the same" if with_hint else ""
+    where = f"memory of {ranks} rank{'s' if ranks > 1 else ''}"
+    return [Problem(where=where, value=format_bytes(needed), rule=rule, hint=hint)]
+
+
+def _way_out(recipe: Recipe, available: int) -> str:
+    """Settings with which it would fit; empty where there are none."""
+    whole = choose_recovery(recipe).recipe
+    spec, folding = resolve_shape(whole, world=whole.launch.ranks, tokenizer_vocab=tokenizer_vocab(whole.data))
+    if whole.folding.ep is None:
+        whole = replace(whole, folding=replace(whole.folding, ep=folding.of_rank(0).ep))
+    found = nearest_fit(
+        whole, spec, world=whole.launch.ranks, room=available, peak=lambda other: needed_bytes(other) or available + 1
+    )
+    return f"{shlex.join(found.words.split())} takes {format_bytes(found.peak_bytes)}; " if found is not None else ""
