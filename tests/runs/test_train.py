@@ -118,6 +118,8 @@ def test_recipe_of_the_run_folder_goes_on(finished: tuple[Path, subprocess.Compl
         "9",
         "--launch.ranks",
         "1",
+        "--folding.ep",
+        "1",
         "--launch.threads",
         "1",
     )

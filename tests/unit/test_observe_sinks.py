@@ -184,9 +184,9 @@ def test_missing_extras_are_told_together(tmp_path: Path, monkeypatch: pytest.Mo
         open_sinks(config, folder=tmp_path, rank=0)
     assert [(p.where, p.rule, p.hint) for p in caught.value.problems] == [
         ("observe.wandb_project", "needs the package wandb, which is not installed",
-         "install the extra: pip install 'phalanx[wandb]', or leave observe.wandb_project out"),
+         "in a checkout of Phalanx: pip install -e '.[wandb]'; from a wheel: pip install 'FILE.whl[wandb]'; or leave observe.wandb_project out"),
         ("observe.prometheus_port", "needs the package prometheus_client, which is not installed",
-         "install the extra: pip install 'phalanx[prometheus]', or leave observe.prometheus_port out"),
+         "in a checkout of Phalanx: pip install -e '.[prometheus]'; from a wheel: pip install 'FILE.whl[prometheus]'; or leave observe.prometheus_port out"),
     ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import torch
 
-from phalanx.core.errors import RunError
+from phalanx.core.errors import RunError, install_extra
 from phalanx_lab.bench.workload import AUX_LOSS, BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, WorkloadShape, batch_of
 
 
@@ -42,7 +42,7 @@ VARIANTS = (
 def transformers_version() -> str:
     """Raises `RunError` where the package is missing."""
     if find_spec("transformers") is None:
-        raise RunError("the baseline needs the package transformers: pip install 'phalanx[bench]'")
+        raise RunError(f"the baseline needs the package transformers; {install_extra('bench')}")
     return metadata.version("transformers")
 
 

@@ -47,6 +47,8 @@ COMMANDS = (
     Command("service", "keep the membership service of an elastic run on several hosts"),
     Command("metrics", "show the course of a run from its event log"),
     Command("trace", "write what each rank did in recorded steps, for Perfetto"),
+    Command("doctor", "say what this machine has, what a run would use of it, and what is missing"),
+    Command("completion", "print a script that completes commands and settings in bash, zsh or fish"),
     Command("settings", "list every setting of a recipe with its default and meaning"),
 )
 

@@ -12,8 +12,10 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from phalanx.cli.schema import recipe_schema
 from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
+from phalanx.core.files import write_json
 from phalanx.core.rules import EFFECTS, LIMITS
 from phalanx.core.settings import Setting, describe_settings, section_docs
 
@@ -26,7 +28,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="replace the tables between the marks of a Markdown file"
     )
+    parser.add_argument("--schema", type=Path, metavar="FILE", help="write the JSON schema of recipes, for editors")
     args = parser.parse_args(argv)
+    if args.schema is not None:
+        write_json(args.schema, recipe_schema())
+        print(f"{args.schema}: name it in the first line of a recipe, #:schema ./{args.schema.name}")
+        return 0
     chosen = choose(args.name)
     if args.write is not None:
         replace_part(args.write, "settings", settings_markdown(chosen))

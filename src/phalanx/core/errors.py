@@ -47,6 +47,11 @@ def _shown(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
+def install_extra(extra: str) -> str:
+    """How to install an extra. Never by a name of a package index: nobody can say whose package has it there."""
+    return f"in a checkout of Phalanx: pip install -e '.[{extra}]'; from a wheel: pip install 'FILE.whl[{extra}]'"
+
+
 def first_line(err: BaseException) -> str:
     """What an error of somebody else's says, as one line; its type where it says nothing."""
     return (str(err).strip() or type(err).__name__).splitlines()[0]

@@ -20,7 +20,7 @@ from typing import Protocol
 from rich.console import Console
 
 from phalanx.core.config import ObserveConfig
-from phalanx.core.errors import ConfigError, Problem, RunError, first_line, nearest, raise_if
+from phalanx.core.errors import ConfigError, Problem, RunError, first_line, install_extra, nearest, raise_if
 from phalanx.core.events import Event, Note
 from phalanx.core.extensions import extensions
 from phalanx.core.process import say
@@ -127,7 +127,7 @@ def sink_problems(config: ObserveConfig) -> list[Problem]:
             where=where,
             value=value,
             rule=f"needs the package {package}, which is not installed",
-            hint=f"install the extra: pip install 'phalanx[{extra}]', or leave {where} out",
+            hint=f"{install_extra(extra)}; or leave {where} out",
         )
         for where, (value, package, extra) in wanted.items()
         if value is not None and find_spec(package) is None

@@ -14,7 +14,7 @@ import ssl
 import stat
 from pathlib import Path
 
-from phalanx.core.errors import ConfigError, Problem, RunError
+from phalanx.core.errors import ConfigError, Problem, RunError, install_extra
 from phalanx.core.files import private_folder
 
 VARIABLE = "PHALANX_CREDENTIALS"
@@ -117,7 +117,7 @@ def _new_credentials() -> bytes:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         rule = "needs the package cryptography to make credentials, and it is not installed"
-        hint = f'pip install "phalanx[service]", or set {VARIABLE} to a file with a key and certificates'
+        hint = f"{install_extra('service')}; or set {VARIABLE} to a file with a key and certificates"
         raise ConfigError(
             [Problem(where=VARIABLE, value="", rule=rule, hint=hint)], subject="phalanx service"
         ) from None

@@ -1,0 +1,91 @@
+"""`phalanx completion bash|zsh|fish`: prints a script that completes commands, settings and recipes.
+
+    source <(phalanx completion bash)        in ~/.bashrc
+    source <(phalanx completion zsh)         in ~/.zshrc, after compinit
+    phalanx completion fish > ~/.config/fish/completions/phalanx.fish
+
+The script holds all words, so that completing starts no program.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from phalanx.core.errors import ConfigError, Problem, nearest
+from phalanx.core.recipe import PACKAGED
+from phalanx.core.settings import Setting, describe_settings
+
+SHELLS = ("bash", "zsh", "fish")
+WITH_SETTINGS = ("train", "verify", "simulate", "import-hf")
+"""Commands that take settings of a recipe."""
+
+
+def main(args: Sequence[str]) -> int:
+    """Run `phalanx completion SHELL`."""
+    if args and args[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0
+    if len(args) != 1 or args[0] not in SHELLS:
+        given = args[0] if args else None
+        hint = nearest(given, SHELLS) if given else "phalanx completion bash"
+        problem = Problem(where="SHELL", value=given, rule=f"must be one of {', '.join(SHELLS)}", hint=hint)
+        raise ConfigError([problem], subject="the arguments")
+    sys.stdout.write(fish() if args[0] == "fish" else bash(is_zsh=args[0] == "zsh"))
+    return 0
+
+
+def _words() -> tuple[list[tuple[str, str]], list[str], Sequence[Setting]]:
+    """Commands with what they do, recipes, settings."""
+    from phalanx.cli.main import COMMANDS
+
+    recipes = sorted(path.stem for path in PACKAGED.glob("*.toml"))
+    return [(c.name, c.summary) for c in COMMANDS], recipes, describe_settings()
+
+
+def bash(*, is_zsh: bool) -> str:
+    """For bash, and for zsh by its own layer for such scripts."""
+    commands, recipes, settings = _words()
+    values = [f"        --{s.name}) words='{' '.join(map(str, _values(s)))}' ;;" for s in settings if _values(s)]
+    lines = [
+        *(["autoload -U +X bashcompinit && bashcompinit"] if is_zsh else []),
+        "_phalanx() {",
+        "    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words=",
+        "    if [ $COMP_CWORD -eq 1 ]; then",
+        f"        words='{' '.join(name for name, _ in commands)}'",
+        "    else",
+        "        case $before in",
+        *values,
+        f"        *) case ${{COMP_WORDS[1]}} in {'|'.join(WITH_SETTINGS)})",
+        f"            words='{' '.join(f'--{s.name}' for s in settings)}'",
+        f'            [ $COMP_CWORD -eq 2 ] && words="$words {" ".join(recipes)}" ;;',
+        "        esac ;;",
+        "        esac",
+        "    fi",
+        '    COMPREPLY=($(compgen -W "$words" -- "$word"))',
+        "}",
+        "complete -o default -o nosort -F _phalanx phalanx",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _values(setting: Setting) -> tuple[object, ...]:
+    return setting.choices or (("true", "false") if setting.base is bool else ())
+
+
+def fish() -> str:
+    """For fish, which shows what each word means."""
+    commands, recipes, settings = _words()
+    takes = f"__fish_seen_subcommand_from {' '.join(WITH_SETTINGS)}"
+    lines = [f"complete -c phalanx -n __fish_use_subcommand -a {n} -d {_quoted(s)}" for n, s in commands]
+    lines += [f"complete -c phalanx -n '{takes}' -a {name} -d recipe" for name in recipes]
+    for s in settings:
+        values = " ".join(map(str, _values(s)))
+        given = f" -a {_quoted(values)}" if values else ""
+        lines.append(f"complete -c phalanx -n '{takes}' -l {s.name} -r{given} -d {_quoted(s.doc.split('. ')[0])}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """A word of fish."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,89 @@
+"""What helps a person before a run: `phalanx doctor`, completion of words, a schema for editors, and how extras are installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import doctor
+from phalanx.cli.main import COMMANDS, main
+from phalanx.core.recipe import PACKAGED
+from phalanx.core.settings import describe_settings
+
+pytestmark = pytest.mark.unit
+
+
+def test_the_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for subject in ("Python", "torch", "processor", "memory", "GPUs", "open files", "this folder"):
+        assert subject in text
+    assert "phalanx train laptop --train.steps 3" in text
+    monkeypatch.setattr(doctor, "most_open_files", lambda: 32)
+    assert main(["doctor"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "MISSING open files" in text and "ulimit -n 4096" in text and "could not start here" in text
+
+
+def test_the_doctor_names_what_is_missing_and_the_way_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor, "user_folder", lambda: Path("/proc/nowhere/deep"))
+    found = {f.subject: f for f in doctor.findings()}
+    for subject in ("wandb", "cryptography", "compiler", "kept here"):
+        assert found[subject].verdict == "note", subject
+    assert "pip install -e '.[service]'" in found["cryptography"].way and "g++" in found["compiler"].way
+    assert not any("pip install phalanx" in f.way or "'phalanx[" in f.way for f in found.values())
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_command_and_setting_is_completed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    words = {w.strip("'\"") for w in script.split()}
+    assert all(c.name in words or f"'{c.name}" in script for c in COMMANDS)
+    assert all((f"-l {s.name} " if shell == "fish" else f"--{s.name}") in script for s in describe_settings())
+    assert "laptop" in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "bash"])
+    script = capsys.readouterr().out
+
+    def complete(*words: str) -> set[str]:
+        line = f"COMP_WORDS=({' '.join(repr(w) for w in words)}); COMP_CWORD={len(words) - 1}; _phalanx; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", f"{script}\n{line}"], capture_output=True, text=True, check=True)
+        return set(done.stdout.split())
+
+    assert complete("phalanx", "tra") == {"train", "trace"}
+    assert complete("phalanx", "train", "lap") == {"laptop"}
+    assert complete("phalanx", "train", "tiny", "--train.st") == {"--train.steps"}
+    assert complete("phalanx", "train", "--train.recompute", "") == {"none", "selective", "full"}
+    assert complete("phalanx", "metrics", "--train.st") == set()
+
+
+def test_a_shell_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "fisch"]) == 2
+    assert "'fisch': must be one of bash, zsh, fish; did you mean 'fish'" in capsys.readouterr().err
+
+
+def test_the_schema_takes_every_recipe_of_the_wheel_and_names_every_setting(tmp_path: Path) -> None:
+    assert main(["settings", "--schema", str(tmp_path / "s.json")]) == 0
+    schema = json.loads((tmp_path / "s.json").read_text())
+    found = {f"{s}.{k}": v for s, of in schema["properties"].items() for k, v in of["properties"].items()}
+    assert found.keys() == {s.name for s in describe_settings()}
+    assert found["train.steps"]["minimum"] == 1 and found["optim.lr"]["exclusiveMinimum"] == 0
+    assert found["data.sources"]["type"] == "array" and "cosine" in found["optim.schedule"]["enum"]
+    kinds = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "array": list}
+    for recipe in PACKAGED.glob("*.toml"):
+        for section, content in tomllib.loads(recipe.read_text()).items():
+            for key, value in content.items():
+                of = found[f"{section}.{key}"]
+                assert value in of["enum"] if "enum" in of else "anyOf" in of or isinstance(value, kinds[of["type"]])
