@@ -171,6 +171,7 @@ TRIES: dict[str, Try] = {
     "train.recompute": Try(value="full"),
     "optim.warmup_steps": Try(value="1"),
     "optim.decay_steps": Try(value="2", beside={"optim.schedule": "wsd", "optim.decay_steps": "1"}),
+    "optim.lr": Try(value="1e-3"),
     "optim.eps": Try(value="0.01"),
     "optim.zero": Try(value="0"),
     "optim.state_dtype": Try(value="bfloat16"),
@@ -204,6 +205,7 @@ TRIES: dict[str, Try] = {
     "observe.wandb_mode": Try(value="offline"),
     "observe.prometheus_port": Try(value="{port}"),
     "observe.prometheus_address": Try(value="0.0.0.0", beside={"observe.prometheus_port": "{port}"}),
+    "observe.sinks": Try(value="mine"),
     "observe.trace_steps": Try(value="1, 2"),
     "launch.ranks": Try(value="4"),
     "launch.threads": Try(value="2"),
@@ -214,7 +216,7 @@ TRIES: dict[str, Try] = {
 }  # fmt: skip
 """Settings that need another value than the first that comes to mind, or others beside them. An empty value leaves a setting out."""
 
-ELSEWHERE = {"dispatch.left_free", "observe.wandb_mode", "observe.wandb_project"}
+ELSEWHERE = {"dispatch.left_free", "observe.sinks", "observe.wandb_mode", "observe.wandb_project"}
 """They do nothing on a machine without a GPU, or without a package that is not installed for tests, and are refused there."""
 
 

@@ -212,7 +212,7 @@ def test_a_memory_that_is_too_small_ends_the_run_with_what_it_needs(base: Path) 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"pipeline__extra_warmup": "auto"}, 'set pipeline.schedule = "eager_1f1b"'),
+        ({"pipeline__extra_warmup": "auto"}, "pipeline.extra_warmup = 'auto': has no effect: 1f1b runs no extra warm-up forwards"),
         ({"pipeline__schedule": "eager_1f1b", "pipeline__memory_gb": 1}, 'set pipeline.extra_warmup = "auto"'),
         ({"pipeline__schedule": "eager_1f1b", "pipeline__extra_warmup": "3"}, "pipeline.extra_warmup = [3]: must be 0 to 1"),
         ({"pipeline__schedule": "eager_1f1b", "pipeline__extra_warmup": "soon"}, 'or "auto"'),

@@ -16,7 +16,7 @@ from phalanx.core.recipe import dump_recipe
 RecipeLike = Recipe | str | Path | None
 """A recipe, the path of its file, the name of one that comes with Phalanx, or None: every default."""
 Settings = Mapping[str, Any]
-"""`section.key` -> value, such as `{"train.steps": 30}`."""
+"""Name of a setting (section and key) -> value, such as `{"train.steps": 30}`."""
 
 
 @dataclass(frozen=True, kw_only=True)

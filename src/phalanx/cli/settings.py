@@ -6,6 +6,7 @@ The list is read from the config dataclasses and the rule tables of `core`, so i
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import textwrap
@@ -15,7 +16,7 @@ from pathlib import Path
 from phalanx.cli.schema import recipe_schema
 from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
-from phalanx.core.files import write_json
+from phalanx.core.files import write_text
 from phalanx.core.rules import EFFECTS, LIMITS
 from phalanx.core.settings import Setting, describe_settings, section_docs
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--schema", type=Path, metavar="FILE", help="write the JSON schema of recipes, for editors")
     args = parser.parse_args(argv)
     if args.schema is not None:
-        write_json(args.schema, recipe_schema())
+        write_text(args.schema, json.dumps(recipe_schema(), indent=1) + "\n")
         print(f"{args.schema}: name it in the first line of a recipe, #:schema ./{args.schema.name}")
         return 0
     chosen = choose(args.name)

@@ -118,6 +118,8 @@ def schedule_setting_problems(config: PipelineConfig, *, pp: int) -> list[Proble
     name, virtual = choose_schedule(config)
     asked = (0,) if config.extra_warmup == "auto" else config.extra_warmup  # none are legal wherever any are
     found = schedule_problems(name, pp=pp, virtual=virtual, num_microbatches=1, extra_warmup=asked)
+    if config.extra_warmup == "auto":
+        found = [dataclasses.replace(p, value="auto") if p.where == "schedule.extra_warmup" else p for p in found]
     return [_in_recipe(p) for p in found]
 
 
