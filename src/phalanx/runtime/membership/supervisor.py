@@ -8,7 +8,7 @@ signals. One of all supervisors also keeps the service where that is a store of 
     a worker is still         removed after `hang_s` where others wait for it, and killed (`hangs.py` has both rules, and says when nobody is removed)
     a whole host is silent    the other supervisors remove its members (heartbeats of supervisors pass through the service)
     SIGTERM, SIGINT           all members of this host leave: the step under way ends, they hand over, they go; alone, the run stops in good order
-    a second one              ends everything at once
+    SIGINT after that         ends everything at once
 
 Must never change: no process of this host outlives its supervisor; nothing here decides what a worker holds or computes.
 """
@@ -40,7 +40,15 @@ from phalanx.runtime.membership.service import END_S, HUNG_S, StoreProcess, star
 from phalanx.runtime.membership.watcher import AgentSettings, too_few
 from phalanx.runtime.membership.worker import STALE_CODE, Worker, fork_worker
 from phalanx.runtime.membership.worker_agent import WorkerAgent
-from phalanx.runtime.processes import STOP_SIGNALS, STOPPED, WorldInfo, leave_terminal, on_stop, own_device
+from phalanx.runtime.processes import (
+    STOP_SIGNALS,
+    STOPPED,
+    WorldInfo,
+    ends_at_once,
+    leave_terminal,
+    on_stop,
+    own_device,
+)
 
 TICK_S = 0.05
 """Longest time between two looks at what no handle announces."""
@@ -534,8 +542,8 @@ class Supervisor:
             leave_terminal()
             for worker in self.workers:
                 worker.send(signal.SIGHUP)
-            if self.stops:
-                return
+        if self.stops and not ends_at_once(number):
+            return
         self.stops += 1
         if self.stops == 1:
             mine = [w.uid for w in self.workers if not w.ended]
