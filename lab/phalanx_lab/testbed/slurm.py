@@ -134,7 +134,7 @@ class SlurmCluster:
         self._start("slurmctld", "slurmctld", "-D")
         for node in self.nodes:
             self._start(node, "slurmd", "-D", "-N", node)
-        self.wait(lambda: all(self.state_of(node) == "idle" for node in self.nodes), "idle nodes")
+        self.wait(lambda: all(self.state_of(node) == "IDLE" for node in self.nodes), "idle nodes")
 
     def _begin_munge(self) -> None:
         munge = self.folder / "munge"
@@ -180,9 +180,10 @@ class SlurmCluster:
         return int(self.call("sbatch", "--parsable", *arguments, more=more, cwd=cwd).strip())
 
     def state_of(self, node: str) -> str:
-        """In SLURM's words: idle, mixed, allocated, down ...; empty where the controller does not answer."""
+        """In SLURM's words: IDLE, MIXED, ALLOCATED, DOWN ...; empty where the controller does not answer. (`sinfo` called nodes mixed for a minute after their jobs.)"""
         with contextlib.suppress(TestbedError):
-            return self.call("sinfo", "-h", "-N", "-n", node, "-p", "low", "-o", "%T").strip().rstrip("*")
+            words = self.call("scontrol", "--oneliner", "show", "node", node).split()
+            return next(w for w in words if w.startswith("State=")).removeprefix("State=").rstrip("*")
         return ""
 
     def job_state(self, job: int) -> str:
@@ -202,7 +203,13 @@ class SlurmCluster:
         while not there():
             if time.monotonic() - begin_s > limit_s:
                 raise TestbedError(
-                    [Problem(where="SLURM", value=what, rule=f"did not come within {limit_s:g} s\n{self.logs()}")],
+                    [
+                        Problem(
+                            where="SLURM",
+                            value=what,
+                            rule=f"did not come within {limit_s:g} s; nodes are {[self.state_of(n) for n in self.nodes]}\n{self.logs()}",
+                        )
+                    ],
                     subject="SLURM",
                 )
             time.sleep(LOOK_S)
@@ -210,8 +217,8 @@ class SlurmCluster:
 
     def logs(self) -> str:
         """The last lines of every daemon."""
-        files = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out"), self.folder / "munge" / "log"])
-        return "\n".join(f"-- {f.name}\n{f.read_text(errors='replace')[-1500:]}" for f in files if f.exists())
+        files = sorted([*self.folder.glob("*.log"), self.folder / "munge" / "log"])
+        return "\n".join(f"-- {f.name}\n{f.read_text(errors='replace')[-800:]}" for f in files if f.exists())
 
     # ---- what happens to nodes
 
@@ -225,7 +232,7 @@ class SlurmCluster:
             self._start(node, "slurmd", "-D", "-N", node)
         with contextlib.suppress(TestbedError):  # it has come back by itself
             self.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
-        self.wait(lambda: self.state_of(node) in ("idle", "mixed", "allocated"), f"node {node}")
+        self.wait(lambda: self.state_of(node) in ("IDLE", "MIXED", "ALLOCATED"), f"node {node}")
 
     def lose(self, node: str) -> None:
         """kill -9 of everything on a node, as when its power fails: slurmd, slurmstepd and what they started."""

@@ -56,7 +56,9 @@ step=$!
 while kill -0 $step 2> /dev/null; do sleep 1; done
 wait $step
 code=$?
-if [ "$code" -ne 0 ] && [ -z "$told" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$RESTARTS" ]; then
+if scontrol show job "$SLURM_JOB_ID" | grep -q "PreemptTime=[0-9]"; then
+    scontrol requeue "$SLURM_JOB_ID" # it has saved before SLURM took its nodes
+elif [ "$code" -ne 0 ] && [ -z "$told" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$RESTARTS" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

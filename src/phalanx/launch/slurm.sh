@@ -100,11 +100,10 @@ while kill -0 $step 2> /dev/null && [ $left -gt 0 ]; do
     if [ -n "$service" ] && ! kill -0 "$service" 2> /dev/null; then left=$((left - 1)); fi
     sleep 1
 done
-if [ -z "$service" ]; then
-    wait $step
-    exit $?
+if [ -n "$service" ]; then
+    kill "$service" 2> /dev/null
+    wait "$service" && exit 0 # all steps are done, whatever became of single nodes
 fi
-kill "$service" 2> /dev/null
-wait "$service" && exit 0 # all steps are done, whatever became of single nodes
+if scontrol show job "$SLURM_JOB_ID" | grep -q "PreemptTime=[0-9]"; then scontrol requeue "$SLURM_JOB_ID"; fi # it has left before SLURM took its nodes
 [ $left -gt 0 ] || exit 1
 wait $step
