@@ -36,11 +36,12 @@ from phalanx_lab.testbed.slurm import SlurmCluster
 EVENTS = ("down", "lose", "ranks", "requeue", "grow", "preempt")
 SURVIVED = ("down", "lose", "ranks", "grow")
 """Events in which the job goes on."""
-STEPS = 120
+STEPS, LONG = 120, 300
+"""Steps of a run, and of one in which another job has to start meanwhile. What step n is does not depend on them."""
 NODES = 3
 TOLERANCE = 1e-3
 """Largest relative difference of losses: mode fast shares the same micro-batches among fewer ranks, in another order of sums."""
-WAIT_S = 180.0
+WAIT_S, LOOK_S = 180.0, 0.1
 BATCH_OF_A_LIFE = 100_000
 Record = dict[str, Any]
 
@@ -67,9 +68,9 @@ class JobOutcome:
 def settings() -> list[str]:
     """A run of seconds: byte tokens, a tiny model, steps of about 0.1 s."""
     own = {
-        "data.sources": '["text"]', "data.builtin_bytes": "none", "data.cache": "cache", "data.validation_fraction": 0.2, "train.steps": STEPS, "train.seq_len": 32,
-        "train.global_batch": 12, "train.micro_batch": 1, "train.eval_interval": 0, "train.eval_batches": 1, "optim.lr": 3e-4,
-        "optim.schedule": "constant", "checkpoint.interval": 50, "observe.tensorboard": "false", "launch.threads": 1,
+        "data.sources": '["text"]', "data.builtin_bytes": "none", "data.cache": "cache", "data.validation_fraction": 0.2, "train.steps": LONG, "train.seq_len": 32,
+        "train.global_batch": 6, "train.micro_batch": 1, "train.eval_interval": 0, "train.eval_batches": 1, "optim.lr": 3e-4,
+        "optim.schedule": "constant", "optim.warmup_steps": 10, "checkpoint.interval": 50, "folding.ep": 1, "observe.tensorboard": "false", "launch.threads": 1,
     }  # fmt: skip
     return [word for name, value in own.items() for word in (f"--{name}", str(value))]
 
@@ -117,15 +118,16 @@ def calm(folder: Path) -> dict[int, CalmStep]:
 class Job:
     """A job of the run in a folder."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, *, nodes: int) -> None:
-        self.cluster, self.folder, self.nodes = cluster, folder, nodes
+    def __init__(self, cluster: SlurmCluster, folder: Path, *, nodes: int, steps: int) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.words = ("slurm.sh", "recipes/tiny.toml", "--train.steps", str(steps))
         self.environ = {**environment(), "HOME": str(folder), "RANKS_MINIMUM": "1"}
-        self.number = cluster.submit(f"--nodes={nodes}", "slurm.sh", more=self.environ, cwd=folder)
+        self.number = cluster.submit(f"--nodes={nodes}", *self.words, more=self.environ, cwd=folder)
 
     def join(self) -> int:
         """A second job, with one more node."""
         more = {**self.environ, "JOIN": str(self.number)}
-        return self.cluster.submit("--nodes=1", "slurm.sh", more=more, cwd=self.folder)
+        return self.cluster.submit("--nodes=1", *self.words, more=more, cwd=self.folder)
 
     def logs(self) -> list[list[Record]]:
         """Events of each rank so far."""
@@ -136,7 +138,13 @@ class Job:
         return max((e["step"] for log in self.logs() for e in log if e["kind"] == "StepEnded"), default=0)
 
     def wait_for(self, step: int) -> None:
-        self.cluster.wait(lambda: self.step() >= step, f"step {step}\n{self.said()}", limit_s=WAIT_S)
+        """Raises `RunError` with what the job printed where that step does not come, or the job is over before."""
+        end_s = time.monotonic() + WAIT_S
+        while self.step() < step:
+            if self.ended() or time.monotonic() > end_s:
+                state = self.cluster.job_state(self.number)
+                raise RunError(f"step {step} did not come; the job is {state}\n{self.said()}")
+            time.sleep(LOOK_S)
 
     def said(self) -> str:
         """What the job printed."""
@@ -179,17 +187,17 @@ def hurt(job: Job, event: str, node: str) -> int | None:
 def run_event(cluster: SlurmCluster, folder: Path, *, event: str, seed: int, right: dict[int, CalmStep]) -> JobOutcome:
     """A run from its beginning to its end, hurt once. Ends its jobs."""
     draw = random.Random(seed)
-    nodes = NODES - 1 if event == "grow" else NODES
-    job = Job(cluster, folder, nodes=nodes)
+    nodes, steps = (NODES - 1, LONG) if event == "grow" else (NODES, STEPS)
+    job = Job(cluster, folder, nodes=nodes, steps=steps)
     other: int | None = None
     try:
-        job.wait_for(draw.randrange(10, 50))
+        job.wait_for(draw.randrange(5, 20) if event == "grow" else draw.randrange(10, 50))
         node = draw.choice(cluster.nodes_of(job.number)[1:])  # the first one has the batch script
         outcome, at_s = JobOutcome(event=event, seed=seed, at_step=job.step()), time.time()
         other = hurt(job, event, node)
-        job.wait_for(STEPS)
+        job.wait_for(steps)
         last_s = time.time()
-        cluster.wait(job.ended, f"the end of the job\n{job.said()}", limit_s=WAIT_S)
+        cluster.wait(job.ended, "the end of the job", limit_s=WAIT_S)
         outcome.ended_s, outcome.job_ended = time.time() - last_s, cluster.job_state(job.number)
     finally:
         for number in (job.number, other):
@@ -201,7 +209,7 @@ def run_event(cluster: SlurmCluster, folder: Path, *, event: str, seed: int, rig
         cluster.wait(lambda: all(cluster.state_of(n) == "IDLE" for n in cluster.nodes), "idle nodes")
     logs = job.logs()
     outcome.next_step_s = next_step_s(logs, at_s, joins=event == "grow")
-    verdict = judge(read_ledger(members_of(logs)), right, steps=STEPS, tolerance=TOLERANCE)
+    verdict = judge(read_ledger(members_of(logs)), right, steps=steps, tolerance=TOLERANCE)
     outcome.lost_samples, outcome.doubled_samples = verdict.lost_samples, verdict.doubled_samples
     outcome.problems = verdict.problems + [f"training went back: {back}" for back in verdict.rollbacks]
     return outcome
@@ -249,8 +257,8 @@ def main() -> int:
         base = Path(name)
         prepare(base)
         right = calm(base)
-        for event in args.events:
-            for seed in range(args.seeds):
+        for seed in range(args.seeds):
+            for event in args.events:
                 folder = base / f"{event}-{seed}"
                 folder.mkdir()
                 (folder / "slurm.sh").write_bytes((base / "slurm.sh").read_bytes())
