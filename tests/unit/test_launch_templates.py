@@ -329,10 +329,10 @@ def test_kubernetes_objects_are_what_the_api_knows(which: str) -> None:
 
 def unknown(value: Any, declared: str, models: Any, where: str) -> list[str]:
     """What of a value is not as declared."""
-    if found := re.fullmatch(r"list\[(.*)\]", declared):
+    if found := re.fullmatch(r"[Ll]ist\[(.*)\]", declared):
         items = value if isinstance(value, list) else [None]
         return [p for i, item in enumerate(items) for p in unknown(item, found[1], models, f"{where}[{i}]")]
-    if found := re.fullmatch(r"dict\(str, (.*)\)", declared):
+    if found := re.fullmatch(r"[Dd]ict[\[(]str, (.*)[\])]", declared):
         return [p for key, item in value.items() for p in unknown(item, found[1], models, f"{where}.{key}")]
     plain = {"str": (str,), "int": (int,), "bool": (bool,), "object": (object,)}
     if declared in plain:
