@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import phalanx
-from phalanx.cli.launching.choice import Asked, Launch, choose
-from phalanx.cli.launching.scripts import NAMES, fill, script_of
+from phalanx.cli.launch_choice import Asked, Launch, choose
+from phalanx.cli.launch_scripts import NAMES, fill, script_of
 from phalanx.cli.main import main
 from phalanx.core.config import Recipe
 from phalanx.core.recipe import load_recipe

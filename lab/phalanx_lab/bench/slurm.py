@@ -36,7 +36,7 @@ from phalanx_lab.testbed.slurm import SlurmCluster
 EVENTS = ("down", "lose", "ranks", "requeue", "grow", "preempt")
 SURVIVED = ("down", "lose", "ranks", "grow")
 """Events in which the job goes on."""
-STEPS, LONG = 120, 300
+STEPS, LONG = 120, 600
 """Steps of a run, and of one in which another job has to start meanwhile. What step n is does not depend on them."""
 NODES = 3
 TOLERANCE = 1e-3
@@ -115,7 +115,7 @@ def calm(folder: Path) -> dict[int, CalmStep]:
     return calm_steps([[*read_events(path)] for path in (folder / "runs/calm/events").glob("rank-*.jsonl")])
 
 
-class Job:
+class SlurmJob:
     """A job of the run in a folder."""
 
     def __init__(self, cluster: SlurmCluster, folder: Path, *, nodes: int, steps: int) -> None:
@@ -154,7 +154,7 @@ class Job:
         return self.cluster.job_state(self.number) not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
 
 
-def hurt(job: Job, event: str, node: str) -> int | None:
+def hurt(job: SlurmJob, event: str, node: str) -> int | None:
     """Do it; the number of another job that it took."""
     cluster = job.cluster
     if event == "down":
@@ -188,7 +188,7 @@ def run_event(cluster: SlurmCluster, folder: Path, *, event: str, seed: int, rig
     """A run from its beginning to its end, hurt once. Ends its jobs."""
     draw = random.Random(seed)
     nodes, steps = (NODES - 1, LONG) if event == "grow" else (NODES, STEPS)
-    job = Job(cluster, folder, nodes=nodes, steps=steps)
+    job = SlurmJob(cluster, folder, nodes=nodes, steps=steps)
     other: int | None = None
     try:
         job.wait_for(draw.randrange(5, 20) if event == "grow" else draw.randrange(10, 50))

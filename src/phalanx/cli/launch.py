@@ -29,7 +29,7 @@ from phalanx.core.errors import ConfigError, Problem, nearest, printable, raise_
 from phalanx.core.files import check_writable, write_text
 
 if TYPE_CHECKING:
-    from phalanx.cli.launching.choice import Asked, Launch
+    from phalanx.cli.launch_choice import Asked, Launch
 
 
 def main(args: list[str]) -> int:
@@ -37,8 +37,8 @@ def main(args: list[str]) -> int:
     if not args or "-h" in args or "--help" in args:
         print((__doc__ or "").strip())
         return 0
-    from phalanx.cli.launching.choice import choose
-    from phalanx.cli.launching.scripts import NAMES, script_of
+    from phalanx.cli.launch_choice import choose
+    from phalanx.cli.launch_scripts import NAMES, script_of
 
     asked, out = read_args(args)
     launch = choose(asked)
@@ -51,7 +51,7 @@ def main(args: list[str]) -> int:
 
 def read_args(args: list[str]) -> tuple[Asked, Path | None]:
     """What is asked for, and where to write it. Raises `ConfigError` with all that is wrong."""
-    from phalanx.cli.launching.choice import WHERE, Asked, Where
+    from phalanx.cli.launch_choice import WHERE, Asked, Where
 
     rest, problems = list(args), list[Problem]()
     numbers = {name: _take_number(rest, name, problems) for name in ("--nodes", "--gpus-per-node")}
@@ -112,7 +112,7 @@ def _write(path: Path, script: str) -> None:
 
 def explain(launch: Launch, path: Path) -> str:
     """What was chosen and why, and the next command."""
-    from phalanx.cli.launching.scripts import cpus_of
+    from phalanx.cli.launch_scripts import cpus_of
 
     world, each = launch.nodes * launch.ranks, "" if launch.where == "local" else " on each node"
     nodes = "this machine" if launch.where == "local" else f"{launch.nodes} {'node' if launch.nodes == 1 else 'nodes'}"

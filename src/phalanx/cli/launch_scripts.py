@@ -12,11 +12,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import phalanx
-from phalanx.cli.launching.choice import Launch
+from phalanx.cli.launch_choice import Launch
 from phalanx.core.recipe import dump_recipe
 
-TEMPLATES = Path(phalanx.__file__).parent / "launch"
+TEMPLATES = Path(__file__).parents[1] / "launch"
 NAMES = {
     ("local", True): "local.sh",
     ("local", False): "local.sh",
