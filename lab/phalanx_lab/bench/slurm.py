@@ -36,7 +36,7 @@ from phalanx_lab.testbed.slurm import SlurmCluster
 EVENTS = ("down", "lose", "ranks", "requeue", "grow", "preempt")
 SURVIVED = ("down", "lose", "ranks", "grow")
 """Events in which the job goes on."""
-STEPS, LONG = 120, 600
+STEPS, LONG = 120, 400
 """Steps of a run, and of one in which another job has to start meanwhile. What step n is does not depend on them."""
 NODES = 3
 TOLERANCE = 1e-3

@@ -30,7 +30,8 @@ RECIPE=recipe.toml                                  # <-
 PYTHON=${PYTHON:-python3}                           # <- of the environment that has Phalanx
 DEVICE=${DEVICE:-cpu}                               # <- or cuda
 RANKS=${RANKS:-4}                                   # <- of each node
-WANTED=${WANTED:-$((RANKS * SLURM_JOB_NUM_NODES))}  # of the whole run when it begins
+first=${JOIN:-$SLURM_JOB_ID}
+WANTED=${WANTED:-$((RANKS * $(squeue --noheader --jobs="$first" --format=%D)))}  # of the whole run when it begins
 RANKS_MINIMUM=${RANKS_MINIMUM:-$RANKS}              # with fewer the run waits
 MODE=${MODE:-fast}                                  # <- or exact: the bits of an undisturbed run
 SETTINGS=()                                         # <- further settings of the recipe
@@ -45,7 +46,6 @@ address_of() { # of a node: its name where that resolves, else what SLURM calls 
 }
 
 # The membership service lies beside the ranks, not inside one of them, on the first node of the run's first job, at a port of that job's.
-first=${JOIN:-$SLURM_JOB_ID}
 SERVICE=$(address_of "$(squeue --noheader --jobs="$first" --format=%B)"):${PORT:-$((20000 + first % 10000))}
 service=
 if [ -z "${JOIN:-}" ]; then
