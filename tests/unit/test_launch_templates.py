@@ -215,7 +215,7 @@ def test_filled_scripts_parse_and_ask_for_what_was_asked(where: str, elastic: bo
 
 
 def assignments(script: str) -> str:
-    return "\n".join(line for line in script.splitlines() if re.match(r"[A-Z_]+=", line))
+    return "\n".join(line for line in script.splitlines() if re.match(r"(RECIPE|DEVICE|RANKS|SETTINGS)=", line))
 
 
 def test_a_template_without_a_line_is_an_error_and_a_comment_stays() -> None:
