@@ -18,7 +18,7 @@ from phalanx.observe.event_log import read_events
 from phalanx_lab.bench import slurm
 from phalanx_lab.bench.storm.ledger import CalmStep
 from phalanx_lab.testbed.owner import processes_of
-from phalanx_lab.testbed.slurm import PACKAGES, SlurmCluster, missing_programs
+from phalanx_lab.testbed.slurm import PACKAGES, SlurmCluster, free_ports, missing_programs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/how-to/run-on-slurm.md"
@@ -67,7 +67,7 @@ def test_three_commands_of_the_page_survive_a_node_that_goes_down(cluster: Slurm
     programs.mkdir()
     (programs / "phalanx").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m phalanx "$@"\n')
     (programs / "phalanx").chmod(0o755)
-    environ = {**cluster.environ, **slurm.environment(), "HOME": str(tmp_path), "RANKS_MINIMUM": "1"}
+    environ = {**cluster.environ, **slurm.environment(), "HOME": str(tmp_path), "PORT": str(free_ports(1)[0])}
     environ["PATH"] = f"{programs}:{environ['PATH']}"
     said = ""
     for command in commands:

@@ -31,7 +31,7 @@ from phalanx.core.errors import RunError, TestbedError
 from phalanx.observe.event_log import read_events
 from phalanx_lab.bench.cluster import write_text
 from phalanx_lab.bench.storm.ledger import CalmStep, calm_steps, judge, read_ledger
-from phalanx_lab.testbed.slurm import SlurmCluster
+from phalanx_lab.testbed.slurm import SlurmCluster, free_ports
 
 EVENTS = ("down", "lose", "ranks", "requeue", "grow", "preempt")
 SURVIVED = ("down", "lose", "ranks", "grow")
@@ -121,7 +121,7 @@ class SlurmJob:
     def __init__(self, cluster: SlurmCluster, folder: Path, *, nodes: int, steps: int) -> None:
         self.cluster, self.folder = cluster, folder
         self.words = ("slurm.sh", "recipes/tiny.toml", "--train.steps", str(steps))
-        self.environ = {**environment(), "HOME": str(folder), "RANKS_MINIMUM": "1"}
+        self.environ = {**environment(), "HOME": str(folder), "RANKS_MINIMUM": "1", "PORT": str(free_ports(1)[0])}
         self.number = cluster.submit(f"--nodes={nodes}", *self.words, more=self.environ, cwd=folder)
 
     def join(self) -> int:
