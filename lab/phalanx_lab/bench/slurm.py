@@ -122,12 +122,12 @@ class SlurmJob:
         self.cluster, self.folder = cluster, folder
         self.words = ("slurm.sh", "recipes/tiny.toml", "--train.steps", str(steps))
         self.environ = {**environment(), "HOME": str(folder), "RANKS_MINIMUM": "1", "PORT": str(free_ports(1)[0])}
-        self.number = cluster.submit(f"--nodes={nodes}", *self.words, more=self.environ, cwd=folder)
+        self.number = cluster.submit(f"--nodes={nodes}", "--exclusive", *self.words, more=self.environ, cwd=folder)
 
     def join(self) -> int:
         """A second job, with one more node."""
         more = {**self.environ, "JOIN": str(self.number)}
-        return self.cluster.submit("--nodes=1", *self.words, more=more, cwd=self.folder)
+        return self.cluster.submit("--nodes=1", "--exclusive", *self.words, more=more, cwd=self.folder)
 
     def logs(self) -> list[list[Record]]:
         """Events of each rank so far."""
