@@ -1,5 +1,6 @@
 """Local ranks: started together, ended together, and the first cause is what the user reads."""
 
+import contextlib
 import os
 import signal
 import textwrap
@@ -121,6 +122,20 @@ def test_first_signal_asks_all_ranks_to_finish(tmp_path: Path, number: int) -> N
     process = start(tmp_path, SLEEPERS)
     wait_for(tmp_path, "up0", "up1", "up2")
     process.send_signal(number)
+    code, _, err = finish(process)
+    assert code == 0 and err == ""
+    wait_for(tmp_path, "stopped0", "stopped1", "stopped2")
+
+
+def test_sigterm_of_a_whole_job_asks_once(tmp_path: Path) -> None:
+    """A scheduler sends it to every process, whoever started them passes it on, and it comes again before SIGKILL."""
+    process = start(tmp_path, SLEEPERS.replace("time.sleep(0.02)", "time.sleep(0.5)"))
+    pids = [int(p) for p in wait_for(tmp_path, "up0", "up1", "up2")]
+    for _ in range(2):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
     assert code == 0 and err == ""
     wait_for(tmp_path, "stopped0", "stopped1", "stopped2")

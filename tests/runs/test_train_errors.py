@@ -178,6 +178,30 @@ def test_truncated_shard_and_the_way_out(run: CheckpointFolder, base: Path) -> N
     assert folder.newest() == 6
 
 
+@pytest.mark.parametrize("elastic", [False, True])
+def test_an_unattended_run_resumes_from_the_newest_sound_checkpoint(base: Path, elastic: bool) -> None:
+    """A shard that was cut, and (elastic) a run state that is none any more: one is found by the ranks, the other one before there are any."""
+    own = {"run__name": f"unattended-{elastic}", "folding__ep": 1, "resilience__heal": str(elastic).lower()}
+    own |= {"resilience__mode": "fast"} if elastic else {}
+    assert again(base, train__steps=4, **own).returncode == 0
+    folder = CheckpointFolder(base / "runs" / str(own["run__name"]) / "checkpoints")
+    damaged = folder.of(4) / ("run_state.json" if elastic else "__1_0.distcp")
+    os.truncate(damaged, 10)
+    assert again(base, **own).returncode == 2
+    assert folder.steps() == [2, 4], "nothing is moved unless it is asked for"
+    done = again(base, checkpoint__fall_back="true", observe__console="plain", **own)
+    assert done.returncode == 0, done.stderr
+    (told,) = [line for line in done.stdout.splitlines() if "newest checkpoint is damaged" in line]
+    assert damaged.name in told and "resumes from that of step 2" in told and "step-00000004" in told
+    kept = folder.path / "abandoned/step-00000004"
+    assert (kept / damaged.name).stat().st_size == 10 and len(list(kept.iterdir())) > 2
+    assert read_history(folder.path.parent).started["step"] == 2 and folder.newest() == 6
+    for step in folder.steps():
+        os.truncate(folder.of(step) / damaged.name, 10)
+    done = again(base, checkpoint__fall_back="true", train__steps=8, **own)
+    assert done.returncode == 2 and folder.steps() == [2, 4, 6], "none is sound: all stay, and nothing begins anew"
+
+
 def test_disk_that_is_full_from_the_start(base: Path) -> None:
     done = phalanx("train", *train_args(base, run__name="full", launch__ranks=1, launch__threads=1), file_limit=2000)
     assert done.returncode == 2

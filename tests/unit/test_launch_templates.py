@@ -1,15 +1,20 @@
-"""The templates in src/phalanx/launch/: they parse, every setting that they name is one, and what they start passes the checks of a recipe."""
+"""The templates in src/phalanx/launch/ and what `phalanx launch` makes of them: they parse, every setting that they name is one, what they start passes the checks of a recipe, and every problem is told at once."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import phalanx
+from phalanx.cli.launch_choice import Asked, Launch, choose
+from phalanx.cli.launch_scripts import NAMES, fill, script_of
+from phalanx.cli.main import main
 from phalanx.core.config import Recipe
 from phalanx.core.recipe import load_recipe
 from phalanx.core.settings import describe_settings
@@ -20,78 +25,244 @@ from phalanx.runtime.membership.membership import TooFewMembers
 from phalanx.runtime.membership.supervisor import REMOVED_CODE
 
 LAUNCH = Path(phalanx.__file__).parent / "launch"
+SCRIPTS = sorted(p.name for p in LAUNCH.glob("*.sh"))
 SETTING = re.compile(r"--([a-z]+\.[a-z_]+)(?:[ =]+(\S+))?")
+ALLOWED = ("--folding.ep", "1", "--train.global_batch", "64")
+"""With it `recipes/tiny.toml` may be elastic on several nodes."""
 
 
 def settings_of(text: str) -> dict[str, str]:
     """Settings on command lines, with what stands after them."""
     code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    return {m[1]: m[2] for m in SETTING.finditer(code) if m[1] != "section.key"}  # that one is in the words on usage
+    return {m[1]: m[2] for m in SETTING.finditer(code)}
 
 
-def test_every_template_is_looked_at() -> None:
-    assert {p.name for p in LAUNCH.iterdir()} == {"slurm.sh", "kubernetes.yaml"}
+def launch_of(**asked: Any) -> Launch:
+    return choose(Asked(**{"where": "slurm", "path": "recipes/tiny.toml", "settings": ALLOWED, **asked}))
 
 
-@pytest.mark.parametrize("name", ["slurm.sh", "kubernetes.yaml"])
-def test_settings_of_command_lines_exist(name: str) -> None:
-    known = {s.name for s in describe_settings()}
-    named = set(settings_of((LAUNCH / name).read_text()))
-    assert {"resilience.service", "launch.host"} <= named
-    assert sorted(named - known) == []
-
-
-def parts_of(script: str) -> list[str]:
-    """Shell that a shell gets: the script, and the loop of each node that it hands to another."""
-    found = re.search(r"supervise='(.*?)'", script, re.S)
-    assert found is not None
-    return [script, found[1]]
-
-
-def test_slurm_script_parses() -> None:
-    for part in parts_of((LAUNCH / "slurm.sh").read_text()):
-        checked = subprocess.run(["bash", "-n"], input=part, text=True, capture_output=True)
+def parses(script: str, shell: str = "bash") -> None:
+    """The script, and shell in quotes that it hands to another one."""
+    for part in [script, *re.findall(r"^(?:supervise|torchrun)='(.*?)'", script, re.S | re.M)]:
+        checked = subprocess.run([shell, "-n"], input=part, text=True, capture_output=True)
         assert checked.returncode == 0, checked.stderr
 
 
+def test_every_template_is_used_and_looked_at() -> None:
+    assert {p.name for p in LAUNCH.iterdir()} == {*NAMES.values(), "Dockerfile"}
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "kubernetes.yaml"])
+def test_settings_of_command_lines_exist(name: str) -> None:
+    known = {s.name for s in describe_settings()}
+    named = set(settings_of((LAUNCH / name).read_text()))
+    assert {"checkpoint.fall_back", "launch.device"} <= named
+    assert sorted(named - known) == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_parse(name: str) -> None:
+    parses((LAUNCH / name).read_text())
+
+
 def test_a_host_that_was_put_out_is_started_again() -> None:
-    ends = re.search(r"case \$code in ([0-9 |]+)\) exit", (LAUNCH / "slurm.sh").read_text())
-    assert ends is not None and {int(code) for code in ends[1].split("|")} == {0, 2, TooFewMembers.exit_code}
+    script = (LAUNCH / "slurm.sh").read_text()
+    ends = re.search(r"case \$code in\n\s+([0-9 |]+)\) exit .*\n\s+([0-9]+)\).*scontrol requeue", script)
+    assert ends is not None and {int(code) for code in ends[1].split("|")} == {0, 2}
+    assert int(ends[2]) == TooFewMembers.exit_code
     assert REMOVED_CODE not in (0, 2, TooFewMembers.exit_code)
     assert "restartPolicy: OnFailure" in (LAUNCH / "kubernetes.yaml").read_text()
 
 
-def test_slurm_starts_the_recipe_of_its_first_line() -> None:
+def test_a_lost_node_ends_neither_job_nor_step() -> None:
+    """`#SBATCH --no-kill` does not reach the step."""
+    script = (LAUNCH / "slurm.sh").read_text()
+    assert re.search(r"^#SBATCH --no-kill$", script, re.M) and re.search(
+        r"^srun --no-kill --kill-on-bad-exit=0 ", script, re.M
+    )
+    assert script.count('--cpus-per-task="$SLURM_CPUS_PER_TASK"') == 1, "srun does not take it from sbatch"
+
+
+def test_slurm_starts_the_recipe_of_its_first_lines() -> None:
     script = (LAUNCH / "slurm.sh").read_text()
     example = re.search(r"sbatch --nodes=4 slurm.sh (\S+)", script)
     assert example is not None
     values = {
-        "$MODE": "fast",
-        "$RANKS": "4",
-        "$WANTED": "16",
-        "$RANKS_MINIMUM": "4",
-        "$PHALANX_SERVICE": "node0:29400",
-        "$(hostname": "node0",
-        '"$rack"}': "rack-1",
-    }
-    given = settings_of(script)
-    words = {k: values.get(v, values.get(v.strip('"'), v)) for k, v in given.items()}
-    check(LAUNCH.parent / example[1], words, {})
+        "$MODE": "fast", "$RANKS": "4", "$WANTED": "16", "$RANKS_MINIMUM": "4", "$SERVICE": "node0:29400", "$DEVICE": "cpu",
+        "${SLURMD_NODENAME:-$(hostname": "node0", '"$rack"}': "rack-1",
+    }  # fmt: skip
+    words = {k: values.get(v, values.get(v.strip('"'), v)) for k, v in settings_of(script).items()}
+    check(LAUNCH.parent / example[1], words)
 
 
-def check(path: Path | None, words: dict[str, str], more: dict[str, str]) -> Recipe:
+def check(path: Path, words: dict[str, str]) -> Recipe:
     """As `phalanx train` reads it."""
-    overrides = [w for k, v in {**words, **more}.items() for w in (f"--{k}", v)]
+    overrides = [w for k, v in words.items() for w in (f"--{k}", v)]
     recipe = load_recipe(path, overrides, check=lambda r: run_problems(r, world=wanted_ranks(r)))
     assert recipe.resilience.heal and recipe.resilience.service
     return recipe
 
 
-@pytest.mark.skipif(find_spec("yaml") is None, reason="no YAML parser here")
-def test_kubernetes_objects_fit_together(tmp_path: Path) -> None:
+# ---- what is chosen
+
+
+def test_elastic_where_the_mapping_allows_it_else_fixed_with_the_reason() -> None:
+    elastic = launch_of(nodes=2, settings=(*ALLOWED, "--launch.ranks", "2"))
+    assert elastic.elastic and (elastic.ranks, elastic.device, elastic.recipe.resilience.wanted) == (2, "cpu", 4)
+    narrow = launch_of(nodes=2, settings=("--folding.ep", "2", "--launch.ranks", "2"))
+    assert not narrow.elastic and "folding.ep = 2" in narrow.why and "use folding.ep = 1" in narrow.why
+    on_gpus = launch_of(nodes=2, gpus=8)
+    assert (on_gpus.elastic, on_gpus.device, on_gpus.ranks) == (
+        False,
+        "cuda",
+        8,
+    ) and "--elastic asks for it" in on_gpus.why
+    assert launch_of(nodes=2, gpus=8, elastic=True).elastic
+    assert not launch_of(nodes=2, gpus=0, elastic=False).elastic
+    assert not launch_of(where="torchrun", nodes=2, gpus=0).elastic
+
+
+def test_a_recipe_decides_what_the_command_line_leaves_open() -> None:
+    off = launch_of(gpus=0, settings=(*ALLOWED, "--resilience.heal", "false"))
+    assert not off.elastic and "resilience.heal = false" in off.why
+    on = (*ALLOWED, "--resilience.heal", "true", "--resilience.mode", "exact", "--launch.threads", "1")
+    assert (launch_of(gpus=0, settings=on).elastic, launch_of(gpus=0, settings=on).mode) == (True, "exact")
+    told = launch_of(gpus=0, settings=on, elastic=False)
+    assert told.settings[-2:] == ("--resilience.heal", "false"), "a launcher refuses what the recipe asks for"
+
+
+def test_a_searched_mapping_starts_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["search", "--model", "mixtral-8x7b", "--cluster", "h100x64", "--recipe", "mix64.toml"]) == 0
+    assert main(["launch", "slurm", "mix64.toml", "--nodes", "8", "--gpus-per-node", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "recovery     fixed: " in said and said.splitlines()[-1] == "next: sbatch slurm-torchrun.sh"
+    script = (tmp_path / "slurm-torchrun.sh").read_text()
+    for line in ("#SBATCH --nodes=8", "#SBATCH --gpus-per-node=8", "RECIPE=mix64.toml"):
+        assert re.search(rf"^{re.escape(line)}\b", script, re.M), line
+
+
+def test_all_problems_of_a_launch_come_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "slrm", "--nodes", "x", "--elastic", "--fixed", "--out"]) == 2
+    said = capsys.readouterr().err
+    for words in (
+        "did you mean 'slurm'",
+        "recipe: is missing",
+        "--nodes = 'x'",
+        "say the opposite",
+        "--out: has no value",
+    ):
+        assert words in said
+    asked = [
+        "--nodes",
+        "0",
+        "--gpus-per-node",
+        "4",
+        "--launch.device",
+        "cpu",
+        "--launch.ranks",
+        "3",
+        "--train.stesp",
+        "1",
+    ]
+    assert main(["launch", "slurm", "recipes/tiny.toml", *asked]) == 2
+    said = capsys.readouterr().err
+    for words in (
+        "--nodes = 0: must be at least 1",
+        "uses none",
+        "--launch.ranks = '3'",
+        "did you mean '--train.steps'",
+    ):
+        assert words in said
+    assert main(["launch", "local", "recipes/tiny.toml", "--nodes", "2"]) == 2
+    assert main(["launch", "torchrun", "recipes/tiny.toml", "--elastic"]) == 2
+    assert main(["launch", "slurm", "recipes/tiny.toml", "--elastic", "--gpus-per-node", "0", "--folding.ep", "8"]) == 2
+    assert "resilience.f" in capsys.readouterr().err
+
+
+# ---- what is written
+
+
+@pytest.mark.parametrize(("where", "elastic"), NAMES)
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_filled_scripts_parse_and_ask_for_what_was_asked(where: str, elastic: bool, gpus: int, tmp_path: Path) -> None:
+    recipe = tmp_path / "it's $HOME; a `recipe`.toml"
+    recipe.write_text((LAUNCH.parent / "recipes/tiny.toml").read_text().replace('"tiny"\n\n', '"two words"\n\n', 1))
+    settings = (*ALLOWED, "--run.name", "two words", "--data.sources", '["a b", "$c"]', "--data.builtin_bytes", "none")
+    nodes = 1 if where == "local" else 2
+    launch = launch_of(
+        where=where,
+        path=str(recipe),
+        nodes=nodes,
+        gpus=gpus,
+        elastic=None if where == "local" else elastic,
+        settings=settings,
+    )
+    script = script_of(launch)
+    if where == "kubernetes":
+        return  # below
+    parses(script)
+    values = subprocess.run(
+        ["bash", "-c", f"{assignments(script)}\nprintf '%s\\0' \"$RECIPE\" \"$DEVICE\" \"$RANKS\" \"${{SETTINGS[@]}}\""],
+        capture_output=True, text=True, check=True, env={"SLURM_JOB_NUM_NODES": "2"},
+    ).stdout.split("\0")  # fmt: skip
+    assert values[:3] == [str(recipe), "cuda" if gpus else "cpu", str(gpus or 4)]
+    assert tuple(values[3 : 3 + len(settings)]) == settings
+    if where == "slurm":
+        assert "#SBATCH --job-name=two-words\n" in script and ("#SBATCH --gpus-per-node=4\n" in script) == (gpus > 0)
+
+
+def assignments(script: str) -> str:
+    return "\n".join(line for line in script.splitlines() if re.match(r"(RECIPE|DEVICE|RANKS|SETTINGS)=", line))
+
+
+def test_a_template_without_a_line_is_an_error_and_a_comment_stays() -> None:
+    assert fill("A=1  # <- one\n  A: 2\n", {"A=": "A=3", "A: ": "A: 4"}) == "A=3  # <- one\n  A: 4\n"
+    with pytest.raises(ValueError, match="B="):
+        fill("A=1\n", {"B=": "B=1"})
+
+
+def test_a_script_that_somebody_has_edited_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "local", "recipes/tiny.toml"]) == main(["launch", "local", "recipes/tiny.toml"]) == 0
+    assert "next: bash local.sh" in capsys.readouterr().out
+    (tmp_path / "local.sh").write_text("mine")
+    assert main(["launch", "local", "recipes/tiny.toml"]) == 2
+    assert "--out local-2.sh" in capsys.readouterr().err and (tmp_path / "local.sh").read_text() == "mine"
+
+
+# ---- Kubernetes
+
+
+def objects_of(text: str) -> dict[str, Any]:
     import yaml
 
-    objects = {o["kind"]: o for o in yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())}
+    return {o["kind"]: o for o in yaml.safe_load_all(text)}
+
+
+def yamls() -> dict[str, str]:
+    """The template and what is made of it."""
+    found = {"template": (LAUNCH / "kubernetes.yaml").read_text()}
+    for elastic in (True, False):
+        launch = launch_of(
+            where="kubernetes",
+            nodes=3,
+            gpus=0 if elastic else 4,
+            elastic=elastic,
+            settings=(*ALLOWED, "--train.global_batch", "48"),
+        )
+        found["elastic" if elastic else "fixed"] = script_of(launch)
+    return found
+
+
+@pytest.mark.skipif(find_spec("yaml") is None, reason="no YAML parser here")
+@pytest.mark.parametrize("which", ["template", "elastic", "fixed"])
+def test_kubernetes_objects_fit_together(tmp_path: Path, which: str) -> None:
+    objects = objects_of(yamls()[which])
     assert set(objects) == {"ConfigMap", "PersistentVolumeClaim", "Service", "NetworkPolicy", "Job"}
     job, pod = objects["Job"]["spec"], objects["Job"]["spec"]["template"]["spec"]
     assert job["completions"] == job["parallelism"] and job["completionMode"] == "Indexed"
@@ -105,15 +276,71 @@ def test_kubernetes_objects_fit_together(tmp_path: Path) -> None:
     assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] != 0
     (secret,) = (v["secret"] for v in pod["volumes"] if "secret" in v)
     assert secret["defaultMode"] & 0o037 == 0 and VARIABLE in {e["name"] for e in container["env"]}
-    script = container["args"][0]
-    assert subprocess.run(["sh", "-n"], input=script, text=True).returncode == 0
+    assert container["resources"]["limits"].get("nvidia.com/gpu") == (4 if which == "fixed" else None)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(objects["ConfigMap"]["data"]["recipe.toml"])
-    words = {
-        k: {"$keep": "true", '"phalanx-$JOB_COMPLETION_INDEX"': "phalanx-0", '"$ZONE"}': "zone-a"}.get(v, v)
-        for k, v in settings_of(script).items()
+    ports = {p["name"]: p["port"] for p in objects["Service"]["spec"]["ports"]}
+    words = started_by(container["args"][0], recipe)
+    if which == "fixed":
+        assert (
+            words[:10]
+            == shlex.split(
+                f"torchrun --nnodes 3 --node-rank 0 --nproc-per-node 4 --master-addr phalanx-0.phalanx --master-port {ports['torchrun']}"
+            )[:10]
+        )
+        return
+    given = dict(zip(words[4::2], words[5::2], strict=True))
+    assert words[:4] == ["phalanx", "train", str(recipe), "--trust"]
+    loaded = check(recipe, {k.removeprefix("--"): v for k, v in given.items()})
+    assert loaded.resilience.service == f"{objects['Job']['metadata']['name']}-0.phalanx:{ports['membership']}"
+    assert loaded.resilience.wanted == loaded.launch.ranks * job["completions"] and loaded.launch.keep_service
+
+
+def started_by(script: str, recipe: Path) -> list[str]:
+    """The words of what pod 0 becomes."""
+    shown = script.replace("exec ", "printf '%s\\n' ").replace("/recipe/recipe.toml", shlex.quote(str(recipe)))
+    shown = shown.replace('-m phalanx train "$@"\nfi', '-m phalanx train "$@"; exit\nfi')
+    environ = {"JOB_COMPLETION_INDEX": "0", "ZONE": "zone-a"}
+    return subprocess.run(
+        ["sh", "-euc", shown], env=environ, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+@pytest.mark.parametrize("which", ["template", "elastic", "fixed"])
+def test_kubernetes_objects_are_what_the_api_knows(which: str) -> None:
+    """Every field, with its type, against the models of the official client, which are made from the API's OpenAPI schema."""
+    models = pytest.importorskip(
+        "kubernetes.client.models", reason="no package kubernetes here: its models have the API's types"
+    )
+    kinds = {
+        "Job": "V1Job",
+        "Service": "V1Service",
+        "ConfigMap": "V1ConfigMap",
+        "NetworkPolicy": "V1NetworkPolicy",
+        "PersistentVolumeClaim": "V1PersistentVolumeClaim",
     }
-    loaded = check(recipe, words, {})
-    port = objects["Service"]["spec"]["ports"][0]["port"]
-    assert words["resilience.service"] == f"{objects['Job']['metadata']['name']}-0.phalanx:{port}"
-    assert loaded.resilience.wanted == loaded.launch.ranks * job["completions"]
+    for kind, value in objects_of(yamls()[which]).items():
+        assert unknown(value, kinds[kind], models, kind) == []
+    assert unknown({"spec": {"completion": 4}}, "V1Job", models, "Job") == [
+        "Job.spec.completion: is no field of V1JobSpec"
+    ]
+    assert unknown({"spec": {"completions": "4"}}, "V1Job", models, "Job") == ["Job.spec.completions: '4' is no int"]
+
+
+def unknown(value: Any, declared: str, models: Any, where: str) -> list[str]:
+    """What of a value is not as declared."""
+    if found := re.fullmatch(r"[Ll]ist\[(.*)\]", declared):
+        items = value if isinstance(value, list) else [None]
+        return [p for i, item in enumerate(items) for p in unknown(item, found[1], models, f"{where}[{i}]")]
+    if found := re.fullmatch(r"[Dd]ict[\[(]str, (.*)[\])]", declared):
+        return [p for key, item in value.items() for p in unknown(item, found[1], models, f"{where}.{key}")]
+    plain = {"str": (str,), "int": (int,), "bool": (bool,), "object": (object,)}
+    if declared in plain:
+        quantity = declared == "str" and where.partition("resources.")[2] and isinstance(value, int)
+        return [] if isinstance(value, plain[declared]) or quantity else [f"{where}: {value!r} is no {declared}"]
+    model = getattr(models, declared)
+    names = {json: python for python, json in model.attribute_map.items()}
+    problems = [f"{where}.{key}: is no field of {declared}" for key in value if key not in names]
+    for key in value.keys() & names.keys():
+        problems += unknown(value[key], model.openapi_types[names[key]], models, f"{where}.{key}")
+    return problems

@@ -21,7 +21,7 @@ from phalanx.runtime.processes.world import WorldInfo
 from phalanx.train import run as fixed
 from phalanx.train.recovery import run as recovery_run
 from phalanx.train.recovery.elastic import ElasticMember
-from phalanx.train.resume import choose_start, recipe_to_keep, set_later_aside
+from phalanx.train.resume import recipe_to_keep, set_later_aside, start_candidates
 from phalanx.train.saving import Saving
 from phalanx.train.setup.run_folder import RunFolder
 
@@ -108,7 +108,7 @@ def test_the_first_ctrl_c_is_answered_while_a_run_is_set_up(monkeypatch: pytest.
 def test_going_back_moves_later_checkpoints_or_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(checkpoint=CheckpointConfig(resume=False, step=3))
     me, manager = rank(tmp_path, recipe), CheckpointManager(tmp_path)
-    assert choose_start(recipe, manager) is None
+    assert start_candidates(recipe, manager.folder) == []
 
     def refuse(self: Any, step: int) -> list[str]:
         raise OSError(28, "No space left on device", "abandoned")

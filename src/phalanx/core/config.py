@@ -288,6 +288,8 @@ class CheckpointConfig:
     """MB/s that all ranks of the run together write at most; 0: no limit. For storage that others need too. A save that somebody waits for (the last one, one before members leave, one that is still written when the next is due) has no limit, unless all are waited for (checkpoint.asynchronous = false, or checkpoint.interval = 0)."""
     resume: bool = True
     """Go on from the newest checkpoint of the run folder."""
+    fall_back: bool = False
+    """Go on from the newest sound checkpoint where the newest one is damaged; damaged ones are moved to checkpoints/abandoned. The templates of schedulers turn it on; otherwise a damaged one is an error that says how to go on."""
     wait_s: float = 300.0
     """How long the last save of a run tries again where the disk refuses it (every 10 s), before the run ends without it."""
     step: int | None = None

@@ -354,7 +354,7 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("checkpoint.interval",),
     ),
     Effect(
-        settings=("checkpoint.step",),
+        settings=("checkpoint.step", "checkpoint.fall_back"),
         inert=lambda r: not r.checkpoint.resume,
         reason="checkpoint.resume = false",
         way_out="checkpoint.resume = true",

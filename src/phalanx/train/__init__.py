@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from phalanx.train.recording import MoveRecorder as MoveRecorder, Recorder as Recorder
     from phalanx.train.reporting import Outcome as Outcome, RunEnd as RunEnd, RunProgress as RunProgress
     from phalanx.train.resume import (
-        choose_start as choose_start,
-        leave_later as leave_later,
+        Fallback as Fallback,
+        load_newest as load_newest,
+        load_start as load_start,
         open_checkpoints as open_checkpoints,
         recipe_to_keep as recipe_to_keep,
         set_later_aside as set_later_aside,
+        start_candidates as start_candidates,
+        trained_text as trained_text,
     )
     from phalanx.train.run import train as train
     from phalanx.train.saving import load_state as load_state, read_run_state as read_run_state

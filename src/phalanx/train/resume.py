@@ -7,15 +7,16 @@ Must never change: going back moves later checkpoints and deletes none; the same
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import CheckpointError
+from phalanx.core.errors import CheckpointError, FinalError
 from phalanx.core.events import Note
-from phalanx.runtime.checkpoint import CheckpointManager, Writer
-from phalanx.train.setup import Rank
+from phalanx.runtime.checkpoint import CheckpointFolder, CheckpointManager, Writer
+from phalanx.train.setup import Rank, RunFolder
 
 
 def open_checkpoints(
@@ -44,9 +45,73 @@ def open_checkpoints(
     return manager
 
 
-def choose_start(recipe: Recipe, manager: CheckpointManager) -> int | None:
-    """The checkpoint that `recipe` says to go on from, or None for a new run. Collective."""
-    return manager.choose(recipe.checkpoint.step) if recipe.checkpoint.resume else None
+@dataclass(frozen=True, kw_only=True)
+class Fallback:
+    """The checkpoint that was loaded."""
+
+    step: int
+    damaged: tuple[CheckpointError, ...] = ()
+    """Why newer ones were not."""
+    damaged_steps: tuple[int, ...] = ()
+
+
+def start_candidates(recipe: Recipe, folder: CheckpointFolder) -> list[int]:
+    """Checkpoints that a start may go on from, the one that it should first: several only with `checkpoint.fall_back`. Raises `CheckpointError` where the recipe names one that is not there."""
+    if not recipe.checkpoint.resume:
+        return []
+    if recipe.checkpoint.fall_back and recipe.checkpoint.step is None:
+        return folder.candidates()
+    found = folder.choose(recipe.checkpoint.step)
+    return [] if found is None else [found]
+
+
+def trained_text(folder: RunFolder, candidates: Sequence[int]) -> str | None:
+    """Fingerprint of the run's text, from the first checkpoint whose run state can be read. Raises `CheckpointError` where there are some and none can."""
+    failed: CheckpointError | None = None
+    for step in candidates:
+        try:
+            return folder.trained_text(step)
+        except CheckpointError as err:
+            failed = failed or err
+    if failed is not None:
+        raise failed
+    return None
+
+
+def load_newest(candidates: Sequence[int], load: Callable[[int], int], *, why: str) -> Fallback | None:
+    """Load the first of `candidates` that can be read whole; None where there are none. Collective.
+
+    `load` returns the number of steps that are done. Raises `FinalError` (`why`, and all that is wrong) where none can be used.
+    """
+    damaged: dict[int, CheckpointError] = {}
+    for found in candidates:
+        try:
+            step = load(found)
+        except CheckpointError as err:
+            damaged[found] = err
+        else:
+            return Fallback(step=step, damaged=tuple(damaged.values()), damaged_steps=tuple(damaged))
+    if damaged:
+        raise FinalError("\n".join([f"{why}, and no checkpoint of it can be used", *map(str, damaged.values())]))
+    return None
+
+
+def load_start(rank: Rank, manager: CheckpointManager, candidates: Sequence[int], load: Callable[[int], int]) -> int:
+    """The step from which a start goes on, loaded, or 0; checkpoints that it goes back behind are set aside. Collective."""
+    if not candidates:
+        return 0
+    if len(candidates) == 1:  # its own error says how to go on
+        step = load(candidates[0])
+        leave_later(rank, manager)
+        return step
+    found = load_newest(candidates, load, why="the run was to resume from a checkpoint")
+    assert found is not None
+    if found.damaged:
+        aside = set_later_aside(rank, manager, found.step)
+        text = "; ".join(" ".join(str(err.problems[0]).split()) for err in found.damaged)
+        text = f"the newest checkpoint is damaged ({text}); training resumes from that of step {found.step}"
+        rank.sinks(Note(level="warning", text=f"{text}. Kept in checkpoints/abandoned: {', '.join(aside) or 'none'}"))
+    return found.step
 
 
 def leave_later(rank: Rank, manager: CheckpointManager) -> None:

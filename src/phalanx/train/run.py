@@ -20,7 +20,7 @@ from phalanx.runtime.processes import STOPPING, StopRequest, WorldInfo, close_wo
 from phalanx.train.build import make_loader, make_parts
 from phalanx.train.loop import Trainer
 from phalanx.train.reporting import RunEnd, RunProgress
-from phalanx.train.resume import choose_start, leave_later, open_checkpoints, recipe_to_keep
+from phalanx.train.resume import load_start, open_checkpoints, recipe_to_keep, start_candidates, trained_text
 from phalanx.train.saving import load_state, read_run_state
 from phalanx.train.setup import PATIENCE_S, Rank, open_rank, prepare_text, resolve_pipeline, resolve_shape
 from phalanx.train.step_hook import StepHook
@@ -65,18 +65,21 @@ def build_trainer(rank: Rank, stop: StopRequest, *, hook: MakeStepHook) -> Train
     manager = open_checkpoints(rank, group=own_group(rank.info.world, timeout_s=PATIENCE_S))
     if not recipe.checkpoint.resume:
         rank.peers.first(rank.folder.refuse_mixing)
-    found = choose_start(recipe, manager)
-    text = None if found is None else rank.peers.first(lambda: rank.folder.trained_text(found))
+    candidates = rank.peers.first(lambda: start_candidates(recipe, manager.folder))
+    text = rank.peers.first(lambda: trained_text(rank.folder, candidates))
     prepared = prepare_text(rank, resume=text, stop=stop)
     spec, folding = resolve_shape(recipe, world=rank.info.world, tokenizer_vocab=prepared.tokenizer.vocab_size)
     pipeline = resolve_pipeline(recipe, spec, folding)
     loader = make_loader(recipe, prepared)
-    step = 0 if found is None else read_run_state(manager, recipe, spec, loader, found=found)
     parts = make_parts(rank, spec, folding, pipeline)
-    if found is not None:
+
+    def load(found: int) -> int:
+        step = read_run_state(manager, recipe, spec, loader, found=found)
         load_state(manager, parts, found=found)
+        return step
+
+    step = load_start(rank, manager, candidates, load)
     rank.peers.first(lambda: rank.folder.write_recipe(recipe_to_keep(recipe), prepared.tokenizer))
-    leave_later(rank, manager)
     return Trainer(
         rank=rank, stop=stop, prepared=prepared, spec=spec, folding=folding, parts=parts, loader=loader, manager=manager,
         hook=hook(recipe, spec), progress=RunProgress(start=step, step=step),

@@ -184,6 +184,17 @@ class CheckpointFolder:
             return int(match[1])
         return steps[-1] if steps else None
 
+    def choose(self, step: int | None = None) -> int | None:
+        """The step to resume from: the one asked for, or the newest; None where there is none. Raises `CheckpointError` where the one asked for is not there."""
+        if step is None:
+            return self.newest()
+        if step not in self.steps():
+            problem = Problem(
+                where="checkpoint.step", value=step, rule="there is no such checkpoint", hint=self.list_steps()
+            )
+            raise CheckpointError([problem], subject="checkpoint")
+        return step
+
     def read_state(self, step: int) -> RunState:
         """The run state of a checkpoint. Raises `CheckpointError` with a way out where there is none that can be read."""
         try:

@@ -357,18 +357,8 @@ class CheckpointManager:
     # ---- loading -------------------------------------------------------------------------------------------------------
 
     def choose(self, step: int | None = None) -> int | None:
-        """The step to resume from: the one asked for, or the newest; None where there is none. The same on all ranks."""
-
-        def work() -> int | None:
-            if step is None:
-                return self.folder.newest()
-            if step not in self.folder.steps():
-                hint = self.folder.list_steps()
-                problem = Problem(where="checkpoint.step", value=step, rule="there is no such checkpoint", hint=hint)
-                raise CheckpointError([problem], subject="checkpoint")
-            return step
-
-        return self._first(work)
+        """Chooses as `CheckpointFolder.choose` does. The same on all ranks."""
+        return self._first(lambda: self.folder.choose(step))
 
     def candidates(self) -> list[int]:
         """The newest checkpoint and all before it, from the newest down. The same on all ranks."""

@@ -16,7 +16,17 @@ from phalanx.core.config import HOST_BEAT_S
 from phalanx.core.reading import parse_json
 from phalanx.runtime.membership.hangs import OtherHosts
 from phalanx.runtime.membership.keys import MEETINGS, SUMS, Keys, Service, ServiceLost
-from phalanx.runtime.membership.membership import KEPT, Announcement, Beat, FirstRule, Generation, Member, Membership
+from phalanx.runtime.membership.membership import (
+    BEAT,
+    ENDED,
+    KEPT,
+    Announcement,
+    Beat,
+    FirstRule,
+    Generation,
+    Member,
+    Membership,
+)
 from phalanx.runtime.membership.reachability import probe_key, probe_members
 from phalanx.runtime.membership.votes import BEGUN, stepped_key, written_for
 
@@ -471,12 +481,12 @@ class HostAgent:
             keys = self._connected()
             if keys is None or self.newest is None:
                 return False
-            return any(keys.get(f"ended/{h}") is None and self._spoke(keys, h) for h in self._other_hosts())
+            return any(keys.get(ENDED + h) is None and self._spoke(keys, h) for h in self._other_hosts())
         except ServiceLost:
             return False
 
     def _spoke(self, keys: Keys, host: str) -> bool:
-        beat, known = keys.get(f"beat/{host}"), self._others.get(host)
+        beat, known = keys.get(BEAT + host), self._others.get(host)
         now = time.monotonic()
         if known is None or known[0] != beat:
             self._others[host] = (beat, now)
@@ -493,7 +503,7 @@ class HostAgent:
                         self.died(uid, "its host ended before the run began")
                     self._report_dead(keys)
                     self._propose_deaths_if_begun(Membership(keys))
-                keys.put(f"ended/{self.host}", json.dumps(self.finished))
+                keys.put(ENDED + self.host, json.dumps(self.finished))
         except ServiceLost:
             self._keys = None
 

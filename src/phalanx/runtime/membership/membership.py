@@ -197,11 +197,11 @@ class Membership:
 
     def heartbeat(self, host: str, beat: Beat) -> None:
         """`host` lives; the beat's count differs from the last one."""
-        self.keys.put(f"beat/{host}", beat.text)
+        self.keys.put(BEAT + host, beat.text)
 
     def heartbeats(self, names: Sequence[str]) -> dict[str, str | None]:
         """The last beat of each, as `Beat.read` reads it."""
-        return dict(zip(names, self.keys.values([f"beat/{n}" for n in names]), strict=True))
+        return dict(zip(names, self.keys.values([BEAT + n for n in names]), strict=True))
 
     def current(self, known: Generation | None = None) -> Generation | None:
         """The newest generation (None: there is none yet). `known` is where to begin to look."""
@@ -317,6 +317,8 @@ class Membership:
 
 LEAVE_REQUESTS = "leave-requests"
 """Key whose value changes with each new leave request."""
+BEAT, ENDED = "beat/", "ended/"
+"""Before the name of a host: its last heartbeat; that it has ended."""
 
 
 def _leave_request_key(uid: str) -> str:

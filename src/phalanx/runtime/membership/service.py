@@ -33,6 +33,7 @@ from phalanx.runtime.membership.credentials import (
 )
 from phalanx.runtime.membership.keys import Keys, Service, ServiceLost, TlsService, UnixService
 from phalanx.runtime.membership.keys_etcd import EtcdService
+from phalanx.runtime.membership.membership import BEAT, ENDED, Membership
 from phalanx.runtime.membership.store import BACKLOG, run_store
 from phalanx.runtime.processes import STOP_SIGNALS, die_with_parent
 
@@ -42,6 +43,11 @@ LOOK_S, PULSE_S = 0.05, 1.0
 END_S = 2.0
 """How long a process that was killed may take to end: one in a call that cannot be interrupted takes longer, and is left alone."""
 PREFIX = "run-"
+ENDS = frozenset({signal.SIGINT, signal.SIGTERM})
+HOSTS_END_S = 120.0
+"""How long a service that is to end waits for the hosts of its run. (SLURM kills a job 30 s after SIGTERM, Kubernetes a pod after `terminationGracePeriodSeconds`.)"""
+SILENT_S, ENDED_S = 5.0, 1.0
+"""A host without a new heartbeat for so long is not waited for: one that said nothing of its end, and one that did."""
 
 
 class StoreProcess:
@@ -183,12 +189,14 @@ def kept_credentials(port: int) -> Path:
     return path
 
 
-def serve(address: ServiceAddress, *, stop: Collection[signal.Signals], tell: Callable[[str], None]) -> None:
-    """Keep the membership service of one run at `address` until one of `stop` arrives, and start it again when it ends or hangs. From the main thread, whose `stop` are blocked from here on.
+def serve(address: ServiceAddress, *, until_over: bool, tell: Callable[[str], None]) -> bool:
+    """Keep the membership service of one run at `address` until SIGINT, or until SIGTERM and the run's hosts have ended (`HOSTS_END_S` at most): whoever ends a
+    whole job sends SIGTERM to everything in it, and hosts hand over and save by what is kept here. `until_over`: also once the run is over or was stopped and its hosts have ended. Starts it again when it ends or hangs. From the main thread, whose
+    two signals are blocked from here on. Returns whether all steps of the run are done.
 
     Raises `RunError` where the port is taken, `ConfigError` for credentials that cannot be used.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, stop)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
     store = start_network_store(address.host, address.port)
     port: int = store.address.port  # type: ignore[union-attr]
     try:
@@ -196,32 +204,43 @@ def serve(address: ServiceAddress, *, stop: Collection[signal.Signals], tell: Ca
         tell(
             f"its credentials are in {named_credentials() or own_credentials(port)}: copy the file to the hosts of the run, and export {VARIABLE}=FILE there"
         )
-        pulse = Pulse(store.address)
-        while not _came(stop, LOOK_S):
+        pulse, until_s = Pulse(store.address), float("inf")
+        while time.monotonic() < until_s:
+            came = _came(ENDS, LOOK_S)
+            if came == signal.SIGTERM and until_s == float("inf"):
+                until_s = time.monotonic() + HOSTS_END_S
+                tell(f"waiting for the hosts of the run to end, {HOSTS_END_S:g} s at most")
+            ends = until_s < float("inf") or (until_over and pulse.is_over())
+            if came == signal.SIGINT or (ends and not pulse.hosts()):
+                break
             if store.reap() or pulse.missed_s() > HUNG_S:
                 store.kill()
                 store.start()
                 pulse = Pulse(store.address)
                 tell(f"membership service restarted, process {store.pid}; its values were lost")
+        return pulse.is_finished()
     finally:
         store.stop()
 
 
-def _came(stop: Collection[signal.Signals], limit_s: float) -> bool:
-    """Whether one of `stop` arrives within the time. Where this process is stopped and goes on after it, CPython (3.11 to 3.14: `signal_sigtimedwait_impl`)
+def _came(stop: Collection[signal.Signals], limit_s: float) -> int:
+    """The one of `stop` that arrives within the time, or 0. Where this process is stopped and goes on after it, CPython (3.11 to 3.14: `signal_sigtimedwait_impl`)
     returns what was never written."""
     found = signal.sigtimedwait(stop, limit_s)
-    return found is not None and found.si_signo in stop
+    return found.si_signo if found is not None and found.si_signo in stop else 0
 
 
 class Pulse:
-    """Asks a store every second whether it is there."""
+    """Asks a store every second whether it is there, and at the end which hosts still are."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._beats: dict[str, tuple[str | None, float]] = {}
+        """Host -> its last heartbeat, and when that was new here."""
         self._keys: Keys | None = None
         self._next_s = 0.0
         self._missed: float | None = None
+        self._over = False
 
     def missed_s(self) -> float:
         """For how long it has not answered."""
@@ -230,11 +249,37 @@ class Pulse:
             self._next_s = now + PULSE_S
             try:
                 self._keys = self._service.connect() if self._keys is None else self._keys
-                self._keys.get("pulse")
+                self._over = any(text is not None for text in self._keys.values(["finished", "stopped"]))
                 self._missed = None
             except ServiceLost:
                 self._keys, self._missed = None, self._missed or now
         return 0.0 if self._missed is None else time.monotonic() - self._missed
+
+    def is_over(self) -> bool:
+        """Whether the run is over or was stopped, as of the last second."""
+        return self._over
+
+    def is_finished(self) -> bool:
+        """Whether all steps of the run are done."""
+        with contextlib.suppress(ServiceLost):
+            return self._keys is not None and self._keys.get("finished") is not None
+        return False
+
+    def hosts(self) -> list[str]:
+        """Hosts of the run whose heartbeat was another one within `SILENT_S`, or `ENDED_S` where they said that they ended (some come back). A store that does not
+        answer has none."""
+        now = time.monotonic()
+        try:
+            self._keys = self._service.connect() if self._keys is None else self._keys
+            beating = [key.removeprefix(BEAT) for key in self._keys.listed(BEAT)]
+            ended = {key.removeprefix(ENDED) for key in self._keys.listed(ENDED)}
+            for host, beat in Membership(self._keys).heartbeats(beating).items():
+                if host not in self._beats or self._beats[host][0] != beat:
+                    self._beats[host] = beat, now
+        except ServiceLost:
+            self._keys = None
+            return []
+        return [h for h in beating if now - self._beats[h][1] <= (ENDED_S if h in ended else SILENT_S)]
 
 
 AGAIN_S = 0.1

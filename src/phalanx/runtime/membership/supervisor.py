@@ -8,7 +8,7 @@ signals. One of all supervisors also keeps the service where that is a store of 
     a worker is still         removed after `hang_s` where others wait for it, and killed (`hangs.py` has both rules, and says when nobody is removed)
     a whole host is silent    the other supervisors remove its members (heartbeats of supervisors pass through the service)
     SIGTERM, SIGINT           all members of this host leave: the step under way ends, they hand over, they go; alone, the run stops in good order
-    a second one              ends everything at once
+    SIGINT after that         ends everything at once
 
 Must never change: no process of this host outlives its supervisor; nothing here decides what a worker holds or computes.
 """
@@ -47,6 +47,7 @@ from phalanx.runtime.processes import (
     STOPPED,
     STOPPING,
     WorldInfo,
+    ends_at_once,
     leave_terminal,
     on_stop,
     own_device,
@@ -549,8 +550,8 @@ class Supervisor:
             leave_terminal()
             for worker in self.workers:
                 worker.send(signal.SIGHUP)
-            if self.stops:
-                return
+        if self.stops and not ends_at_once(number):
+            return
         self.stops += 1
         if self.stops == 1:
             mine = [w.uid for w in self.workers if not w.ended]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         StopRequest as StopRequest,
         die_with_parent as die_with_parent,
         end_with_parent as end_with_parent,
+        ends_at_once as ends_at_once,
         leave_terminal as leave_terminal,
         on_stop as on_stop,
         run_local as run_local,

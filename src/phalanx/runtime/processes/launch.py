@@ -4,7 +4,7 @@ The parent imports everything, runs no tensor operation, and forks: a rank start
 takes. It then waits for processes, nothing else. Must never change: no rank outlives the parent (the kernel ends them), no rank is
 left waiting for a dead one, and the first cause is what the user reads.
 
-    Ctrl-C, SIGTERM    every rank is asked to finish the step, save and end (`StopRequest`); a second one ends all at once
+    Ctrl-C, SIGTERM    every rank is asked to finish the step, save and end (`StopRequest`); Ctrl-C after that ends all at once
     a rank dies        the others are ended; the error names rank and signal
     a rank raises      the others are ended; its error is raised here, of the same type
 """
@@ -46,11 +46,17 @@ MAX_REPORT_BYTES = 32_000
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What ends a run in good order. A terminal that closes sends the last one, to a run under `nohup` in vain. Only Ctrl-C ends anything at once (`ends_at_once`)."""
 STOPPING = "Finishing the step and saving a checkpoint. Press Ctrl-C again to stop immediately."
 """The answer to the first one."""
 ANSWER_STOP = signal.SIGUSR1
 """Sent to the worker that draws on the terminal, so that it tells there that the run stops: what another process writes would tear the picture. Held back in every worker, for a thread that waits for it."""
-"""What ends a run in good order. A terminal that closes sends the last one, to a run under `nohup` in vain; it may come twice, and never ends anything at once."""
+
+
+def ends_at_once(number: int) -> bool:
+    """Whether a stop signal that follows another one ends everything at once. SIGTERM does not: schedulers send it to every process of a job and launchers pass
+    theirs on, so that it comes twice, and it comes again before SIGKILL does. A hang-up may come twice, too."""
+    return number == signal.SIGINT
 
 
 def on_stop(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
@@ -70,7 +76,7 @@ def leave_terminal() -> None:
 
 
 class StopRequest:
-    """Set by the first stop signal; a second one ends the process at once (`immediate` is called)."""
+    """Set by the first stop signal; Ctrl-C after that ends the process at once (`immediate` is called)."""
 
     def __init__(self, immediate: Callable[[], None] | None = None) -> None:
         self.requested = False
@@ -81,11 +87,11 @@ class StopRequest:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             leave_terminal()
-        if self.requested and number != signal.SIGHUP:
-            self._immediate()
-        elif self.requested:
+        if self.requested:
+            if ends_at_once(number):
+                self._immediate()
             return
-        elif self.on_request is not None:
+        if self.on_request is not None:
             threading.Thread(target=self.on_request, daemon=True).start()
         self.requested = True
 
@@ -257,7 +263,9 @@ class _Watch:
         if number == signal.SIGHUP:
             leave_terminal()
             self._send(signal.SIGHUP)
-        self.stops += number != signal.SIGHUP or not self.stops
+        if self.stops and not ends_at_once(number):
+            return
+        self.stops += 1
         if number != signal.SIGHUP:
             self._send(signal.SIGTERM if self.stops == 1 else signal.SIGKILL)
 

@@ -6,24 +6,23 @@ part; what was saved is moved at most, never deleted; all members take the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
-from phalanx.core.errors import CheckpointError, FinalError
+from phalanx.core.errors import FinalError
 from phalanx.core.events import Note, WentBack
 from phalanx.observe import warn_without_screen
 from phalanx.plan.recovery import GenerationPlan
 from phalanx.runtime.membership import GroupEpoch
-from phalanx.train import Trainer, choose_start, leave_later, load_state, read_run_state, set_later_aside
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fallback:
-    """The checkpoint that was loaded."""
-
-    step: int
-    damaged: tuple[CheckpointError, ...]
-    """Why newer ones were not."""
-    damaged_steps: tuple[int, ...]
+from phalanx.train import (
+    Fallback,
+    Trainer,
+    load_newest,
+    load_start,
+    load_state,
+    read_run_state,
+    set_later_aside,
+    start_candidates,
+)
 
 
 def from_disk(trainer: Trainer, team: GroupEpoch, plan: GenerationPlan, *, committed: int | None) -> int:
@@ -43,12 +42,9 @@ def from_disk(trainer: Trainer, team: GroupEpoch, plan: GenerationPlan, *, commi
 
 def _from_the_start(trainer: Trainer) -> int:
     """The step that the recipe says to go on from, loaded, or 0."""
-    found = choose_start(trainer.rank.recipe, trainer.manager)
-    if found is None:
-        return 0
-    step = _load(trainer, found)
-    leave_later(trainer.rank, trainer.manager)
-    return step
+    rank, manager = trainer.rank, trainer.manager
+    candidates = rank.peers.first(lambda: start_candidates(rank.recipe, manager.folder))
+    return load_start(rank, manager, candidates, partial(_load, trainer))
 
 
 def newest_sound(trainer: Trainer) -> Fallback | None:
@@ -56,19 +52,8 @@ def newest_sound(trainer: Trainer) -> Fallback | None:
 
     Raises `FinalError` with all that is wrong where there are checkpoints and none can be used, `PeerError` where a member is lost.
     """
-    damaged, steps = list[CheckpointError](), list[int]()
-    for found in trainer.manager.candidates():
-        try:
-            step = _load(trainer, found)
-        except CheckpointError as err:
-            damaged.append(err)
-            steps.append(found)
-            continue
-        return Fallback(step=step, damaged=tuple(damaged), damaged_steps=tuple(steps))
-    if damaged:
-        text = "\n".join(str(err) for err in damaged)
-        raise FinalError(f"no member holds all state of the run any more, and no checkpoint of it can be used\n{text}")
-    return None
+    why = "no member holds all state of the run any more"
+    return load_newest(trainer.manager.candidates(), partial(_load, trainer), why=why)
 
 
 def _load(trainer: Trainer, found: int) -> int:

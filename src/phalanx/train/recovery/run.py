@@ -56,7 +56,7 @@ from phalanx.runtime.processes import (
     own_device,
     use_interface_to,
 )
-from phalanx.train import RunEnd, recipe_to_keep
+from phalanx.train import RunEnd, recipe_to_keep, start_candidates, trained_text
 from phalanx.train.recovery.drained_slots import DRAINED_SLOTS_FILE, DrainedSlotsFile
 from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
 from phalanx.train.recovery.run_hosts import RunHosts
@@ -192,10 +192,9 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
 
 
 def _prepare_text(recipe: Recipe, folder: RunFolder) -> PreparedData:
-    newest = folder.checkpoints.newest() if recipe.checkpoint.step is None else recipe.checkpoint.step
-    known = None
-    if newest is not None and newest in folder.checkpoints.steps():
-        known = folder.trained_text(newest)
+    there = folder.checkpoints
+    starts = start_candidates(recipe, there) if recipe.checkpoint.resume else there.candidates()[:1]
+    known = trained_text(folder, starts)
     console = Console() if recipe.observe.is_for_people else None
     live = console is not None and wants_live(recipe.observe, console)
     with PreparationProgress(console, live=live) as bar:

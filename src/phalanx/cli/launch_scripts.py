@@ -1,0 +1,124 @@
+"""The scripts of `phalanx launch`: a template of `phalanx/launch/`, which works by hand too, with some of its lines filled in.
+
+Decides which lines those are. Must never change: a value is quoted for the shell, and a template without a line that is to be filled is an error, not a script that ignores it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx.cli.launch_choice import Launch
+from phalanx.core.recipe import dump_recipe
+
+TEMPLATES = Path(__file__).parents[1] / "launch"
+NAMES = {
+    ("local", True): "local.sh",
+    ("local", False): "local.sh",
+    ("torchrun", False): "torchrun.sh",
+    ("slurm", True): "slurm.sh",
+    ("slurm", False): "slurm-torchrun.sh",
+    ("kubernetes", True): "kubernetes.yaml",
+    ("kubernetes", False): "kubernetes.yaml",
+}
+"""(where, whether it is elastic) -> template."""
+_COMMENT = re.compile(r"\s+#( |$)")
+
+
+def script_of(launch: Launch) -> str:
+    """The filled template."""
+    text = (TEMPLATES / NAMES[launch.where, launch.elastic]).read_text()
+    lines = _common(launch)
+    if launch.where == "kubernetes":
+        text = with_recipe(text, _recipe_text(launch))
+        lines |= _kubernetes(launch)
+    else:
+        lines |= _shell(launch)
+    return fill(text, lines)
+
+
+def fill(text: str, lines: Mapping[str, str]) -> str:
+    """`text` with every line that begins with a key (after its indentation) replaced by the value; the comment behind it stays. Raises `ValueError` for a key that no line begins with."""
+    found, missing = [], set(lines)
+    for line in text.splitlines():
+        body = line.lstrip()
+        key = next((k for k in lines if body.startswith(k)), None)
+        if key is None:
+            found.append(line)
+            continue
+        missing.discard(key)
+        comment = _COMMENT.search(body, len(key)) if not body.startswith("#") else None
+        found.append(line[: len(line) - len(body)] + lines[key] + (body[comment.start() :] if comment else ""))
+    if missing:
+        raise ValueError(f"the template has no line that begins with {sorted(missing)}")
+    return "\n".join(found) + "\n"
+
+
+def with_recipe(text: str, recipe: str) -> str:
+    """`text` with `recipe` as the block of `recipe.toml`."""
+    head, mark, rest = text.partition("  recipe.toml: |\n")
+    _, end, rest = rest.partition("---\n")
+    if not mark or not end:
+        raise ValueError("the template has no block recipe.toml")
+    block = "".join(f"    {line}".rstrip() + "\n" for line in recipe.splitlines())
+    return head + mark + block + end + rest
+
+
+def cpus_of(launch: Launch) -> int:
+    """Processors to ask for on each node: the ranks' threads, or 8 for each GPU."""
+    each = launch.recipe.launch.threads or (8 if launch.gpus else 1)
+    return max(1, math.ceil(launch.ranks * each))
+
+
+def _common(launch: Launch) -> dict[str, str]:
+    return {} if launch.where != "kubernetes" else {"WAY=": f"WAY={'elastic' if launch.elastic else 'fixed'}"}
+
+
+def _shell(launch: Launch) -> dict[str, str]:
+    lines = {
+        "RECIPE=recipe": f"RECIPE={shlex.quote(launch.path)}",
+        "PYTHON=": f"PYTHON=${{PYTHON:-{shlex.quote(sys.executable)}}}",
+        "DEVICE=": f"DEVICE=${{DEVICE:-{launch.device}}}",
+        "RANKS=": f"RANKS=${{RANKS:-{launch.ranks}}}",
+        "SETTINGS=": f"SETTINGS=({shlex.join(launch.settings)})",
+    }
+    if launch.where == "torchrun":
+        lines["NODES="] = f"NODES=${{NODES:-{launch.nodes}}}"
+    if launch.where == "slurm":
+        name = re.sub(r"[^A-Za-z0-9_.-]", "-", launch.recipe.run.name)
+        lines |= {
+            "#SBATCH --job-name=": f"#SBATCH --job-name={name}",
+            "#SBATCH --nodes=": f"#SBATCH --nodes={launch.nodes}",
+            "#SBATCH --cpus-per-task=": f"#SBATCH --cpus-per-task={cpus_of(launch)}",
+        }
+        if launch.elastic:
+            lines["MODE="] = f"MODE=${{MODE:-{launch.mode}}}"
+        if launch.gpus:
+            lines["##SBATCH --gpus-per-node="] = f"#SBATCH --gpus-per-node={launch.gpus}"
+    return lines
+
+
+def _kubernetes(launch: Launch) -> dict[str, str]:
+    lines = {
+        "completions: ": f"completions: {launch.nodes}",
+        "parallelism: ": f"parallelism: {launch.nodes}",
+        "DEVICE=": f"DEVICE={launch.device}",
+        "RANKS=": f"RANKS={launch.ranks}",
+        "NODES=": f"NODES={launch.nodes}",
+        "MODE=": f"MODE={launch.mode}",
+        "set --  ": f"set -- {shlex.join(launch.settings)}",
+        "cpu: ": f'cpu: "{cpus_of(launch)}"',
+    }
+    if launch.gpus:
+        lines["# nvidia.com/gpu: "] = f"nvidia.com/gpu: {launch.gpus}"
+    return lines
+
+
+def _recipe_text(launch: Launch) -> str:
+    """The file as it is, with its comments; of one that comes with Phalanx what it says."""
+    path = Path(launch.path)
+    return path.read_text() if path.is_file() else dump_recipe(launch.read)

@@ -1,0 +1,64 @@
+#!/bin/bash
+# A run on a fixed set of nodes under SLURM: one torchrun on each node, with any mapping. `phalanx launch slurm --fixed` fills in the lines marked <-.
+#
+#   sbatch slurm-torchrun.sh                                                  the recipe below
+#   sbatch --nodes=4 slurm-torchrun.sh recipes/laptop.toml --train.steps 500   another one, with settings
+#
+# All nodes need the same run.folder and data.cache (a shared file system).
+#
+#   a rank or a node dies         the step ends; the job is queued again (RESTARTS times at most) and resumes from its newest sound checkpoint
+#   preemption, scancel, requeue  SIGTERM reaches every rank: the step under way is finished and saved
+
+#SBATCH --job-name=phalanx
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=8
+##SBATCH --gpus-per-node=8
+##SBATCH --partition=NAME
+##SBATCH --account=NAME
+##SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+
+set -u
+RECIPE=recipe.toml          # <-
+PYTHON=${PYTHON:-python3}   # <- of the environment that has Phalanx
+DEVICE=${DEVICE:-cpu}       # <- or cuda
+RANKS=${RANKS:-4}           # <- of each node
+RESTARTS=${RESTARTS:-3}     # how often a job that failed is queued again
+SETTINGS=()                 # <- further settings of the recipe
+if [ $# -gt 0 ]; then
+    RECIPE=$1
+    shift
+fi
+
+address_of() { # of a node: its name where that resolves, else what SLURM calls it by
+    if getent hosts "$1" > /dev/null; then echo "$1"; else scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'; fi
+}
+
+HEAD=$(address_of "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
+PORT=${PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: ranks meet at $HEAD:$PORT"
+
+torchrun='exec "$PYTHON" -m torch.distributed.run --nnodes "$SLURM_JOB_NUM_NODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$RANKS" \
+    --master-addr "$HEAD" --master-port "$PORT" -m phalanx train "$@"'
+
+export PYTHON RANKS HEAD PORT
+told=
+trap told=1 TERM
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c "$torchrun" torchrun "$RECIPE" \
+    --checkpoint.fall_back true \
+    --launch.device "$DEVICE" \
+    --observe.console plain \
+    ${SETTINGS[@]+"${SETTINGS[@]}"} "$@" &
+step=$!
+while kill -0 $step 2> /dev/null; do sleep 1; done
+wait $step
+code=$?
+if scontrol show job "$SLURM_JOB_ID" | grep -q "PreemptTime=[0-9]"; then
+    scontrol requeue "$SLURM_JOB_ID" # it has saved before SLURM took its nodes
+elif [ "$code" -ne 0 ] && [ -z "$told" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$RESTARTS" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,125 @@
+"""A run under a real SLURM of emulated nodes: what its page promises is executed, and each event of a job's life costs no sample and little time."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.observe.event_log import read_events
+from phalanx_lab.bench import slurm
+from phalanx_lab.bench.storm.ledger import CalmStep
+from phalanx_lab.testbed.owner import processes_of
+from phalanx_lab.testbed.slurm import PACKAGES, SlurmCluster, free_ports, missing_programs
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/how-to/run-on-slurm.md"
+NEXT_S = 2.0
+SLOWER = 5.0
+"""A test beside others has a part of the machine: the bar of 2 s is that of `python -m phalanx_lab.bench.slurm`."""
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(bool(missing_programs()), reason=f"SLURM is not installed here: {PACKAGES}"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    with SlurmCluster(nodes=slurm.NODES, cpus=2) as found:
+        yield found
+    assert processes_of(found.owner) == [] and not found.folder.exists()
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the script and the text of `slurm.settings`."""
+    folder = tmp_path_factory.mktemp("slurm")
+    slurm.prepare(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def right(prepared: Path) -> dict[int, CalmStep]:
+    return slurm.calm(prepared)
+
+
+def commands_of_page() -> list[str]:
+    """The commands that the page gives for a run on two nodes, the first one of a clone."""
+    found = re.search(r"```sh [^\n]*three commands[^\n]*\n(.*?)```", PAGE.read_text(), re.S)
+    assert found is not None
+    return found[1].strip().splitlines()
+
+
+@pytest.mark.core
+def test_three_commands_of_the_page_survive_a_node_that_goes_down(cluster: SlurmCluster, tmp_path: Path) -> None:
+    first, *commands = commands_of_page()
+    assert first == "make env" and len(commands) == 2
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "phalanx").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m phalanx "$@"\n')
+    (programs / "phalanx").chmod(0o755)
+    environ = {**cluster.environ, **slurm.environment(), "HOME": str(tmp_path), "PORT": str(free_ports(1)[0])}
+    environ["PATH"] = f"{programs}:{environ['PATH']}"
+    said = ""
+    for command in commands:
+        words = command.replace(".venv/bin/phalanx", "phalanx").partition("  #")[0]
+        done = subprocess.run(words, shell=True, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        said += done.stdout
+    number = int(re.findall(r"Submitted batch job (\d+)", said)[0])
+    events = tmp_path / "runs/tiny/events"
+
+    def steps() -> list[tuple[float, int]]:
+        return [
+            (e["time_s"], e["step"])
+            for p in events.glob("rank-*.jsonl")
+            for e in read_events(p)
+            if e["kind"] == "StepEnded"
+        ]
+
+    try:
+        cluster.wait(lambda: max((s for _, s in steps()), default=0) >= 5, "step 5", limit_s=120.0)
+        node, at_s = cluster.nodes_of(number)[1], time.time()
+        cluster.set_down(node)
+        newest = max(s for _, s in steps())
+        cluster.wait(lambda: max(s for _, s in steps()) >= newest + 3, "steps of the others", limit_s=60.0)
+        formed = [e for e in read_events(events / "rank-0.jsonl") if e["kind"] == "TeamFormed"]
+        assert formed[-1]["members"] < formed[0]["members"] and formed[-1]["time_s"] > at_s
+        assert cluster.job_state(number) == "RUNNING"
+    finally:
+        cluster.call("scancel", str(number))
+        cluster.wait(lambda: cluster.job_state(number) not in ("RUNNING", "COMPLETING"), "the end of the job")
+        cluster.set_up(node)
+    kept = sorted(p.name for p in (tmp_path / "runs/tiny/checkpoints").glob("step-*"))
+    assert kept and int(kept[-1].removeprefix("step-")) == max(s for _, s in steps()), "scancel saves the last step"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", slurm.EVENTS)
+def test_no_event_costs_a_sample(
+    cluster: SlurmCluster, prepared: Path, right: dict[int, CalmStep], tmp_path: Path, event: str
+) -> None:
+    shutil.copy(prepared / "slurm.sh", tmp_path)
+    for shared in ("text", "cache"):
+        os.symlink(prepared / shared, tmp_path / shared)
+    seed = slurm.EVENTS.index(event) + time.localtime().tm_yday
+    found = slurm.run_event(cluster, tmp_path, event=event, seed=seed, right=right)
+    assert found.problems == [] and (found.lost_samples, found.doubled_samples) == (0, 0), found
+    assert found.job_ended == "COMPLETED", found
+    if event in slurm.SURVIVED:
+        assert found.next_step_s <= NEXT_S * SLOWER, found
+
+
+def test_a_cluster_without_its_programs_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx_lab.testbed.slurm.missing_programs", lambda: ["slurmd"])
+    with pytest.raises(Exception, match=r"slurmd.*apt-get install"), SlurmCluster():
+        pass
