@@ -45,7 +45,9 @@ COMMANDS = (
     Command("calibrate", "measure this machine, for predictions of it"),
     Command("testbed", "emulate hosts and links on this machine, and kill, freeze or cut them", in_lab=True),
     Command("service", "keep the membership service of an elastic run on several hosts"),
-    Command("metrics", "show the course of a run from its event log"),
+    Command("watch", "show runs in a browser, live and afterwards"),
+    Command("runs", "list the runs of a folder"),
+    Command("metrics", "show the course of a run from its event log, or compare several"),
     Command("trace", "write what each rank did in recorded steps, for Perfetto"),
     Command("settings", "list every setting of a recipe with its default and meaning"),
 )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         log_path as log_path,
         read_events as read_events,
         read_history as read_history,
+        read_line as read_line,
     )
     from phalanx.observe.metrics import METRICS as METRICS
     from phalanx.observe.preparation import PreparationProgress as PreparationProgress

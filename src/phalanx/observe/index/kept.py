@@ -79,7 +79,7 @@ class RunIndex:
                     lines = self.files.next_lines(name, place)
                     if place.offset == before:
                         break
-                    self._take_lines(lines)
+                    self.take_lines(lines)
                     done += place.offset - before
                     yield done, todo
         except ChangedLogError:
@@ -105,7 +105,8 @@ class RunIndex:
         with self.files.open(name) as handle:
             return b'"kind":"TeamFormed"' in os.pread(handle, LOOK_BYTES, 0)
 
-    def _take_lines(self, lines: list[bytes]) -> None:
+    def take_lines(self, lines: list[bytes]) -> None:
+        """What whole lines of a log say, in their order."""
         for line in lines:
             kind = kind_of(line)
             if kind in NOT_READ or (kind == b"StepEnded" and self._knows(_step_of(line))):

@@ -100,6 +100,15 @@ class LogFiles:
         place.offset += cut
         return data[: cut - 1].split(b"\n") if cut else []
 
+    def lines_from(self, name: str, offset: int, *, most: int) -> Iterator[bytes]:
+        """Whole lines from there on, of about `most` bytes together."""
+        place = LogPlace(offset=offset)
+        while place.offset < offset + most:
+            before = place.offset
+            yield from self.next_lines(name, place)
+            if place.offset == before:
+                return
+
     def mark(self, name: str, offset: int) -> str:
         """What tells a log that was read up to `offset` from another one."""
         with self.open(name) as handle:
