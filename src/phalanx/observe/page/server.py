@@ -145,6 +145,15 @@ class PageServer(ThreadingHTTPServer):
                 self._summaries = time.monotonic(), found
         return {"runs": found, "now_s": time.time()}
 
+    def first(self) -> dict[str, Any]:
+        """What a browser opens that asked for nothing: the runs that were named, else the one that wrote last; and all there are."""
+        with self._lists:
+            self._find()
+        views = list(self.views.values())
+        named = [v.id for v in views if v.folder in self._folders]
+        newest = max(views, key=lambda v: _written_s(v.folder), default=None)
+        return {"ids": named or ([newest.id] if newest else []), "all": [v.id for v in views]}
+
     def _summary(self, view: RunView) -> dict[str, Any]:
         followed = time.monotonic() - view.asked_s < WANTED_S
         return (view if followed else peek(view.folder, id=view.id)).summary()
@@ -267,6 +276,8 @@ class _Handler(BaseHTTPRequestHandler):
             kind, body = self.server.files[rest[0] if rest else "index.html"]
             return self._send(200, kind, body)
         ids = [id for id in query.get("of", "").split(",") if id]
+        if first == "first":
+            return self._json(self.server.first())
         if first == "runs":
             return self._json(self.server.runs())
         if first == "changes":
@@ -309,6 +320,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+def _written_s(folder: Path) -> float:
+    """When the log of rank 0 was written last; 0 where there is none."""
+    try:
+        return (folder / "events" / "rank-0.jsonl").lstat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _recorded(view: RunView, step: int) -> dict[str, Any]:
