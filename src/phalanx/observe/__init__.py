@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         TableRow as TableRow,
         exchange_words as exchange_words,
         header as header,
+        loss_text as loss_text,
         row_line as row_line,
         short as short,
     )

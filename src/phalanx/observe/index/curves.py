@@ -29,9 +29,9 @@ Numbers = NDArray[Any]
 
 def number(value: Any) -> float:
     """A figure of a log as a float; NaN where it is none, or so large that no chart could show it."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    return float(value) if -LARGEST < value < LARGEST else math.nan
+    if type(value) is float or type(value) is int:
+        return float(value) if -LARGEST < value < LARGEST else math.nan
+    return math.nan
 
 
 class Curves:

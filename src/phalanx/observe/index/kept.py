@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import threading
 import time
@@ -36,6 +37,7 @@ NOT_READ = frozenset(
     {b"SamplesTaken", b"Operation", b"Collective", b"ClockCompared", b"StepPublished", b"MoveRecorded"}
 )
 LOOK_BYTES = 65536
+TOKENS, LOAD, EXPOSED, HIDDEN = map(COLUMNS.index, ("tokens", "load", "exposed_s", "hidden_s"))
 
 
 class RunIndex:
@@ -63,6 +65,7 @@ class RunIndex:
         self.version = 0
         """Grows with whatever is read."""
         self.elastic = False
+        self._newest: tuple[dict[str, Any], list[float]] | None = None
 
     # ---- reading on --------------------------------------------------------------------------------------------------
 
@@ -116,6 +119,9 @@ class RunIndex:
                 self.course.broken += 1
             else:
                 self.take(record)
+        if self._newest is not None:
+            (when, values), self._newest = self._newest, None
+            self.course.last = when | {n: v for n, v in zip(COLUMNS, values, strict=True) if math.isfinite(v)}
 
     def _knows(self, step: int) -> bool:
         return 0 < step <= self.last_step and step not in self.missing
@@ -155,15 +161,14 @@ class RunIndex:
         self.missing.discard(step)
         loads, values = _figures(record)
         self.curves.add(step, at, values)
-        if values[COLUMNS.index("tokens")] > 0:
-            self.course.tokens += values[COLUMNS.index("tokens")]
-        if len(loads) and np.isfinite(loads).all():
+        if values[TOKENS] > 0:
+            self.course.tokens += values[TOKENS]
+        if loads and not math.isnan(sum(loads)):
             if self.layers is None or self.layers.cells != len(loads):
                 self.layers = HeatMap(len(loads))
-            self.layers.add(step, loads)
-        if step >= self.last_step:
-            figures = {name: value for name, value in zip(COLUMNS, values, strict=True) if np.isfinite(value)}
-            self.course.last = {"at": at, "step": step, **figures}
+            self.layers.add(step, np.array(loads))
+        if step == self.last_step:
+            self._newest = {"at": at, "step": step}, values
 
     def _is_void(self, step: int, at: float) -> bool:
         return any(step > after and at <= until_s for until_s, after in self.voids)
@@ -290,21 +295,21 @@ def _step_of(line: bytes) -> int:
     return int(digits) if begin > 6 and digits.isdigit() else 0
 
 
-def _figures(record: dict[str, Any]) -> tuple[Any, list[float]]:
+def _figures(record: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Loads by layer, and a value for each of `COLUMNS`."""
-    told = record.get("load_max_over_mean")
-    loads = np.array([number(x) for x in told[:512]] if isinstance(told, list) else [], np.float64)
-    made = {
-        "load": float(np.nanmax(loads)) if len(loads) and np.isfinite(loads).any() else np.nan,
-        "exposed_s": _sum(record, "exposed_forward_s", "exposed_backward_s"),
-        "hidden_s": _sum(record, "hidden_forward_s", "hidden_backward_s"),
-    }
-    return loads, [made[name] if name in made else number(record.get(name)) for name in COLUMNS]
+    get = record.get
+    told = get("load_max_over_mean")
+    loads = [number(x) for x in told[:512]] if isinstance(told, list) else []
+    values = [number(get(name)) for name in COLUMNS]
+    values[LOAD] = max(loads) if loads else math.nan
+    values[EXPOSED] = _sum(get("exposed_forward_s"), get("exposed_backward_s"))
+    values[HIDDEN] = _sum(get("hidden_forward_s"), get("hidden_backward_s"))
+    return loads, values
 
 
-def _sum(record: dict[str, Any], *names: str) -> float:
-    told = [x for name in names if isinstance(record.get(name), list) for x in record[name][:512]]
-    return sum(number(x) for x in told) if told else np.nan
+def _sum(*told: Any) -> float:
+    known = [x for values in told if isinstance(values, list) for x in values[:512]]
+    return sum(map(number, known)) if known else math.nan
 
 
 # ---- beside training -------------------------------------------------------------------------------------------------

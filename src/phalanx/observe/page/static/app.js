@@ -17,7 +17,7 @@ const CHARTS = [
   [new Chart({ title: "Duration of a step", format: seconds, shared }), byValue("step_s")],
   [new Chart({ title: "Gradient norm", shared }), byValue("grad_norm")],
   [new Chart({ title: "Learning rate", format: digits, shared }), byValue("lr")],
-  [new Chart({ title: "Memory, highest rank", format: bytes, shared }), byValue("peak_memory_bytes")],
+  [new Chart({ title: "Memory, highest rank", format: bytes, base: 2, shared }), byValue("peak_memory_bytes")],
   [new Chart({ title: "Fullest expert over the mean", shared }), byValue("load")],
   [new Chart({ title: "Experts without a token", format: count, shared }), (run) => anyOf(points(run, "dead_experts"))],
   [new Chart({ title: "Waiting for dispatch and combine", format: seconds, shared }), byValue("exposed_s")],
@@ -148,8 +148,8 @@ function drawCharts() {
   const all = chosen(), several = all.length > 1, label = (run) => run.head.run || run.folder;
   byId("range").textContent = shared.range ? `steps ${whole(shared.range[0])} to ${whole(shared.range[1])}` : "";
   for (const [chart, figure, validation] of CHARTS) {
-    const series = all.map((run) => ({ name: several ? label(run) : validation ? "training" : chart.title, points: figure(run) }));
-    if (validation) series.push(...all.map((run) => ({ name: several ? `${label(run)}, validation` : "validation", points: validation(run), marks: true })));
+    const series = all.map((run, i) => ({ tone: i, name: several ? label(run) : validation ? "training" : chart.title, points: figure(run) }));
+    if (validation) series.push(...all.map((run, i) => ({ tone: several ? i : 1, name: several ? `${label(run)}, validation` : "validation", points: validation(run), marks: true })));
     chart.show(series);
   }
 }

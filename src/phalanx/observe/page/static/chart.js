@@ -6,8 +6,8 @@ const LEFT = 56, RIGHT = 10, TOP = 8, BOTTOM = 22, HEIGHT = 190, MOST_TABLE = 60
 
 /** `shared` has the chosen range of steps, which all charts have in common, and is told of a new one: {range, choose(range)}. */
 export class Chart {
-  constructor({ title, unit = "", format = digits, shared }) {
-    Object.assign(this, { title, unit, format, shared, series: [], at: null, drag: null });
+  constructor({ title, unit = "", format = digits, base = 10, shared }) {
+    Object.assign(this, { title, unit, format, base, shared, series: [], at: null, drag: null });
     this.value = h("output", { class: "value", "aria-live": "off" });
     this.svg = s("svg", { tabindex: "0", role: "application", "aria-roledescription": "chart", focusable: "true" });
     this.legend = h("div", { class: "legend" });
@@ -23,7 +23,7 @@ export class Chart {
     new ResizeObserver(() => this.draw()).observe(this.svg);
   }
 
-  /** series: [{name, run, points: [[step, mean, low, high]], marks: boolean}] */
+  /** series: [{name, tone, points: [[step, mean, low, high]], marks: boolean}] */
   show(series) {
     this.series = series.filter((one) => one.points.length);
     this.element.hidden = !this.series.length;
@@ -54,20 +54,20 @@ export class Chart {
     this.X = X; this.Y = Y;
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     const parts = [];
-    for (const v of ticks(b.low, b.high, 4)) parts.push(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: Y(v), y2: Y(v) }), s("text", { class: "axis", x: LEFT - 6, y: Y(v) + 4, "text-anchor": "end" }, this.format(v)));
-    for (const v of ticks(b.first, b.last, Math.max(2, Math.floor(width / 110)), true)) parts.push(s("text", { class: "axis", x: Math.min(X(v), width - 22), y: HEIGHT - 6, "text-anchor": "middle" }, whole(v)));
+    for (const v of ticks(b.low, b.high, 4, { base: this.base })) parts.push(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: Y(v), y2: Y(v) }), s("text", { class: "axis", x: LEFT - 6, y: Y(v) + 4, "text-anchor": "end" }, this.format(v)));
+    for (const v of ticks(b.first, b.last, Math.max(2, Math.floor(width / 110)), { integers: true })) parts.push(s("text", { class: "axis", x: Math.min(X(v), width - 22), y: HEIGHT - 6, "text-anchor": "middle" }, whole(v)));
     this.series.forEach((one, i) => parts.push(...this.lines(one, i)));
     this.over = s("g");
     parts.push(this.over);
     this.svg.replaceChildren(...parts);
     this.svg.setAttribute("aria-label", this.words());
-    this.legend.replaceChildren(...(this.series.length > 1 ? this.series.map((one, i) => h("span", {}, swatch(i, one.marks), one.name)) : []));
+    this.legend.replaceChildren(...(this.series.length > 1 ? this.series.map((one) => h("span", {}, swatch(one.tone, one.marks), one.name)) : []));
     this.cursor();
   }
 
   lines(one, i) {
     const shown = one.points.filter(([step], n, all) => (all[n + 1] ?? [step])[0] >= this.b.first && (all[n - 1] ?? [step])[0] <= this.b.last);
-    const color = colour(i), out = [];
+    const color = colour(one.tone), out = [];
     let path = "", above = [], below = [], pen = false;
     for (const [step, mean, low, high] of shown) {
       if (!finite(mean)) { pen = false; continue; }
@@ -79,7 +79,7 @@ export class Chart {
     if (!i) out.push(s("clipPath", { id: clip }, s("rect", { x: LEFT, y: 0, width: Math.max(0, this.width - LEFT - RIGHT + 1), height: HEIGHT })));
     const inside = { "clip-path": `url(#${clip})` };
     if (above.length > 1) out.push(paint(s("path", { class: "band", d: `M${above.join("L")}L${below.join("L")}Z`, ...inside }), "fill", color));
-    out.push(paint(s("path", { class: "curve", d: path, "stroke-dasharray": DASHES[i % 8] || null, ...inside }), "stroke", color));
+    out.push(paint(s("path", { class: "curve", d: path, "stroke-dasharray": one.marks ? "2 3" : DASHES[one.tone % 8] || null, ...inside }), "stroke", color));
     if (one.marks || shown.length === 1) for (const [step, mean] of shown.slice(-200)) if (finite(mean) && step >= this.b.first && step <= this.b.last) out.push(paint(s("circle", { class: "dot", cx: this.X(step), cy: this.Y(mean), r: 3 }), "fill", color));
     return out;
   }
@@ -126,12 +126,12 @@ export class Chart {
     this.value.replaceChildren(this.at === null ? this.newest() : "");
     if (this.at === null) return;
     const parts = [];
-    this.series.forEach((one, i) => {
+    this.series.forEach((one) => {
       const found = nearest(one.points, this.at);
       if (!found) return;
       const [step, mean, low, high] = found, range = finite(low) && low !== high ? ` (${this.format(low)} to ${this.format(high)})` : "";
       parts.push(`${this.series.length > 1 ? one.name + " " : ""}${this.format(mean)}${range}`);
-      if (finite(mean) && step >= this.b.first && step <= this.b.last) this.over.append(paint(s("circle", { class: "dot", cx: this.X(step), cy: this.Y(mean), r: 4 }), "fill", colour(i)));
+      if (finite(mean) && step >= this.b.first && step <= this.b.last) this.over.append(paint(s("circle", { class: "dot", cx: this.X(step), cy: this.Y(mean), r: 4 }), "fill", colour(one.tone)));
     });
     const x = this.X(this.at);
     this.over.prepend(s("line", { class: "cursor", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }));
@@ -159,8 +159,8 @@ export class Chart {
 }
 
 export function swatch(i, marks = false) {
-  const line = paint(s("line", { x1: 0, x2: 26, y1: 5, y2: 5, "stroke-width": 2.5, "stroke-dasharray": DASHES[i % 8] || null }), "stroke", colour(i));
-  return s("svg", { viewBox: "0 0 26 10", "aria-hidden": "true" }, line, marks ? paint(s("circle", { cx: 13, cy: 5, r: 3 }), "fill", colour(i)) : null);
+  const line = paint(s("line", { x1: 0, x2: 26, y1: 5, y2: 5, "stroke-width": 2.5, "stroke-dasharray": marks ? "2 3" : DASHES[i % 8] || null }), "stroke", colour(i));
+  return s("svg", { class: "mark", viewBox: "0 0 26 10", width: 26, height: 10, "aria-hidden": "true" }, line, marks ? paint(s("circle", { cx: 13, cy: 5, r: 3 }), "fill", colour(i)) : null);
 }
 
 /** Colours are set by the object model: the policy of this page allows no style in attributes. */
@@ -180,9 +180,9 @@ function nearest(points, step) {
   return best;
 }
 
-export function ticks(low, high, most, integers = false) {
-  const raw = (high - low) / most, power = 10 ** Math.floor(Math.log10(raw || 1));
-  let step = [1, 2, 5, 10].map((m) => m * power).find((m) => m >= raw) || 1;
+export function ticks(low, high, most, { base = 10, integers = false } = {}) {
+  const raw = (high - low) / most, power = base ** Math.floor(Math.log(raw || 1) / Math.log(base) + 1e-9);
+  let step = (base === 2 ? [1, 2] : [1, 2, 5, 10]).map((m) => m * power).find((m) => m >= raw) || 1;
   if (integers) step = Math.max(1, Math.round(step));
   const out = [];
   for (let v = Math.ceil(low / step) * step; v <= high + 1e-9 * Math.abs(step) && out.length < 20; v += step) out.push(Math.abs(v) < step * 1e-6 ? 0 : v);

@@ -54,11 +54,13 @@ export class Heat extends Picture {
   show(map) {
     this.map = map && map.columns ? { ...map, codes: Uint8Array.from(atob(map.codes), (c) => c.charCodeAt(0)) } : null;
     this.element.hidden = !this.map;
+    if (this.map) for (let c = 0, last = 0, told = (this.told = []); c < this.map.columns; c++) told.push(this.map.codes[c * this.map.rows] ? (last = c) : last);
     this.draw();
     this.details.refresh();
   }
 
-  code(column, row) { return this.map.codes[column * this.map.rows + row]; }
+  /** What was told last, up to a column. */
+  code(column, row) { return this.map.codes[this.told[column] * this.map.rows + row]; }
 
   draw() {
     if (!this.map) return;
@@ -90,7 +92,7 @@ export class Heat extends Picture {
   read(column, row) {
     const { rows, columns, width } = this.map;
     this.at = [Math.max(0, Math.min(columns - 1, column)), Math.max(0, Math.min(rows - 1, row))];
-    const [c, r] = this.at, value = load(this.code(c, r)), first = c * width + 1;
+    const [c, r] = this.at, value = load(this.code(c, r)), first = this.told[c] * width + 1;
     const steps = width > 1 ? `steps ${whole(first)} to ${whole(first + width - 1)}` : `step ${whole(first)}`;
     this.value.replaceChildren(`${steps}, ${this.row} ${r}: ${value === null ? "not told" : value <= 0.002 ? "no token" : `${digits(Number(value.toPrecision(3)))} times the mean`}`);
     this.draw();
@@ -105,8 +107,7 @@ export class Heat extends Picture {
   }
 
   table() {
-    let last = this.map.columns - 1;
-    while (last > 0 && this.code(last, 0) === 0) last--;
+    const last = this.map.columns - 1;
     const rows = [...Array(this.map.rows).keys()].map((r) => [r, load(this.code(last, r))]).sort((a, b) => (b[1] ?? -1) - (a[1] ?? -1));
     return table([this.row, "times the mean"], rows.map(([r, v]) => [r, v === null ? "not told" : digits(Number(v.toPrecision(3)))]), [0, 1]);
   }
@@ -124,7 +125,7 @@ function legend() {
 }
 
 const KINDS = [["computing", "--s0"], ["waiting: nothing hid it", "--s1"], ["message hidden behind work", "--s2"]];
-const ROW = 13, HEAD = 18;
+const ROW = 13, HEAD = 18, SIDE = 118;
 
 export class Lanes extends Picture {
   constructor() {
@@ -157,7 +158,7 @@ export class Lanes extends Picture {
   words() { return `step ${whole(this.found.step)}: ${seconds(this.found.seconds)} on ${this.found.ranks.length} rank${this.found.ranks.length === 1 ? "" : "s"}`; }
   range() { return this.zoom ?? [0, this.found.seconds * 1e6 || 1]; }
   span() { const [a, b] = this.range(); return b - a; }
-  timeAt(event) { const box = this.canvas.getBoundingClientRect(), [a] = this.range(); return a + ((event.clientX - box.left - 92) / Math.max(1, this.width - 96)) * this.span(); }
+  timeAt(event) { const box = this.canvas.getBoundingClientRect(), [a] = this.range(); return a + ((event.clientX - box.left - SIDE) / Math.max(1, this.width - SIDE - 4)) * this.span(); }
   choose(range) { this.zoom = range; this.draw(); }
 
   place() {
@@ -169,16 +170,17 @@ export class Lanes extends Picture {
     if (!this.found) return;
     const places = this.place(), pen = this.begin((places.at(-1) ?? 0) + ROW + 6);
     if (!pen) return;
-    const [a, b] = this.range(), scale = (this.width - 96) / (b - a), X = (us) => 92 + (us - a) * scale;
+    const [a, b] = this.range(), scale = (this.width - SIDE - 4) / (b - a), X = (us) => SIDE + (us - a) * scale;
     pen.fillStyle = this.ink("--quiet");
-    for (const share of [0, 0.5, 1]) { pen.textAlign = share === 1 ? "right" : share ? "center" : "left"; pen.fillText(seconds((a + share * (b - a)) / 1e6), 92 + share * (this.width - 96), 12); }
+    for (const share of [0, 0.5, 1]) { pen.textAlign = share === 1 ? "right" : share ? "center" : "left"; pen.fillText(seconds((a + share * (b - a)) / 1e6), SIDE + share * (this.width - SIDE - 4), 12); }
     this.rows.forEach((row, n) => {
       const y = places[n];
       pen.textAlign = "right"; pen.fillStyle = this.ink(row.first ? "--ink" : "--quiet");
-      pen.fillText(row.first ? `rank ${row.rank.rank} ${row.lane.name}`.slice(0, 16) : row.lane.name.slice(0, 14), 86, y + 10);
+      pen.fillText(row.lane.name.slice(0, 9), SIDE - 6, y + 10);
+      if (row.first) { pen.textAlign = "left"; pen.fillText(`rank ${row.rank.rank}`, 0, y + 10); }
       for (const [begin, length, kind] of row.lane.spans) {
-        const x = Math.max(92, X(begin)), end = Math.min(this.width - 4, X(begin + length));
-        if (end < 92 || x > this.width - 4) continue;
+        const x = Math.max(SIDE, X(begin)), end = Math.min(this.width - 4, X(begin + length));
+        if (end < SIDE || x > this.width - 4) continue;
         bar(pen, x, y, Math.max(0.7, end - x), ROW - 2, kind, this.ink(KINDS[kind]?.[1] ?? "--s6"), this.ink("--paper"));
       }
     });
@@ -187,7 +189,7 @@ export class Lanes extends Picture {
 
   point(x, y) {
     if (!this.found) return;
-    const places = this.place(), n = places.findIndex((at) => y >= at && y < at + ROW), [a] = this.range(), us = a + ((x - 92) / Math.max(1, this.width - 96)) * this.span();
+    const places = this.place(), n = places.findIndex((at) => y >= at && y < at + ROW), [a] = this.range(), us = a + ((x - SIDE) / Math.max(1, this.width - SIDE - 4)) * this.span();
     const i = n < 0 ? -1 : this.rows[n].lane.spans.findIndex(([begin, length]) => us >= begin && us <= begin + length);
     this.read(i < 0 ? null : [n, i]);
   }

@@ -40,7 +40,7 @@ export function happened(run) {
   for (const r of c.recoveries ?? []) {
     const first = r.generation === 1;
     if (first) continue;
-    const lost = (c.losses ?? []).filter((l) => Math.abs((l.at_s ?? l.at) - (r.lost_s || r.at)) < 5).map((l) => `${l.uid}: ${l.why}`).join("; ");
+    const lost = (r.lost_s ? c.losses ?? [] : []).filter((l) => Math.abs((l.at_s ?? l.at) - r.lost_s) < 1).map((l) => `${l.uid}: ${l.why}`).join("; ");
     events.push({ at: r.at, sign: "R", kind: "recovery", step: r.step, what: lost || r.why, chosen: `${whole(r.members)} members, ${r.folding ?? ""}`, moved: bytes(r.moved_bytes),
       took: finite(r.since_lost_s) ? r.since_lost_s : r.resumed_s, phases: [["told", r.told_s], ["noticed and waited", Math.max(0, r.noticed_s - r.formed_s)], ["connected", r.formed_s], ["built", r.built_s], ["moved state", r.moved_s]] });
   }
@@ -70,7 +70,7 @@ export function timeline(run, i, several) {
 /** The folding as a picture, and its ranks as a table. `holders`: of the server. */
 export function mapping(run, holders, i, several) {
   const label = run.head.folding_now ?? "", parts = [several ? h("h3", {}, swatch(i), said(run.head.run || run.folder)) : null, h("p", {}, "folding ", h("strong", {}, said(label)), ": the same ranks twice, as the attention grid and as the expert grid.")];
-  const image = h("img", { src: `/run/${run.id}/folding.svg?v=${encodeURIComponent(label)}`, alt: `Picture of the folding; the table has the same.`, loading: "lazy" });
+  const image = h("img", { src: `/run/${run.id}/folding.svg?v=${encodeURIComponent(label)}`, alt: `Picture of the folding; the table has the same.` });
   const frame = h("div", { class: "frame", tabindex: "0", role: "region", "aria-label": "picture of the folding" }, image);
   image.addEventListener("error", () => frame.replaceWith(h("p", { class: "quiet" }, "There is no picture of this folding: it is drawn for up to 64 ranks of one folding.")));
   parts.push(frame);
