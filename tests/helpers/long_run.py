@@ -55,8 +55,22 @@ def lines_of_rank(rank: int, *, steps: int, ranks: int, elastic: bool) -> Iterat
             yield line("Validated", time_s, step=step, loss=2 + 8 * math.exp(-step / 9000), tokens=65536, seconds=2.0)
             yield line("CheckpointSaved", time_s, step=step, path="x", bytes=1 << 36, blocked_s=0.01, total_s=40.0)
         if step in lost:
-            yield team(time_s + 0.4, generation=2 + sorted(lost).index(step), members=ranks, step=step, folding=mapping, why="h3.1.ab is lost")
-            yield line("TrainingResumed", time_s + 0.8, generation=2 + sorted(lost).index(step), step=step + 1, seconds=0.7, since_lost_s=0.75)
+            yield team(
+                time_s + 0.4,
+                generation=2 + sorted(lost).index(step),
+                members=ranks,
+                step=step,
+                folding=mapping,
+                why="h3.1.ab is lost",
+            )
+            yield line(
+                "TrainingResumed",
+                time_s + 0.8,
+                generation=2 + sorted(lost).index(step),
+                step=step + 1,
+                seconds=0.7,
+                since_lost_s=0.75,
+            )
     yield line("RunEnded", BEGIN_S + 2 + steps * STEP_S, step=steps, reason="finished", seconds=steps * STEP_S)
 
 
@@ -83,7 +97,10 @@ def step_line(step: int, time_s: float, draw: random.Random) -> bytes:
 
 def loads(step: int) -> list[list[int]]:
     return [
-        [int(8192 * (1 + 0.9 * math.sin(e * 0.7 + layer + step / 7000) * math.exp(-step / 30000))) for e in range(EXPERTS)]
+        [
+            int(8192 * (1 + 0.9 * math.sin(e * 0.7 + layer + step / 7000) * math.exp(-step / 30000)))
+            for e in range(EXPERTS)
+        ]
         for layer in range(LAYERS)
     ]
 
