@@ -55,11 +55,11 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("run", no_wrap=True)
+    table.add_column("run", overflow="fold")
     table.add_column("status", no_wrap=True)
     for name in ("step", "loss", "val", "tokens", "last change"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("folding", no_wrap=True)
+    table.add_column("folding", overflow="fold")
     for row in rows:
         step = f"{row['step']}" + (f" of {row['total_steps']}" if row["total_steps"] else "")
         ago = f"{format_seconds(max(0, round(row['now_s'] - row['heard_s'])))} ago" if row["heard_s"] else ""

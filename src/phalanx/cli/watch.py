@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,10 +85,15 @@ def _listen(address: str, port: int | None, *, folders: Sequence[Path], below: P
             return PageServer(address, each, folders=folders, below=below)
         except OSError as error:
             last = error
-    where = f"{address}:{ports[0]}" + (f" to {ports[-1]}" if len(ports) > 1 else "")
-    problem = Problem(
-        where="--port", value=where, rule=f"cannot listen there ({last.strerror})", hint="--port 0 takes a free port"
-    )
+    if isinstance(last, socket.gaierror) or last.errno == errno.EADDRNOTAVAIL:
+        hint = "127.0.0.1, or an address of this machine"
+        problem = Problem(
+            where="--address", value=address, rule=f"is no address of this machine ({last.strerror})", hint=hint
+        )
+    else:
+        value = f"{ports[0]}" if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
+        rule = f"cannot listen there ({last.strerror})"
+        problem = Problem(where="--port", value=value, rule=rule, hint="--port 0 takes a free port")
     raise ConfigError([problem], subject="the arguments")
 
 

@@ -13,7 +13,6 @@ from phalanx.core.faces import lazy
 if TYPE_CHECKING:
     from phalanx.observe.index.course import KEPT as KEPT
     from phalanx.observe.index.curves import COLUMNS as COLUMNS
-    from phalanx.observe.index.heat import HeatMap as HeatMap
     from phalanx.observe.index.kept import IndexSink as IndexSink, RunIndex as RunIndex
     from phalanx.observe.index.logs import LogFiles as LogFiles
 else:

@@ -180,7 +180,11 @@ def _experts_moved(course: RunCourse, record: Entry, at: float) -> None:
 
 
 def _step_recorded(course: RunCourse, record: Entry, at: float) -> None:
-    entry = plain(record, "step", "generation", "committed", "begin_s", "end_s")
+    entry = {
+        **plain(record, "generation", "committed"),
+        "step": _zero(record.get("step")),
+        "begin_s": _zero(record.get("begin_s")),
+    }
     course.keep("recorded", {"at": at, **entry}, key=("step", "generation"))
 
 

@@ -121,17 +121,18 @@ class Curves:
         return self.rows * self.width
 
     def joined(
-        self, most: int, *, first: int = 1, last: int | None = None
+        self, most: int, *, first: int = 1, last: int | None = None, width: int = 0
     ) -> tuple[int, int, Numbers, Numbers, Numbers, Numbers]:
-        """The steps from `first` to `last` in at most `most` groups of rows: steps of a group, first step, and (groups, C) least, mean and largest values (NaN: none) and (groups,) times.
+        """The steps from `first` to `last` in at most `most` groups of rows, or in groups of `width` steps: steps of a group, first step, and (groups, C) least, mean and largest values (NaN:
+        none) and (groups,) times.
 
         Groups begin where whole groups counted from step 1 do, so the same steps are in the same group whatever was added since.
         """
         self.settle()
         end = self.rows if last is None else min(self.rows, -(-last // self.width))
         begin = min(end, max(0, (first - 1) // self.width))
-        size = 1
-        while (end + size - 1) // size - begin // size > most:
+        size = max(1, width // self.width)
+        while not width and (end + size - 1) // size - begin // size > most:
             size *= 2
         begin -= begin % size
         cuts = np.arange(begin, max(begin, end), size)

@@ -77,6 +77,8 @@ class RunIndex:
         try:
             for name in names:
                 place = self.places.setdefault(name, LogPlace())
+                if sizes[name] < place.offset:
+                    raise ChangedLogError(name)
                 while place.offset < sizes[name]:
                     before = place.offset
                     lines = self.files.next_lines(name, place)

@@ -50,8 +50,8 @@ class LogFiles:
 
     def names(self) -> list[str]:
         """Names of all logs, those of ranks by number first."""
-        with self._events() as events:
-            found = [name for name in os.listdir(events) if NAME.fullmatch(name)]
+        with self._events() as events, os.scandir(events) as entries:
+            found = [e.name for e in entries if NAME.fullmatch(e.name) and e.is_file(follow_symlinks=False)]
         return sorted(found, key=lambda n: (n[0] != "r", int(n[5:-6]) if n[0] == "r" else 0, n))[:MOST_LOGS]
 
     @contextlib.contextmanager

@@ -66,7 +66,7 @@ def drawn(recording: Recording, step: int) -> dict[str, Any]:
         return {"problem": "this step was given up, or its lines are not in the logs any more"}
     begin_s, spans = min(s.begin_s for s in steps.values()), 0
     ranks: list[dict[str, Any]] = []
-    for log, own in sorted(steps.items()):
+    for log, own in sorted(steps.items(), key=lambda item: item[1].rank):
         lanes = rank_lanes(own, begin_s)
         spans += sum(len(lane["spans"]) for lane in lanes)
         if spans > MOST_SPANS and ranks:

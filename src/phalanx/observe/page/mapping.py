@@ -58,7 +58,7 @@ def holders(label: Any, *, experts: int) -> dict[str, Any]:
     """A row for each rank: its coordinates in both grids, and which experts it holds (of plain placements: those in order)."""
     folding = read_label(label)
     if not isinstance(folding, Folding):
-        return {"rows": [], "axes": [], "left_out": 0}
+        return {"rows": [], "axes": [], "left_out": 0, "picture": False}
     axes = [axis for axis in AXES if folding.degree(axis) > 1]
     each = experts // folding.ep if experts and experts % folding.ep == 0 else 0
     rows = []
@@ -66,4 +66,9 @@ def holders(label: Any, *, experts: int) -> dict[str, Any]:
         first = folding.coord(rank, "ep") * each
         held = "" if not each else f"{first}" if each == 1 else f"{first}-{first + each - 1}"
         rows.append([rank, *(folding.coord(rank, axis) for axis in axes), held])
-    return {"rows": rows, "axes": axes, "left_out": folding.world - len(rows)}
+    return {
+        "rows": rows,
+        "axes": axes,
+        "left_out": folding.world - len(rows),
+        "picture": folding_picture(label) is not None,
+    }

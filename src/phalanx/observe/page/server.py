@@ -273,7 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self, path: str, query: dict[str, str]) -> None:
         first, *rest = [part for part in path.split("/") if part] or ["index.html"]
         if first in ("index.html", "static"):
-            kind, body = self.server.files[rest[0] if rest else "index.html"]
+            kind, body = self.server.files[rest[0] if first == "static" and rest else first]
             return self._send(200, kind, body)
         ids = [id for id in query.get("of", "").split(",") if id]
         if first == "first":

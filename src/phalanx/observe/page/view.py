@@ -92,7 +92,7 @@ class RunView:
             index = self.index
             curves = self._curves(GROUPS, first=1)
             if width and curves["width"] == width and first > curves["first"]:
-                curves = self._curves(GROUPS, first=first)
+                curves = self._curves(GROUPS, first=first, group=width)
             layers = index.layers
             return {
                 "id": self.id, "folder": self.name, "version": index.version, "progress": self.progress, "problem": self.problem,
@@ -115,8 +115,8 @@ class RunView:
             codes = self.index.experts.codes(slice(layer * experts, (layer + 1) * experts))
             return {"layer": layer, "rows": experts, **_heat(self.index.experts.width, codes)}
 
-    def _curves(self, most: int, *, first: int, last: int | None = None) -> dict[str, Any]:
-        width, begin, low, mean, high, times = self.index.curves.joined(most, first=first, last=last)
+    def _curves(self, most: int, *, first: int, last: int | None = None, group: int = 0) -> dict[str, Any]:
+        width, begin, low, mean, high, times = self.index.curves.joined(most, first=first, last=last, width=group)
         found: dict[str, Any] = {
             "width": width,
             "first": begin,
@@ -151,12 +151,12 @@ class RunView:
         total, step = started.get("total_steps"), int(last.get("step") or started.get("step") or 0)
         left_s = max(0, total - step) * step_s if isinstance(total, int) and step_s is not None else None
         validated = course.validations[-1] if course.validations else {}
+        team = max(course.recoveries, key=lambda r: float(r["at"]), default=started)
         return {
             **{k: started.get(k) for k in ("run", "world", "total_steps", "num_params", "active_params", "folding", "unigram_loss")},
             **{k: last.get(k) for k in ("loss", "tokens_per_s", "mfu", "peak_memory_bytes", "grad_norm", "lr")},
-            "begun_s": course.starts[0]["at"] if course.starts else None,
-            "folding_now": course.recoveries[-1]["folding"] if course.recoveries else started.get("folding"),
-            "members": course.recoveries[-1]["members"] if course.recoveries else started.get("world"),
+            "begun_s": min((s["at"] for s in course.starts), default=None),
+            "folding_now": team.get("folding"), "members": team.get("members", started.get("world")),
             "step": step, "left_s": left_s, "step_s": step_s, "tokens": course.tokens, "heard_s": course.heard_s, "now_s": now_s,
             "validation": validated.get("loss"), "validation_step": validated.get("step"), "broken": course.broken,
             **self._status(now_s, step_s or 0.0),

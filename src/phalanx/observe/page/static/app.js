@@ -30,12 +30,15 @@ let polling = null, offset = 0;
 const chosen = () => [...runs.values()];
 const anyOf = (list) => (list.some(([, v]) => v > 0) ? list : []);
 
-/** [step, mean, least, largest] of a figure; where the range was looked at closer, from that. */
+/** [middle, mean, least, largest, first step, last step] of a figure in each group of steps; where the range was looked at closer, from that. */
 function points(run, name) {
   const source = shared.range && run.zoom ? run.zoom : run.curves, mean = source.mean[name];
   if (!mean) return [];
-  const [low, high] = source.range[name] ?? [], half = (source.width - 1) / 2;
-  return mean.map((v, i) => [Math.round(source.first + i * source.width + half), v, low?.[i], high?.[i]]).filter(([, v]) => finite(v));
+  const [low, high] = source.range[name] ?? [], newest = run.head.step || Infinity;
+  return mean.map((v, i) => {
+    const first = source.first + i * source.width, last = Math.max(first, Math.min(newest, first + source.width - 1));
+    return [Math.round((first + last) / 2), v, low?.[i], high?.[i], first, last];
+  }).filter(([, v]) => finite(v));
 }
 
 // ---- what came from the server ---------------------------------------------------------------------------------------

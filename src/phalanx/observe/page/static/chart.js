@@ -33,11 +33,16 @@ export class Chart {
 
   bounds() {
     const chosen = this.shared.range;
-    let first = Infinity, last = -Infinity, low = Infinity, high = -Infinity;
-    for (const one of this.series) for (const [step] of one.points) { first = Math.min(first, step); last = Math.max(last, step); }
+    let first = Infinity, last = -Infinity, low = Infinity, high = -Infinity, least = Infinity, largest = -Infinity;
+    for (const one of this.series) for (const [step, , , , from = step, to = step] of one.points) { first = Math.min(first, from); last = Math.max(last, to); }
     if (chosen) [first, last] = chosen;
-    for (const one of this.series) for (const [step, mean] of one.points) if (step >= first && step <= last && finite(mean)) { low = Math.min(low, mean); high = Math.max(high, mean); }
+    for (const one of this.series) for (const [step, mean, l, u] of one.points) if (step >= first && step <= last && finite(mean)) {
+      low = Math.min(low, mean); high = Math.max(high, mean); least = Math.min(least, finite(l) ? l : mean); largest = Math.max(largest, finite(u) ? u : mean);
+    }
     if (!finite(low)) [low, high] = [0, 1];
+    const span = high - low;
+    low = Math.max(Math.min(low, least), low - 0.6 * span); // single values far off would flatten the curve
+    high = Math.min(Math.max(high, largest), high + 0.6 * span);
     const margin = (high - low) * 0.06 || Math.abs(high) * 0.05 || 0.5;
     const bottom = low >= 0 && low - margin < 0 ? 0 : low - margin;
     return { first, last: last > first ? last : first + 1, low: bottom, high: high + margin };
@@ -55,7 +60,7 @@ export class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     const parts = [];
     for (const v of ticks(b.low, b.high, 4, { base: this.base })) parts.push(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: Y(v), y2: Y(v) }), s("text", { class: "axis", x: LEFT - 6, y: Y(v) + 4, "text-anchor": "end" }, this.format(v)));
-    for (const v of ticks(b.first, b.last, Math.max(2, Math.floor(width / 110)), { integers: true })) parts.push(s("text", { class: "axis", x: Math.min(X(v), width - 22), y: HEIGHT - 6, "text-anchor": "middle" }, whole(v)));
+    for (const v of ticks(b.first, b.last, Math.max(2, Math.floor(width / 110)), { integers: true })) parts.push(s("text", { class: "axis", x: X(v) > width - 40 ? width - 2 : X(v), y: HEIGHT - 6, "text-anchor": X(v) > width - 40 ? "end" : "middle" }, whole(v)));
     this.series.forEach((one, i) => parts.push(...this.lines(one, i)));
     this.over = s("g");
     parts.push(this.over);
@@ -126,9 +131,11 @@ export class Chart {
     this.value.replaceChildren(this.at === null ? this.newest() : "");
     if (this.at === null) return;
     const parts = [];
+    let where = "";
     this.series.forEach((one) => {
       const found = nearest(one.points, this.at);
       if (!found) return;
+      where ||= steps(found);
       const [step, mean, low, high] = found, range = finite(low) && low !== high ? ` (${this.format(low)} to ${this.format(high)})` : "";
       parts.push(`${this.series.length > 1 ? one.name + " " : ""}${this.format(mean)}${range}`);
       if (finite(mean) && step >= this.b.first && step <= this.b.last) this.over.append(paint(s("circle", { class: "dot", cx: this.X(step), cy: this.Y(mean), r: 4 }), "fill", colour(one.tone)));
@@ -136,7 +143,7 @@ export class Chart {
     const x = this.X(this.at);
     this.over.prepend(s("line", { class: "cursor", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }));
     if (this.drag !== null && this.drag !== this.at) { const [a, c] = [this.X(this.drag), x].sort((p, q) => p - q); this.over.prepend(s("rect", { class: "chosen", x: a, y: TOP, width: c - a, height: HEIGHT - TOP - BOTTOM })); }
-    this.value.replaceChildren(`step ${whole(this.at)}: ${parts.join("; ")}`);
+    this.value.replaceChildren(`${where}: ${parts.join("; ")}`);
   }
 
   newest() {
@@ -149,10 +156,11 @@ export class Chart {
   }
 
   table() {
+    if (!this.b) return "";
     const rows = [];
     for (const one of this.series) {
       const shown = one.points.filter(([step]) => step >= this.b.first && step <= this.b.last), stride = Math.ceil(shown.length / MOST_TABLE) || 1;
-      for (let n = (shown.length - 1) % stride; n < shown.length; n += stride) { const [step, mean, low, high] = shown[n]; rows.push([one.name, whole(step), this.format(mean), finite(low) ? this.format(low) : "", finite(high) ? this.format(high) : ""]); }
+      for (let n = (shown.length - 1) % stride; n < shown.length; n += stride) { const [, mean, low, high] = shown[n]; rows.push([one.name, steps(shown[n]).replace(/^steps? /, ""), this.format(mean), finite(low) ? this.format(low) : "", finite(high) ? this.format(high) : ""]); }
     }
     return table(["", "step", "mean", "least", "largest"], rows, [1, 2, 3, 4]);
   }
@@ -173,6 +181,9 @@ function clamp(from, to, first, last) {
   const [a, b] = [Math.max(first, Math.floor(from)), Math.min(last, Math.ceil(to))];
   return b - a >= 2 ? [a, b] : [first, last];
 }
+
+/** The steps that a point stands for. */
+const steps = ([step, , , , first = step, last = step]) => (last > first ? `steps ${whole(first)} to ${whole(last)}` : `step ${whole(first)}`);
 
 function nearest(points, step) {
   let best = null;

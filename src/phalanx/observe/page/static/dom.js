@@ -27,9 +27,11 @@ export const DASHES = ["", "7 3", "2 3", "10 3 2 3", "5 5", "1 4", "12 4", "3 2 
 
 export function count(x) {
   if (!finite(x)) return "–";
-  for (const [power, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (Math.abs(x) >= 0.9995 * power) return digits(x / power) + " " + letter;
-  return digits(x);
+  for (const [power, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (Math.abs(x) >= 0.9995 * power) return short(x / power) + " " + letter;
+  return short(x);
 }
+
+const short = (x) => (Math.abs(x) >= 99.95 ? x.toFixed(0) : String(Number(x.toPrecision(3))));
 
 export function digits(x) {
   if (!finite(x)) return "–";
@@ -51,6 +53,7 @@ export function bytes(x) {
 export function seconds(x) {
   if (!finite(x)) return "–";
   const size = Math.abs(x);
+  if (size === 0) return "0 s";
   if (size < 1e-3) return `${Number((x * 1e6).toPrecision(3))} µs`;
   if (size < 1) return `${Number((x * 1e3).toPrecision(3))} ms`;
   if (size < 60) return `${Number(x.toPrecision(3))} s`;

@@ -78,7 +78,7 @@ export class Heat extends Picture {
     }
     pen.fillStyle = this.ink("--quiet");
     pen.textAlign = "right";
-    for (let r = 0, every = Math.ceil(14 / high); r < rows; r += every) pen.fillText(r, LEFT - 6, r * high + Math.min(high, 14) - 2);
+    for (let r = 0, every = Math.ceil(14 / high); r < rows; r += every) pen.fillText(r, LEFT - 6, Math.max(10, r * high + Math.min(high, 14) - 2));
     for (const share of [0, 0.5, 1]) { const step = Math.max(1, Math.round(share * columns * steps)); pen.textAlign = share === 0 ? "left" : share === 1 ? "right" : "center"; pen.fillText(`${share === 0.5 ? "" : "step "}${whole(step)}`, LEFT + share * (this.width - LEFT - 4), rows * high + 15); }
     if (this.at) { pen.strokeStyle = this.ink("--focus"); pen.lineWidth = 2; pen.strokeRect(LEFT + this.at[0] * wide - 1, this.at[1] * high - 1, Math.max(4, wide + 2), high + 2); }
   }
@@ -107,6 +107,7 @@ export class Heat extends Picture {
   }
 
   table() {
+    if (!this.map) return "";
     const last = this.map.columns - 1;
     const rows = [...Array(this.map.rows).keys()].map((r) => [r, load(this.code(last, r))]).sort((a, b) => (b[1] ?? -1) - (a[1] ?? -1));
     return table([this.row, "times the mean"], rows.map(([r, v]) => [r, v === null ? "not told" : digits(Number(v.toPrecision(3)))]), [0, 1]);

@@ -70,10 +70,8 @@ export function timeline(run, i, several) {
 /** The folding as a picture, and its ranks as a table. `holders`: of the server. */
 export function mapping(run, holders, i, several) {
   const label = run.head.folding_now ?? "", parts = [several ? h("h3", {}, swatch(i), said(run.head.run || run.folder)) : null, h("p", {}, "folding ", h("strong", {}, said(label)), ": the same ranks twice, as the attention grid and as the expert grid.")];
-  const image = h("img", { src: `/run/${run.id}/folding.svg?v=${encodeURIComponent(label)}`, alt: `Picture of the folding; the table has the same.` });
-  const frame = h("div", { class: "frame", tabindex: "0", role: "region", "aria-label": "picture of the folding" }, image);
-  image.addEventListener("error", () => frame.replaceWith(h("p", { class: "quiet" }, "There is no picture of this folding: it is drawn for up to 64 ranks of one folding.")));
-  parts.push(frame);
+  if (holders.picture) parts.push(h("div", { class: "frame", tabindex: "0", role: "region", "aria-label": "picture of the folding" }, h("img", { src: `/run/${run.id}/folding.svg?v=${encodeURIComponent(label)}`, alt: "The folding; the table of ranks says the same." })));
+  else parts.push(h("p", { class: "quiet" }, "There is no picture of it: foldings of up to 64 ranks, the same for all stages, are drawn."));
   if (holders.rows.length) parts.push(disclosure("Table of ranks", () => h("div", {}, holders.left_out ? h("p", {}, `${holders.left_out} more ranks are left out.`) : null, table(["rank", ...holders.axes, "experts held"], holders.rows))));
   return h("div", {}, ...parts);
 }
