@@ -265,7 +265,8 @@ def test_a_file_that_lies_about_its_sizes_is_refused(tmp_path: Path) -> None:
     for change in (
         {"parts": {**head["parts"], "curves": [{**head["parts"]["curves"][0], "rows": 10**9}, head["parts"]["curves"][1]]}},
         {"parts": {**head["parts"], "layers": [{"cells": 10**9, "width": 1, "counts": [1]}, 0]}},
-        {"course": {**head["course"], "notes": "x"}}, {"course": {}}, {"shape": [9, 9]}, {"logs": {"../../etc/passwd": [0, False, ""]}}, {"missing": None}, {"last_step": "x"},
+        {"course": {**head["course"], "notes": "x"}}, {"course": {**head["course"], "recoveries": [{"at": 1}]}}, {"course": {**head["course"], "notes": [{"at": 1, "level": "x" * 9999, "text": ""}]}},
+        {"course": {**head["course"], "validations": [{"at": None, "step": 1, "loss": 1, "seconds": 1}]}}, {"course": {}}, {"shape": [9, 9]}, {"logs": {"../../etc/passwd": [0, False, ""]}}, {"missing": None}, {"last_step": "x"},
     ):  # fmt: skip
         text = json.dumps({**head, **change}).encode()
         rest = text + body[length:]

@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from page_help import serving
 
 from phalanx.cli import runs as runs_command, watch as watch_command
 from phalanx.cli.main import main
-from phalanx.core.events import Collective, Operation, StepRecorded, TeamFormed
+from phalanx.core.events import Collective, ExpertLoads, Operation, StepRecorded, TeamFormed
 from phalanx.observe import JsonlSink
 from phalanx.observe.page import PageServer, differences, find_runs, is_loopback, recipe_values
 from phalanx.observe.page.mapping import holders, read_label
@@ -93,7 +94,7 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(server: PageServer) -
 @pytest.mark.parametrize(
     "cookie", [None, "", "phalanx=x", "{name}=", "{name}=x", "{name}={token}x", "other={token}", "{name}=\u00e4"]
 )
-@pytest.mark.parametrize("path", ["/", "/static/app.js", "/first", "/runs", "/run/r1/all", "/changes?of=r1:0:-:0:0:1"])
+@pytest.mark.parametrize("path", ["/", "/static/app.js", "/first", "/runs", "/run/r1/all", "/changes?of=r1:0:-:0:1"])
 def test_nothing_is_said_without_it(server: PageServer, path: str, cookie: str | None) -> None:
     given = None if cookie is None else cookie.format(name=server.cookie, token=server.token)
     status, _, body = ask(server, path, cookie=given)
@@ -172,7 +173,7 @@ def test_refusals_too(server: PageServer) -> None:
 @pytest.mark.parametrize(
     "path",
     ["/static/../server.py", "/static/..%2fserver.py", "/../../secret.toml", "/run/../secret.toml", "/run/laptop/all", "/run/r2/all", "/run/r1/recipe.toml", "/run/r1/events/rank-0.jsonl",
-     "/run/r1/..", "/run/r1/lanes?step=999", "//etc/passwd", "/static/", "/static/app.js%00", "/changes?of=r9:0:-:0:0:1", "/recipes?of=%2e%2e", "/run/r1/lanes"],
+     "/run/r1/..", "/run/r1/lanes?step=999", "//etc/passwd", "/static/", "/static/app.js%00", "/changes?of=r9:0:-:0:1", "/recipes?of=%2e%2e", "/run/r1/lanes"],
 )  # fmt: skip
 def test_no_address_reaches_the_disk(server: PageServer, path: str) -> None:
     status, _, body = ask(server, path)
@@ -185,7 +186,7 @@ def test_no_address_reaches_the_disk(server: PageServer, path: str) -> None:
         "/run/r1/zoom?first=x&last=2",
         "/run/r1/zoom?first=1&last=" + "9" * 40,
         "/changes?of=r1",
-        "/changes?of=r1:a:b:c:d:e",
+        "/changes?of=r1:a:b:c:d",
         "/?" + "&".join(f"a{i}=1" for i in range(50)),
         "/run/r1/experts?layer=1e3",
     ],
@@ -271,7 +272,7 @@ def test_what_is_new_and_what_was_there_is_the_whole(tmp_path: Path, steps: int)
     last_group = curves["first"] + (len(curves["times"]) - 1) * curves["width"]
     log(folder, *(ended(s) for s in range(steps + 1, steps + 4)))
     view.advance()
-    news = view.snapshot(since_s=before["head"]["heard_s"], width=curves["width"], first=last_group)
+    news = view.snapshot(known=before["version"], width=curves["width"], first=last_group)
     whole = view.snapshot()
     assert news["head"]["step"] == steps + 3
     if whole["curves"]["width"] == curves["width"]:
@@ -284,7 +285,7 @@ def test_what_is_new_and_what_was_there_is_the_whole(tmp_path: Path, steps: int)
 def test_a_browser_waits_for_news(server: PageServer) -> None:
     known = get(server, "/run/r1/all")
     folder = server.views["r1"].folder
-    asked = f"/changes?of=r1:{known['version']}:-:{known['head']['heard_s']}:{known['curves']['width']}:1"
+    asked = f"/changes?of=r1:{known['version']}:-:{known['curves']['width']}:1"
     begin_s = time.monotonic()
     log(folder, ended(61))
     found = get(server, asked)["runs"]
@@ -391,6 +392,62 @@ def test_who_holds_what() -> None:
         assert holders(wrong, experts=8)["rows"] == [], wrong
 
 
+def test_experts_with_replicas_are_in_no_order(tmp_path: Path) -> None:
+    folder = log(tmp_path / "run", started(), ended(1), ExpertLoads(step=1, counts=((1, 2, 3, 4),)))
+    with serving(folder) as server:
+        assert [row[-1] for row in get(server, "/run/r1/holders")["rows"]] == ["0", "1", "2", "3"]
+        (folder / "recipe.toml").write_text("[resilience]\nslots_per_rank = 3\n")
+        assert {row[-1] for row in get(server, "/run/r1/holders")["rows"]} == {""}
+
+
+def test_what_a_member_tells_later_is_sent_again(tmp_path: Path) -> None:
+    """Seconds of a recovery are those of its slowest member, whose log may be read last."""
+    team = TeamFormed(
+        generation=2,
+        members=3,
+        step=5,
+        folding="dp3|edp3",
+        why="lost",
+        noticed_s=0.1,
+        formed_s=0.1,
+        built_s=0.1,
+        moved_s=0.1,
+        moved_bytes=9,
+        checked=1,
+    )
+    folder = log(tmp_path / "run", started(), ended(5), team)
+    view = RunView(folder, id="r1")
+    view.open()
+    before = view.snapshot()
+    log(folder, replace(team, moved_s=7.0), ended(6), rank=1)
+    view.advance()
+    news = view.snapshot(known=before["version"], width=1)
+    assert [r["moved_s"] for r in news["recoveries"]] == [7.0] and "notes" not in news and "checkpoints" not in news
+
+
+def test_one_run_that_cannot_be_understood_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.observe.index import RunIndex
+
+    good, bad = log(tmp_path / "good", *a_run(5)), log(tmp_path / "bad", *a_run(5))
+    made = RunIndex.take
+
+    def take(self: Any, record: Any) -> None:
+        if self.files.folder == bad:
+            raise KeyError("at")
+        made(self, record)
+
+    monkeypatch.setattr(RunIndex, "take", take)
+    with serving(good, bad) as server:
+        assert "cannot be understood" in get(server, "/run/r2/all")["problem"]
+        time.sleep(0.5)
+        log(good, ended(6))
+        known = get(server, "/run/r1/all")
+        assert (
+            known["head"]["step"] == 6
+            or get(server, f"/changes?of=r1:{known['version']}:-:1:1")["runs"][0]["head"]["step"] == 6
+        )
+
+
 def test_the_folding_is_drawn(server: PageServer) -> None:
     status, headers, body = ask(server, "/run/r1/folding.svg")
     assert status == 200 and headers["Content-Type"] == "image/svg+xml" and body.startswith(b"<svg") and b"ep3" in body
@@ -455,6 +512,7 @@ def test_runs_are_found_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert "30 of 30" in said and "2000 of 2000" in said and "finished" in said and "linked" not in said
     rows = {r["folder"]: r for r in json.loads((tmp_path / "list.json").read_text())["runs"]}
+    assert rows["two"]["tokens"] == 2000 * 524288, "from its first and last lines"
     assert rows["two"]["step"] == 2000 and rows["two"]["validation"] == pytest.approx(2 + 8 * np.exp(-2000 / 9000))
     assert main(["runs", str(tmp_path / "nothing")]) == 2
     assert "phalanx train makes" in capsys.readouterr().err

@@ -19,6 +19,15 @@ KEPT = {
     "losses": 500, "stragglers": 100, "moves": 200, "recorded": 64,
 }  # fmt: skip
 """List of `Course` -> how many of its entries are kept."""
+FIELDS = {
+    "starts": {"step", "world", "folding"}, "validations": {"step", "loss", "seconds"}, "checkpoints": {"step", "bytes", "blocked_s", "total_s"},
+    "notes": {"level", "text"}, "samples": {"step", "prompt", "text"}, "rollbacks": {"history", "step", "from_step", "why", "damaged", "abandoned"},
+    "recoveries": {"generation", "members", "step", "folding", "why", "life", "lost_s", "moved_bytes", "resumed_s", "since_lost_s", "told_s", "noticed_s", "formed_s", "built_s", "moved_s"},
+    "losses": {"uid", "host", "why", "at_s"}, "stragglers": {"step", "host", "members", "slowness", "put_out", "why"},
+    "moves": {"step", "why", "experts", "moved_s", "before", "after"}, "recorded": {"step", "generation", "committed", "begin_s"},
+}  # fmt: skip
+"""What entries of each list have, beside `at`. Values are those of `plain_value`."""
+SUMS = ("moved_bytes", "told_s", "noticed_s", "formed_s", "built_s", "moved_s")
 MOST_TEXT = 2000
 PHASES = ("told_s", "noticed_s", "formed_s", "built_s", "moved_s")
 Entry = dict[str, Any]
@@ -101,8 +110,20 @@ class RunCourse:
                 raise ValueError(f"{each.name} is no table")
             if isinstance(default, int | float) and not abs(number(value)) <= LARGEST:
                 raise ValueError(f"{each.name} is no number")
+            if each.name in KEPT:
+                _check_entries(each.name, value)
             setattr(found, each.name, value)
         return found
+
+
+def _check_entries(name: str, entries: list[Entry]) -> None:
+    """Raises `ValueError` where they are not what `RunCourse.take` makes."""
+    numbers = ("at", *SUMS) if name == "recoveries" else ("at",)
+    for entry in entries:
+        if entry.keys() != FIELDS[name] | {"at"} or any(math.isnan(number(entry[n])) for n in numbers):
+            raise ValueError(f"{name} has an entry that cannot be")
+        if any(plain_value(value) != value for value in entry.values()):
+            raise ValueError(f"{name} has a value that cannot be")
 
 
 # ---- what each kind of event says ------------------------------------------------------------------------------------
@@ -193,6 +214,11 @@ def _zero(value: Any) -> float:
     return found if math.isfinite(found) else 0.0
 
 
+LISTS = {
+    "RunStarted": "starts", "Validated": "validations", "CheckpointSaved": "checkpoints", "Note": "notes", "Sampled": "samples", "TeamFormed": "recoveries",
+    "TrainingResumed": "recoveries", "WentBack": "rollbacks", "MemberLost": "losses", "Straggling": "stragglers", "ExpertsMoved": "moves", "StepRecorded": "recorded",
+}  # fmt: skip
+"""Kind of event -> the list that it changes."""
 _TAKERS = {
     "RunStarted": _run_started, "RunEnded": _run_ended, "Validated": _validated, "CheckpointSaved": _checkpoint, "Note": _note,
     "Sampled": _sampled, "TeamFormed": _team_formed, "TrainingResumed": _resumed, "WentBack": _went_back,

@@ -131,9 +131,7 @@ class Curves:
         self.settle()
         end = self.rows if last is None else min(self.rows, -(-last // self.width))
         begin = min(end, max(0, (first - 1) // self.width))
-        size = max(1, width // self.width)
-        while not width and (end + size - 1) // size - begin // size > most:
-            size *= 2
+        size = max(1, width // self.width) if width else _size(begin, end, most)
         begin -= begin % size
         cuts = np.arange(begin, max(begin, end), size)
         if not len(cuts):
@@ -147,6 +145,11 @@ class Curves:
         low = np.where(count > 0, np.minimum.reduceat(self.low[part], at), np.nan)
         high = np.where(count > 0, np.maximum.reduceat(self.high[part], at), np.nan)
         return size * self.width, begin * self.width + 1, low, mean, high, np.maximum.reduceat(self.time_s[part], at)
+
+    def group_width(self, most: int) -> int:
+        """Steps of a group where all of them are put in at most `most` groups."""
+        self.settle()
+        return self.width * _size(0, self.rows, most)
 
     # ---- as bytes ----------------------------------------------------------------------------------------------------
 
@@ -177,3 +180,11 @@ class Curves:
         if place != len(data):
             raise ValueError("more or fewer bytes than its rows have")
         return found
+
+
+def _size(begin: int, end: int, most: int) -> int:
+    """Rows of a group, a power of two, so that the rows from `begin` to `end` make at most `most` groups."""
+    size = 1
+    while (end + size - 1) // size - begin // size > most:
+        size *= 2
+    return size

@@ -24,7 +24,7 @@ import numpy as np
 from phalanx.core.errors import PhalanxError
 from phalanx.core.events import Event
 from phalanx.core.reading import parse_table
-from phalanx.observe.index.course import RunCourse
+from phalanx.observe.index.course import LISTS, RunCourse
 from phalanx.observe.index.curves import COLUMNS, MOST_STEPS, Curves, number
 from phalanx.observe.index.heat import MOST_CELLS, HeatMap
 from phalanx.observe.index.logs import ChangedLogError, LogFiles, LogPlace, kind_of, parse_event
@@ -64,6 +64,8 @@ class RunIndex:
         """(when, steps committed): steps above that were told until then are void."""
         self.version = 0
         """Grows with whatever is read."""
+        self.touched: dict[str, int] = {}
+        """List of `course` -> version in which it was changed last."""
         self.elastic = False
         self._newest: tuple[dict[str, Any], list[float]] | None = None
 
@@ -136,6 +138,8 @@ class RunIndex:
             return
         self.version += 1
         self.course.heard_s = max(self.course.heard_s, at)
+        if record["kind"] in LISTS:
+            self.touched[LISTS[record["kind"]]] = self.version
         match record["kind"]:
             case "StepEnded":
                 self._step(record, at)
@@ -184,6 +188,7 @@ class RunIndex:
             return
         gone = self.curves.void(step, until_s=at)
         self.course.void(step, until_s=at)
+        self.touched["validations"] = self.version
         if self.curves.last <= -(-step // self.curves.width) * self.curves.width:  # nothing later was told since
             self.last_step, self.missing = step, {m for m in self.missing if m <= step}
             for heat in (self.layers, self.experts):

@@ -64,6 +64,7 @@ class PageServer(ThreadingHTTPServer):
         self.views: dict[str, RunView] = {}
         self._by_folder: dict[Path, str] = {}
         self._summaries: tuple[float, list[dict[str, Any]]] = (-1e9, [])
+        self._peeked: dict[str, tuple[float, dict[str, Any]]] = {}
         self._folders, self._below = list(folders), below
         self._news, self._over = threading.Condition(), threading.Event()
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
@@ -155,8 +156,12 @@ class PageServer(ThreadingHTTPServer):
         return {"ids": named or ([newest.id] if newest else []), "all": [v.id for v in views]}
 
     def _summary(self, view: RunView) -> dict[str, Any]:
-        followed = time.monotonic() - view.asked_s < WANTED_S
-        return (view if followed else peek(view.folder, id=view.id)).summary()
+        if time.monotonic() - view.asked_s < WANTED_S:
+            return view.summary()
+        written_s, known = _written_s(view.folder), self._peeked.get(view.id)
+        if known is None or known[0] != written_s or known[1]["status"] in ("training", "starting"):
+            known = self._peeked[view.id] = written_s, peek(view.folder, id=view.id).summary()
+        return known[1]
 
     def view(self, id: str) -> RunView:
         """A run, which is followed from now on. Raises `Unknown`."""
@@ -167,14 +172,14 @@ class PageServer(ThreadingHTTPServer):
         return view
 
     def changes(self, asked: Sequence[str]) -> dict[str, Any]:
-        """Those of the runs that have news, once there are some. `asked`: id:version:since:width:first of each, with dots for nothing."""
+        """Those of the runs that have news, once there are some. `asked`: id:version:progress:width:first of each."""
         wanted = [_Asked(self, text) for text in asked[:MOST_COMPARED]]
         until_s = time.monotonic() + WAIT_S
         while not self._over.is_set():
             news = [a for a in wanted if (a.view.index.version, a.view.progress) != a.known]
             left_s = until_s - time.monotonic()
             if news or left_s <= 0:
-                return {"runs": [a.view.snapshot(since_s=a.since_s, width=a.width, first=a.first) for a in news]}
+                return {"runs": [a.view.snapshot(known=a.known[0], width=a.width, first=a.first) for a in news]}
             with self._news:
                 self._news.wait(min(left_s, 1.0))
         return {"runs": []}
@@ -197,10 +202,10 @@ class _Asked:
     """What a browser has of a run."""
 
     def __init__(self, server: PageServer, text: str) -> None:
-        id, version, progress, since, width, first = text.split(":")
+        id, version, progress, width, first = text.split(":")
         self.view = server.view(id)
         self.known = int(version), None if progress == "-" else float(progress)
-        self.since_s, self.width, self.first = float(since), int(width), int(first)
+        self.width, self.first = int(width), int(first)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -247,6 +252,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._text(404, "there is no such thing here")
         except (ValueError, OverflowError):
             self._text(400, "this cannot be asked")
+        except ConnectionError:
+            raise
         except OSError as error:
             self._text(503, f"the logs cannot be read ({error.strerror or 'not a file'})")
 
@@ -294,7 +301,7 @@ class _Handler(BaseHTTPRequestHandler):
             "zoom": lambda: view.zoom(_whole(query["first"]), _whole(query["last"])),
             "experts": lambda: view.experts(_whole(query["layer"])),
             "lanes": lambda: step_lanes(view.folder, _recorded(view, _whole(query["step"]))),
-            "holders": lambda: holders(view.summary()["folding_now"], experts=view.index.shape[1]),
+            "holders": lambda: holders(view.summary()["folding_now"], experts=_in_order(view)),
         }
         if what != "folding.svg":
             return self._json(answers[what]())
@@ -320,6 +327,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+def _in_order(view: RunView) -> int:
+    """Experts of a layer, where each rank holds its share of them in order; 0 where they have replicas, which are placed by load, or where nothing is known of them."""
+    return 0 if "resilience.slots_per_rank" in recipe_values(view.folder) else view.index.shape[1]
 
 
 def _written_s(folder: Path) -> float:

@@ -69,6 +69,9 @@ class RunView:
             self.problem = ""
         except OSError as error:
             self.problem = f"the event log cannot be read ({error.strerror or 'not a file'})"
+        except Exception as error:  # of one run: the others are shown all the same
+            self.index.forget()
+            self.problem = f"the event log cannot be understood ({type(error).__name__})"
         self.progress = None
         if was_making:
             with contextlib.suppress(OSError):
@@ -86,17 +89,16 @@ class RunView:
         with self._lock:
             return {"id": self.id, "folder": self.name, "version": self.index.version, **self._head()}
 
-    def snapshot(self, *, since_s: float = 0.0, width: int = 0, first: int = 1) -> dict[str, Any]:
-        """The run. `since_s`, `width`, `first`: the newest event, steps of a group, and first step of the last group that the browser has; as they are: all is sent."""
+    def snapshot(self, *, known: int = 0, width: int = 0, first: int = 1) -> dict[str, Any]:
+        """The run. `known`, `width`, `first`: the version, the steps of a group, and the first step of the last group that the browser has; as they are: all is sent."""
         with self._lock:
             index = self.index
-            curves = self._curves(GROUPS, first=1)
-            if width and curves["width"] == width and first > curves["first"]:
-                curves = self._curves(GROUPS, first=first, group=width)
+            same_width = width > 0 and index.curves.group_width(GROUPS) == width
+            curves = self._curves(GROUPS, first=first, group=width) if same_width else self._curves(GROUPS, first=1)
             layers = index.layers
             return {
                 "id": self.id, "folder": self.name, "version": index.version, "progress": self.progress, "problem": self.problem,
-                "head": self._head(), "curves": curves, **self._lists(since_s),
+                "head": self._head(), "curves": curves, **self._lists(known),
                 "layers": None if layers is None else {"rows": layers.cells, **_heat(layers.width, layers.codes())},
                 "experts": {"layers": index.shape[0], "experts": index.shape[1]},
             }  # fmt: skip
@@ -131,15 +133,15 @@ class RunView:
                     ranges[name] = [_short(low[:, i]), _short(high[:, i])]
         return {**found, "range": ranges}
 
-    def _lists(self, since_s: float) -> dict[str, Any]:
-        course, found = self.index.course, {}
-        validations = [[v["step"], v["loss"]] for v in course.validations if v["at"] > since_s]
-        stride = -(-len(validations) // MOST_VALIDATIONS) or 1
-        found["validations"] = validations[::-1][::stride][::-1]
-        for name in KEPT:
-            entries = getattr(course, name)
-            if name != "validations" and entries and entries[-1]["at"] >= since_s - 5.0:
-                found[name] = entries
+    def _lists(self, known: int) -> dict[str, Any]:
+        """Those that have changed since."""
+        found: dict[str, Any] = {
+            n: getattr(self.index.course, n) for n in KEPT if not known or self.index.touched.get(n, 0) > known
+        }
+        if "validations" in found:
+            validations = [[v["step"], v["loss"]] for v in found["validations"]]
+            stride = -(-len(validations) // MOST_VALIDATIONS) or 1
+            found["validations"] = validations[::-1][::stride][::-1]
         return found
 
     def _head(self) -> dict[str, Any]:
@@ -148,7 +150,7 @@ class RunView:
         width, _, _, mean, _, _ = self.index.curves.joined(64, first=max(1, self.index.last_step - 63))
         told = mean[:, COLUMNS.index("step_s")][-64 // min(64, width) :] if len(mean) else mean[:, 0]
         step_s = float(np.nanmean(told)) if np.isfinite(told).any() else None
-        total, step = started.get("total_steps"), int(last.get("step") or started.get("step") or 0)
+        total, step = started.get("total_steps"), self.index.last_step
         left_s = max(0, total - step) * step_s if isinstance(total, int) and step_s is not None else None
         validated = course.validations[-1] if course.validations else {}
         team = max(course.recoveries, key=lambda r: float(r["at"]), default=started)
@@ -192,6 +194,9 @@ def peek(folder: Path, *, id: str) -> RunView:
                 parts.append(os.pread(handle, PEEK_BYTES, max(PEEK_BYTES, size - PEEK_BYTES)).partition(b"\n")[2])
         for part in parts:
             view.index.take_lines(part[: part.rfind(b"\n") + 1].split(b"\n")[:-1])
+        if len(parts) > 1:  # most steps were not seen: as many tokens each as the newest has
+            course = view.index.course
+            course.tokens = course.last.get("tokens", 0.0) * view.index.last_step
     return view
 
 

@@ -49,9 +49,7 @@ function take(found) {
   const run = { ...old, ...found };
   offset = found.head.now_s - Date.now() / 1000;
   if (old.curves && found.curves.first > 1 && old.curves.width === found.curves.width) run.curves = joined(old.curves, found.curves);
-  const known = new Map(old.head && found.head.step >= old.head.step ? old.validations : []);
-  for (const [step, v] of found.validations) known.set(step, v);
-  run.validations = [...known].sort((a, b) => a[0] - b[0]);
+  run.validations = (found.validations ?? old.validations).toSorted((a, b) => a[0] - b[0]);
   run.lists = { ...(old.lists ?? {}) };
   for (const name of LISTS) if (found[name]) run.lists[name] = found[name];
   runs.set(found.id, run);
@@ -84,7 +82,7 @@ async function follow() {
   let failures = 0;
   while (!mine.stopped) {
     try {
-      const asked = chosen().map((r) => [r.id, r.version, r.progress ?? "-", r.head.heard_s, r.curves.width, Math.max(1, r.curves.first + (r.curves.times.length - 1) * r.curves.width)].join(":"));
+      const asked = chosen().map((r) => [r.id, r.version, r.progress ?? "-", r.curves.width, Math.max(1, r.curves.first + (r.curves.times.length - 1) * r.curves.width)].join(":"));
       const news = await ask("/changes?of=" + asked.join(","));
       if (mine.stopped) return;
       failures = 0;

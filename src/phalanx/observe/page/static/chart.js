@@ -109,7 +109,7 @@ export class Chart {
     if (!this.b) return;
     const { first, last } = this.b, span = last - first, at = this.at ?? last;
     const all = this.series.flatMap((one) => one.points.map((p) => p[0])).sort((a, c) => a - c);
-    const near = { ArrowRight: () => all.find((x) => x > at && x <= last), ArrowLeft: () => all.findLast((x) => x < at && x >= first), Home: () => first, End: () => last,
+    const near = { ArrowRight: () => all.find((x) => x > at && x <= last), ArrowLeft: () => all.findLast((x) => x < at && x >= first), Home: () => all.find((x) => x >= first), End: () => all.findLast((x) => x <= last),
       PageDown: () => Math.min(last, at + Math.ceil(span / 10)), PageUp: () => Math.max(first, at - Math.ceil(span / 10)) };
     if (near[event.key]) { this.value.setAttribute("aria-live", "polite"); this.read(near[event.key]() ?? at); }
     else if (event.key === "+" || event.key === "=") this.shared.choose(clamp(at - span / 4, at + span / 4, first, last));
