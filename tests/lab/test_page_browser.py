@@ -19,10 +19,7 @@ from phalanx.observe.index import RunIndex
 from phalanx.observe.page import PageServer, view as views
 
 pytest.importorskip("playwright", reason="needs the package playwright (make env)")
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)"),
-    pytest.mark.core,
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +57,7 @@ def next_step(folder: Path, step: int) -> bytes:
     return step_line(step, BEGIN_S + 3 + step * STEP_S, random.Random(step))
 
 
+@pytest.mark.core
 def test_it_tells_where_a_run_is_and_follows_it(chromium: Any, run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "long"
     shutil.copytree(run, folder)
@@ -69,16 +67,21 @@ def test_it_tells_where_a_run_is_and_follows_it(chromium: Any, run: Path, tmp_pa
         assert "1,200 of 1,200" in page.locator("#story").inner_text()
         assert page.locator(".frame img").evaluate("image => image.decode().then(() => image.naturalWidth)") > 100
         assert "h3.1.ab is lost" in page.locator("#happened").inner_text()
+        page.locator("#happened [tabindex]").first.focus()
         delay_s = seconds_until_shown(
             page, folder / "events" / "rank-0.jsonl", next_step(folder, 1201), "step 1,201 of"
         )
         assert delay_s < 20  # 0.3 s on a quiet machine; 20 s would be the next full question
+        assert page.evaluate("() => document.getElementById('happened').contains(document.activeElement)"), (
+            "the focus stays"
+        )
         chart = page.locator(".chart", has_text="Loss, nats")
         chart.locator("summary").click()
         page.wait_for_function("() => document.querySelector('.chart table')")
         assert "1,201" in chart.locator("table").inner_text()  # what came is in the curve, not in the head alone
 
 
+@pytest.mark.core
 def test_it_is_used_from_the_keyboard(chromium: Any, run: Path) -> None:
     with serving(run) as server, opened(chromium, server) as page:
         reached = []
@@ -212,6 +215,7 @@ def hostile_run(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.core
 def test_nothing_that_a_log_says_is_executed(chromium: Any, tmp_path: Path) -> None:
     folder = hostile_run(tmp_path / "<img src=x onerror=alert(2)>")
     with serving(folder, below=tmp_path) as server, opened(chromium, server) as page:
@@ -249,6 +253,7 @@ INJECTED = """async () => {
 }"""
 
 
+@pytest.mark.core
 def test_a_policy_stands_behind_the_escaping(chromium: Any, run: Path) -> None:
     """Were an element of a log's making in the page, the browser would run and fetch nothing for it."""
     with serving(run) as server, contextlib.closing(chromium.new_context()) as context:
@@ -259,6 +264,7 @@ def test_a_policy_stands_behind_the_escaping(chromium: Any, run: Path) -> None:
         assert {"script-src-elem", "script-src-attr", "img-src", "connect-src"} <= set(found["refused"])
 
 
+@pytest.mark.core
 def test_a_large_run_is_there_at_once(chromium: Any, tmp_path: Path) -> None:
     """Bounds for any machine; benchmarks/results/page.json has what was measured."""
     folder = write_run(tmp_path / "long", steps=times(20_000, 3000), ranks=times(16, 3), elastic=True)

@@ -58,7 +58,7 @@ def test_run_folder_holds_everything(finished: tuple[Path, subprocess.CompletedP
     assert (folder / "checkpoints" / "latest").read_text() == "step-00000008\n"
     state = CheckpointFolder(folder / "checkpoints").read_state(8)
     assert (state.samples, state.tokens, state.world, state.folding["ep"]) == (128, 128 * 32, 4, 4)
-    assert sorted(p.name for p in (folder / "events").iterdir()) == [f"rank-{r}.jsonl" for r in range(4)]
+    assert sorted(p.name for p in (folder / "events").iterdir()) == ["index", *(f"rank-{r}.jsonl" for r in range(4))]
 
 
 def test_events_tell_the_course(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

@@ -26,6 +26,8 @@ const CHARTS = [
 ];
 const overview = new Heat("Fullest expert over the mean, by MoE layer", "layer"), experts = new Heat("Every expert of the layer", "expert"), lanes = new Lanes();
 let polling = null, offset = 0;
+/** The runs whose lists are shown; null: some have changed. What has the focus stays where nothing did. */
+let listed = null;
 
 const chosen = () => [...runs.values()];
 const anyOf = (list) => (list.some(([, v]) => v > 0) ? list : []);
@@ -51,7 +53,7 @@ function take(found) {
   if (old.curves && found.curves.first > 1 && old.curves.width === found.curves.width) run.curves = joined(old.curves, found.curves);
   run.validations = (found.validations ?? old.validations).toSorted((a, b) => a[0] - b[0]);
   run.lists = { ...(old.lists ?? {}) };
-  for (const name of LISTS) if (found[name]) run.lists[name] = found[name];
+  for (const name of LISTS) if (found[name]) [run.lists[name], listed] = [found[name], null];
   runs.set(found.id, run);
 }
 
@@ -130,6 +132,8 @@ function draw() {
   const seen = all.find((run) => run.id === byId("experts-run").value) ?? all[0];
   byId("experts").hidden = !all.some((run) => run.layers);
   if (seen?.layers) overview.show(seen.layers);
+  if (listed !== null && listed === [...runs.keys()].join()) return;
+  listed = [...runs.keys()].join();
   const lines = all.map((run, i) => timeline(run, i, several)).filter(Boolean);
   byId("recoveries").hidden = !lines.length;
   keepOpen(byId("happened"), lines);

@@ -70,18 +70,18 @@ export async function ask(path) {
   return answer.json();
 }
 
-export function table(titles, rows, numeric = []) {
+export function table(titles, rows, numeric = [], more = "") {
   const cls = (i) => (numeric.includes(i) ? "n" : null);
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "table" },
+  return h("div", { class: `scroll ${more}`, tabindex: "0", role: "region", "aria-label": "table" },
     h("table", {},
       h("thead", {}, h("tr", {}, ...titles.map((t, i) => h("th", { scope: "col", class: cls(i) }, t)))),
       h("tbody", {}, ...rows.map((row) => h("tr", {}, ...row.map((cell, i) => h("td", { class: cls(i) }, cell instanceof Node ? cell : said(cell))))))));
 }
 
-/** A disclosure whose content is made when it is opened, and again whenever `refresh` is called while it is open. */
+/** A disclosure whose content is made when it is opened, and again whenever `refresh` is called while it is open and nobody reads it. */
 export function disclosure(title, make) {
   const body = h("div");
   const element = h("details", { ontoggle: () => element.refresh() }, h("summary", {}, title), body);
-  element.refresh = () => element.open && body.replaceChildren(make());
+  element.refresh = () => element.open && !(body.childNodes.length && body.contains(document.activeElement)) && body.replaceChildren(make());
   return element;
 }

@@ -71,10 +71,10 @@ export class Heat extends Picture {
     for (let c = 0; c < columns; c++) for (let r = 0; r < rows; r++) {
       const value = load(this.code(c, r));
       if (value === null) continue;
-      const x = LEFT + c * wide, y = r * high;
+      const x = Math.floor(LEFT + c * wide), y = r * high, broad = Math.floor(LEFT + (c + 1) * wide) - x || 1;
       pen.fillStyle = value > 0 ? `rgb(${shade(value, dark)})` : this.ink("--ink");
-      pen.fillRect(x, y, wide + 0.5, high);
-      if (value <= 0.002) { pen.fillStyle = this.ink("--paper"); for (let d = 1; d < high; d += 3) pen.fillRect(x, y + d, wide + 0.5, 1); }
+      pen.fillRect(x, y, broad, high);
+      if (value <= 0.002) { pen.fillStyle = this.ink("--paper"); for (let d = 1; d < high; d += 3) pen.fillRect(x, y + d, broad, 1); }
     }
     pen.fillStyle = this.ink("--quiet");
     pen.textAlign = "right";

@@ -63,7 +63,7 @@ export function timeline(run, i, several) {
   const minor = events.filter((e) => e.minor).slice(-100);
   return h("div", {}, several ? h("h3", {}, swatch(i), said(d.run || run.folder)) : null, picture,
     h("p", { class: "quiet" }, `${moment(begin)} to ${moment(end)}; tall marks: recoveries, ways back, stragglers, moved experts; short marks: checkpoints and starts.`),
-    major.length ? table(["when", "", "after step", "what was lost, or why", "what was chosen", "moved", "next step after", "phases, slowest member"], rows, [2, 5, 6]) : h("p", {}, "Nothing was lost and nobody was moved."),
+    major.length ? table(["when", "", "after step", "what was lost, or why", "what was chosen", "moved", "next step after", "phases, slowest member"], rows, [2, 5, 6], "wide") : h("p", {}, "Nothing was lost and nobody was moved."),
     minor.length ? disclosure("Checkpoints and starts", () => table(["when", "", "step", "", "moved", "took"], minor.map((e) => [moment(e.at), e.kind, whole(e.step), e.chosen, e.moved, finite(e.took) ? seconds(e.took) : ""]), [2, 4, 5])) : null);
 }
 
