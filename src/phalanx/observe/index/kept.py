@@ -36,6 +36,7 @@ MOST_MISSING = 100_000
 NOT_READ = frozenset(
     {b"SamplesTaken", b"Operation", b"Collective", b"ClockCompared", b"StepPublished", b"MoveRecorded"}
 )
+STEP, SAMPLES = b'{"kind":"StepEnded"', b'{"kind":"SamplesTaken"'
 LOOK_BYTES = 65536
 TOKENS, LOAD, EXPOSED, HIDDEN = map(COLUMNS.index, ("tokens", "load", "exposed_s", "hidden_s"))
 
@@ -83,10 +84,11 @@ class RunIndex:
                     raise ChangedLogError(name)
                 while place.offset < sizes[name]:
                     before = place.offset
-                    lines = self.files.next_lines(name, place)
+                    data = self.files.next_lines(name, place)
                     if place.offset == before:
                         break
-                    self.take_lines(lines)
+                    if not self._is_known(data):
+                        self.take_lines(data.split(b"\n")[:-1])
                     done += place.offset - before
                     yield done, todo
         except ChangedLogError:
@@ -126,6 +128,13 @@ class RunIndex:
         if self._newest is not None:
             (when, values), self._newest = self._newest, None
             self.course.last = when | {n: v for n, v in zip(COLUMNS, values, strict=True) if math.isfinite(v)}
+
+    def _is_known(self, data: bytes) -> bool:
+        """Whether these lines say nothing but what another member told already: most of the logs of an elastic run."""
+        last = data.rfind(STEP)
+        if self.missing or last < 0 or not self._knows(_step_of(data[last : last + 100])):
+            return False
+        return data.count(STEP) + data.count(SAMPLES) == data.count(b"\n")
 
     def _knows(self, step: int) -> bool:
         return 0 < step <= self.last_step and step not in self.missing

@@ -82,8 +82,8 @@ class LogFiles:
         except OSError:
             return 0
 
-    def next_lines(self, name: str, place: LogPlace) -> list[bytes]:
-        """The next whole lines, about `CHUNK` bytes of them at most, without their ends; `place` moves behind them. Empty at the end."""
+    def next_lines(self, name: str, place: LogPlace) -> bytes:
+        """The next whole lines, about `CHUNK` bytes of them at most; `place` moves behind them. Empty at the end, and inside a line that is too long."""
         with self.open(name) as handle:
             if os.fstat(handle).st_size < place.offset:
                 raise ChangedLogError(name)
@@ -96,16 +96,16 @@ class LogFiles:
             end = data.find(b"\n") + 1
             place.inside = not end
             place.offset += end or len(data)
-            return []
+            return b""
         place.offset += cut
-        return data[: cut - 1].split(b"\n") if cut else []
+        return data[:cut]
 
     def lines_from(self, name: str, offset: int, *, most: int) -> Iterator[bytes]:
         """Whole lines from there on, of about `most` bytes together."""
         place = LogPlace(offset=offset)
         while place.offset < offset + most:
             before = place.offset
-            yield from self.next_lines(name, place)
+            yield from self.next_lines(name, place).split(b"\n")[:-1]
             if place.offset == before:
                 return
 

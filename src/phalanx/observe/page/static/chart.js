@@ -59,8 +59,8 @@ export class Chart {
     this.X = X; this.Y = Y;
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     const parts = [];
-    for (const v of ticks(b.low, b.high, 4, { base: this.base })) parts.push(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: Y(v), y2: Y(v) }), s("text", { class: "axis", x: LEFT - 6, y: Y(v) + 4, "text-anchor": "end" }, this.format(v)));
-    for (const v of ticks(b.first, b.last, Math.max(2, Math.floor(width / 110)), { integers: true })) parts.push(s("text", { class: "axis", x: X(v) > width - 40 ? width - 2 : X(v), y: HEIGHT - 6, "text-anchor": X(v) > width - 40 ? "end" : "middle" }, whole(v)));
+    for (const v of ticks(b.low, b.high, 5, { base: this.base })) parts.push(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: Y(v), y2: Y(v) }), s("text", { class: "axis", x: LEFT - 6, y: Y(v) + 4, "text-anchor": "end" }, this.format(v)));
+    for (const v of ticks(b.first, b.last, Math.max(3, Math.floor(width / 90)), { integers: true })) parts.push(s("text", { class: "axis", x: X(v) > width - 40 ? width - 2 : X(v), y: HEIGHT - 6, "text-anchor": X(v) > width - 40 ? "end" : "middle" }, whole(v)));
     this.series.forEach((one, i) => parts.push(...this.lines(one, i)));
     this.over = s("g");
     parts.push(this.over);
