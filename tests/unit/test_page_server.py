@@ -132,6 +132,17 @@ def test_a_forwarded_port_is_answered(server: PageServer, host: str) -> None:
     assert ask(server, "/", host=host)[0] == 200
 
 
+def test_a_server_that_others_reach_answers_to_addresses_and_its_own_names(tmp_path: Path) -> None:
+    with serving(log(tmp_path / "run", *a_run(3)), address="0.0.0.0") as server:
+        for host, status in (
+            ("10.1.2.3:80", 200),
+            (socket.gethostname(), 200),
+            ("evil.example", 421),
+            ("10.1.2.3.evil.example", 421),
+        ):
+            assert ask(server, "/", host=host)[0] == status, host
+
+
 def test_two_hosts_are_none(server: PageServer) -> None:
     port = server.server_address[1]
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -510,7 +521,7 @@ def test_runs_are_found_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [p.name for p in find_runs(tmp_path)] == ["one", "two"]
     assert main(["runs", str(tmp_path), "--json", str(tmp_path / "list.json")]) == 0
     said = capsys.readouterr().out
-    assert "30 of 30" in said and "2000 of 2000" in said and "finished" in said and "linked" not in said
+    assert "30/30" in said and "2000/2000" in said and "finished" in said and "linked" not in said
     rows = {r["folder"]: r for r in json.loads((tmp_path / "list.json").read_text())["runs"]}
     assert rows["two"]["tokens"] == 2000 * 524288, "from its first and last lines"
     assert rows["two"]["step"] == 2000 and rows["two"]["validation"] == pytest.approx(2 + 8 * np.exp(-2000 / 9000))
@@ -522,7 +533,7 @@ def test_runs_are_found_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_long_texts_do_not_squeeze_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log(tmp_path / ("a" * 60), started(folding="tp8.cp4.dp64.pp16|etp2.ep64.edp16.pp16"), ended(123456))
     runs_command.main([str(tmp_path)])
-    assert "123456 of 300" in capsys.readouterr().out
+    assert "123456/300" in capsys.readouterr().out
 
 
 def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.files import check_writable, write_json
-from phalanx.core.units import format_count, format_seconds
+from phalanx.core.units import format_count
 from phalanx.observe.page import find_runs, peek
 
 STYLES = {"training": "green", "failed": "red", "silent": "yellow"}
@@ -57,12 +57,12 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("run", overflow="fold")
     table.add_column("status", no_wrap=True)
-    for name in ("step", "loss", "val", "tokens", "last change"):
+    for name in ("step", "loss", "val", "tokens", "written"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("folding", overflow="fold")
     for row in rows:
-        step = f"{row['step']}" + (f" of {row['total_steps']}" if row["total_steps"] else "")
-        ago = f"{format_seconds(max(0, round(row['now_s'] - row['heard_s'])))} ago" if row["heard_s"] else ""
+        step = f"{row['step']}" + (f"/{row['total_steps']}" if row["total_steps"] else "")
+        ago = f"{_short(row['now_s'] - row['heard_s'])} ago" if row["heard_s"] else ""
         table.add_row(
             Text(row["folder"]), Text(row["status"], style=STYLES.get(row["status"], "")), step, _number(row["loss"]),
             _number(row["validation"]), format_count(row["tokens"]), ago, Text(str(row["folding_now"] or "")),
@@ -72,3 +72,11 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def _number(value: Any) -> str:
     return "" if value is None else f"{value:.4f}"
+
+
+def _short(seconds: float) -> str:
+    """In one unit: `13 min`."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"

@@ -29,7 +29,10 @@ AROUND_S = 20.0
 MOST_BYTES = 32 << 20
 MOST_LOGS = 512
 MOST_SPANS = 20_000
-KINDS = (b'{"kind":"Operation"', b'{"kind":"Collective"', b'{"kind":"StepRecorded"', b'{"kind":"StepPublished"', b'{"kind":"MoveRecorded"', b'{"kind":"ClockCompared"', b'{"kind":"RunStarted"')  # fmt: skip
+PARTS = (b'{"kind":"Operation"', b'{"kind":"Collective"')
+WHOLES = (b'{"kind":"StepRecorded"', b'{"kind":"StepPublished"', b'{"kind":"MoveRecorded"')
+"""What the parts before it are of."""
+STARTS = (b'{"kind":"ClockCompared"', b'{"kind":"RunStarted"')
 COMPUTE, WAITING, HIDDEN = range(3)
 """Kinds of spans."""
 
@@ -39,24 +42,34 @@ def step_lanes(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
     files, step = LogFiles(folder), entry["step"]
     begin_s, end_s = float(entry.get("begin_s") or entry["at"]) - AROUND_S, entry["at"] + AROUND_S
     names = [name for name in files.names() if name.startswith("rank-")][:MOST_LOGS]
-    logs = {int(name[5:-6]): _records(files, name, begin_s, end_s) for name in names}
+    logs = {int(name[5:-6]): _records(files, name, step, begin_s=begin_s, end_s=end_s) for name in names}
     found = recording_of(folder, logs, first=step, last=step)
     if isinstance(found, Problem):
         return {"problem": "the lines of this step are not in the logs any more"}
     return drawn(found, step)
 
 
-def _records(files: LogFiles, name: str, begin_s: float, end_s: float) -> Iterator[Record]:
-    """Events of recorded steps in that time. Broken lines are left out."""
+def _records(files: LogFiles, name: str, step: int, *, begin_s: float, end_s: float) -> Iterator[Record]:
+    """Events of that step, and of the move before it, among those of that time. Broken lines are left out, and those of other steps are not even parsed."""
+    parts: list[bytes] = []
     for line in files.lines_from(name, files.offset_at(name, begin_s), most=MOST_BYTES):
-        if line.startswith(KINDS):
-            try:
-                record = read_line(files.folder / "events" / name, 0, line)
-            except DataError:
-                continue
-            if record["time_s"] > end_s:
+        if line.startswith(PARTS):
+            parts.append(line)
+        elif line.startswith((*WHOLES, *STARTS)):
+            record = _parsed(files, name, line)
+            if record is not None and record["time_s"] > end_s:
                 return
-            yield record
+            if record is not None and (line.startswith(STARTS) or record["step"] in (step, step - 1)):
+                yield from filter(None, (_parsed(files, name, part) for part in parts))
+                yield record
+            parts = []
+
+
+def _parsed(files: LogFiles, name: str, line: bytes) -> Record | None:
+    try:
+        return read_line(files.folder / "events" / name, 0, line)
+    except DataError:
+        return None
 
 
 def drawn(recording: Recording, step: int) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class PageServer(ThreadingHTTPServer):
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._lists = threading.Lock()
         super().__init__((address, port), _Handler)
-        self.names = _names_of(address)
+        self.names, self.is_open = _names_of(address), not is_loopback(address)
         self._find()
 
     @property
@@ -259,9 +259,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _names_us(self, host: str) -> bool:
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        return name.strip("[]").lower() in self.server.names or (
-            not self.server.names and _is_address(name.strip("[]"))
-        )
+        name = name.strip("[]").lower()
+        return name in self.server.names or (self.server.is_open and _is_address(name))
 
     def _has_token(self) -> bool:
         for part in "; ".join(self.headers.get_all("Cookie") or [])[:8192].split(";"):
@@ -375,7 +374,7 @@ def _is_address(text: str) -> bool:
 
 
 def _names_of(address: str) -> frozenset[str]:
-    """What `Host` may say: of a server of this machine alone its loopback names; else those, the address and the machine's names. An address in numbers cannot be pointed elsewhere."""
+    """What `Host` may say: the loopback names, the address, and of a server that others reach the machine's names (and any address in numbers, which nobody can point elsewhere)."""
     names = {"localhost", "127.0.0.1", "::1", address.lower()}
     if not is_loopback(address):
         names |= {socket.gethostname().lower(), socket.getfqdn().lower()}

@@ -196,6 +196,7 @@ async function showExperts() {
 
 async function showLanes() {
   const [id, step] = byId("step").value.split("/");
+  lanes.show({ problem: `reading the logs of step ${step}` });
   lanes.show(await ask(`/run/${id}/lanes?step=${step}`).catch((error) => ({ problem: error.message })));
 }
 
