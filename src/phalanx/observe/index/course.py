@@ -93,7 +93,7 @@ class RunCourse:
 
     def void(self, after: int, *, until_s: float) -> None:
         """Forget the validations of steps above `after` that were told until `until_s`."""
-        self.validations = [v for v in self.validations if not ((v["step"] or 0) > after and v["at"] <= until_s)]
+        self.validations = [v for v in self.validations if not (number(v["step"]) > after and v["at"] <= until_s)]
 
     def to_json_dict(self) -> Entry:
         return asdict(self)
@@ -112,18 +112,29 @@ class RunCourse:
                 raise ValueError(f"{each.name} is no number")
             if each.name in KEPT:
                 _check_entries(each.name, value)
+            if each.name in ("started", "last", "ended") and value:
+                _check_plain(each.name, value, numbers=("at",))
             setattr(found, each.name, value)
+        if found.ended is not None and "reason" not in found.ended:
+            raise ValueError("ended says no reason")
         return found
 
 
 def _check_entries(name: str, entries: list[Entry]) -> None:
     """Raises `ValueError` where they are not what `RunCourse.take` makes."""
-    numbers = ("at", *SUMS) if name == "recoveries" else ("at",)
+    numbers = ("at", *{"recoveries": SUMS, "recorded": ("step", "begin_s")}.get(name, ()))
     for entry in entries:
         if entry.keys() != FIELDS[name] | {"at"} or any(math.isnan(number(entry[n])) for n in numbers):
             raise ValueError(f"{name} has an entry that cannot be")
-        if any(plain_value(value) != value for value in entry.values()):
-            raise ValueError(f"{name} has a value that cannot be")
+        _check_plain(name, entry)
+
+
+def _check_plain(name: str, entry: Entry, *, numbers: tuple[str, ...] = ()) -> None:
+    """Raises `ValueError` where its values cannot be shown, or those are no numbers."""
+    if any(plain_value(value) != value for value in entry.values()) or any(
+        math.isnan(number(entry[n])) for n in numbers
+    ):
+        raise ValueError(f"{name} has a value that cannot be")
 
 
 # ---- what each kind of event says ------------------------------------------------------------------------------------

@@ -235,7 +235,7 @@ class RunIndex:
                 data = os.pread(handle, MOST_BYTES + 1, 0) if os.fstat(handle).st_size <= MOST_BYTES else b""
             self._from_bytes(data)
             return True
-        except (OSError, PhalanxError, ValueError, KeyError, TypeError, ChangedLogError):
+        except (OSError, PhalanxError, ValueError, KeyError, TypeError, AttributeError, OverflowError, ChangedLogError):
             self.forget()
             return False
 

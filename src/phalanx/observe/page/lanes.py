@@ -39,7 +39,7 @@ COMPUTE, WAITING, HIDDEN = range(3)
 
 def step_lanes(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
     """The step of `entry` (of `RunCourse.recorded`) for the page; `problem` says why there is nothing to draw. Raises `OSError`."""
-    files, step = LogFiles(folder), entry["step"]
+    files, step = LogFiles(folder), round(entry["step"])
     begin_s, end_s = float(entry.get("begin_s") or entry["at"]) - AROUND_S, entry["at"] + AROUND_S
     names = [name for name in files.names() if name.startswith("rank-")][:MOST_LOGS]
     logs = {int(name[5:-6]): _records(files, name, step, begin_s=begin_s, end_s=end_s) for name in names}
