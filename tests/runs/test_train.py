@@ -58,7 +58,7 @@ def test_run_folder_holds_everything(finished: tuple[Path, subprocess.CompletedP
     assert (folder / "checkpoints" / "latest").read_text() == "step-00000008\n"
     state = CheckpointFolder(folder / "checkpoints").read_state(8)
     assert (state.samples, state.tokens, state.world, state.folding["ep"]) == (128, 128 * 32, 4, 4)
-    assert sorted(p.name for p in (folder / "events").iterdir()) == [f"rank-{r}.jsonl" for r in range(4)]
+    assert sorted(p.name for p in (folder / "events").iterdir()) == ["index", *(f"rank-{r}.jsonl" for r in range(4))]
 
 
 def test_events_tell_the_course(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -72,6 +72,12 @@ def test_events_tell_the_course(finished: tuple[Path, subprocess.CompletedProces
     assert [c["step"] for c in history.checkpoints] == [4, 8]
     losses = {tuple(read_history(folder, rank=r).steps[8][k] for k in ("loss", "grad_norm")) for r in range(4)}
     assert len(losses) == 1
+    loads = [r for rank in range(4) for r in read_events(log_path(folder, rank)) if r["kind"] == "ExpertLoads"]
+    assert loads and [len(layer) for layer in loads[0]["counts"]] == [8, 8], "rank 0 alone, at its first step"
+    assert {r["step"] for r in loads} >= {1} and len(loads) <= 8
+    layer = loads[0]["counts"][0]
+    assert sum(layer) == 2 * first["tokens"], "each token chose two experts"
+    assert max(layer) * 8 / sum(layer) == pytest.approx(first["load_max_over_mean"][0])
 
 
 @pytest.mark.core

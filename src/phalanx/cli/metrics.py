@@ -1,4 +1,4 @@
-"""`phalanx metrics RUN`: the course of a run from its event log, while it trains or later; also the table in docs/reference/metrics.md.
+"""`phalanx metrics RUN...`: the course of a run from its event log, while it trains or later, or several runs beside one another; also the table in docs/reference/metrics.md.
 
 Reads `events/rank-N.jsonl` alone: no torch, and a run that is being written is not disturbed.
 """
@@ -6,16 +6,20 @@ Reads `events/rank-N.jsonl` alone: no torch, and a run that is being written is 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.tables import markdown_table, replace_part
-from phalanx.core.errors import DataError, Problem
+from phalanx.core.errors import DataError, Problem, printable
+from phalanx.core.events import Event, StepEnded, Validated
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe import (
@@ -26,10 +30,12 @@ from phalanx.observe import (
     chart,
     exchange_words,
     header,
+    loss_text,
     read_history,
     row_line,
     short,
 )
+from phalanx.observe.page import differences, recipe_values
 from phalanx.observe.recorded import Course, read_run, recovery_figures
 
 MAX_ROWS = 20
@@ -41,12 +47,18 @@ SETTLED = 0.1
 
 def main(argv: Sequence[str]) -> int:
     """Show a run, or list the metrics."""
-    parser = argparse.ArgumentParser(prog="phalanx metrics", description="Show the course of a run from its event log.")
-    parser.add_argument("run", nargs="?", type=Path, help="folder of the run, such as runs/laptop")
+    parser = argparse.ArgumentParser(
+        prog="phalanx metrics", description="Show the course of a run from its event log, or compare several runs."
+    )
+    parser.add_argument(
+        "run", nargs="*", type=Path, help="folder of the run, such as runs/laptop; of several, what differs is shown"
+    )
     parser.add_argument(
         "--rank", type=int, help="whose log to read (default: 0, or all of an elastic run, joined by step)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of the run to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures of the run, and its whole curves, to this file"
+    )
     parser.add_argument("--names", action="store_true", help="list the metrics by name instead")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="replace that list between the marks of a Markdown file"
@@ -56,17 +68,92 @@ def main(argv: Sequence[str]) -> int:
         replace_part(args.write, "metrics", names_markdown())
     elif args.names:
         print(names_markdown(), end="")
-    elif args.run is None:
+    elif not args.run:
         parser.error("give the folder of a run, or --names")
     else:
         check_writable(args.json)
-        one = args.rank is not None
-        course = Course(history=read_history(args.run, rank=args.rank)) if one else read_run(args.run)
-        figures = {**run_figures(course.history, folder=args.run), **recovery_figures(course)}
-        if args.json is not None:
-            write_json(args.json, figures)
-        show(course, figures, Console())
+        _show_runs(list(dict.fromkeys(args.run)), rank=args.rank, file=args.json)
     return 0
+
+
+def _show_runs(folders: Sequence[Path], *, rank: int | None, file: Path | None) -> None:
+    courses = [
+        read_run(folder) if rank is None else Course(history=read_history(folder, rank=rank)) for folder in folders
+    ]
+    figures = [
+        {**run_figures(course.history, folder=folder), **recovery_figures(course)}
+        for course, folder in zip(courses, folders, strict=True)
+    ]
+    recipes = {str(folder): recipe_values(folder) for folder in folders} if len(folders) > 1 else {}
+    differing = dict(differences(recipes))
+    if file is not None:
+        whole = [{**f, "curves": curves(c.history)} for f, c in zip(figures, courses, strict=True)]
+        write_json(file, whole[0] if len(whole) == 1 else {"runs": whole, "differences": differing})
+    if len(folders) == 1:
+        show(courses[0], figures[0], Console())
+    else:
+        compare(list(recipes), figures, differing, Console())
+
+
+def curves(history: History) -> dict[str, Any]:
+    """Every figure of each step by the name of its metric, beside the numbers of the steps; None where it is not known. Of each MoE layer a list, where there is one for each."""
+    kept = {StepEnded: history.steps, Validated: history.validations}
+    found: dict[str, Any] = {}
+    for kind, records in kept.items():
+        events = [_event(kind, records[step]) for step in sorted(records)]
+        found |= {"step" if kind is StepEnded else "validation/step": sorted(records)}
+        found |= {m.name: [_finite(m.read(e)) for e in events] for m in METRICS if m.kind is kind}
+    return found
+
+
+def _event(kind: type[Event], record: Record) -> Event:
+    """The event that a record is, with defaults for what logs of older programs lack."""
+    made = {f.name: record[f.name] for f in fields(kind) if f.name in record}
+    return kind(
+        **{
+            name: math.nan if value is None else value
+            for name, value in made.items()
+            if name != "slowness" or value is not None
+        }
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+COMPARED = (
+    ("step", "step", str), ("training loss", "loss", loss_text), ("validation loss", "validation_loss", loss_text), ("tokens", "tokens", short),
+    ("tokens/s, median", "tokens_per_s", short), ("a step, median", "step_s", format_seconds), ("MFU, median", "mfu", lambda v: f"{100 * v:.1f} %"),
+    ("peak memory", "peak_memory_bytes", format_bytes), ("starts", "starts", str),
+)  # fmt: skip
+"""Title, figure, how it is written."""
+
+
+def compare(
+    names: Sequence[str],
+    figures: Sequence[dict[str, Any]],
+    differing: Mapping[str, Sequence[str | None]],
+    console: Console,
+) -> None:
+    """Runs beside one another: in which settings they differ, then their figures."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for title in ("", *names):
+        table.add_column(Text(title), overflow="fold")
+    for setting, values in differing.items():
+        table.add_row(Text(setting), *(Text("not set" if v is None else v) for v in values))
+    if differing:
+        table.add_section()
+        table.add_row(*[""] * (1 + len(names)))
+    for title, key, shown in COMPARED:
+        table.add_row(title, *("" if f[key] is None else shown(f[key]) for f in figures))
+    table.add_row("ended", *(Text(printable(f["ended"] or "running, or killed")) for f in figures))
+    table.add_row("recoveries", *(str(len(f["recoveries"])) for f in figures))
+    console.print(table)
+    if not differing:
+        console.print("their recipes do not differ")
 
 
 def run_figures(history: History, *, folder: Path) -> dict[str, Any]:
@@ -143,6 +230,8 @@ def _row(step: Record, validated: Record | None) -> TableRow:
         step=step["step"], loss=step["loss"], validation=validated["loss"] if validated else None,
         tokens_per_s=step["tokens_per_s"], mfu=step["mfu"] or None, grad_norm=step["grad_norm"], lr=step["lr"],
         load=max(step["load_max_over_mean"], default=None), dead=step["dead_experts"], dropped=step["dropped_tokens"],
+        tokens=step["step"] * step["tokens"], memory_bytes=step["peak_memory_bytes"], step_s=step["step_s"],
+        entropy=step["router_entropy"], aux_loss=step["aux_loss"],
     )  # fmt: skip
 
 

@@ -88,6 +88,16 @@ class StepEnded(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertLoads(Event):
+    """How many tokens of one step chose each expert; told by rank 0 from time to time, the more seldom the longer it trains."""
+
+    step: int
+    """Number of the step, as in `StepEnded`."""
+    counts: tuple[tuple[int, ...], ...]
+    """By MoE layer, then by expert, over all ranks, before dropping."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplesTaken(Event):
     """What one rank trained on in a committed step. All ranks' logs together are the ledger that no sample is lost or repeated.
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         log_path as log_path,
         read_events as read_events,
         read_history as read_history,
+        read_line as read_line,
     )
     from phalanx.observe.metrics import METRICS as METRICS, samples as samples
     from phalanx.observe.preparation import PreparationProgress as PreparationProgress
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         TableRow as TableRow,
         exchange_words as exchange_words,
         header as header,
+        loss_text as loss_text,
         row_line as row_line,
         short as short,
     )

@@ -101,7 +101,7 @@ def read_events(path: Path) -> Iterator[Record]:
         with open_regular(path) as file:
             for number, line in enumerate(lines_of(file), start=1):
                 if line.endswith(b"\n"):
-                    yield _decode(path, number, line)
+                    yield read_line(path, number, line)
     except OSError as error:
         hint = "give the folder of a run, such as runs/laptop"
         problem = Problem(where=str(path), value=None, rule=f"cannot be read: {error.strerror}", hint=hint)
@@ -121,7 +121,8 @@ def event_of(record: Record) -> Event | None:
     return event
 
 
-def _decode(path: Path, number: int, line: bytes) -> Record:
+def read_line(path: Path, number: int, line: bytes) -> Record:
+    """The record of a line of a log, checked. Raises `DataError` naming file and line."""
     try:
         record = parse_json(line, where=f"{path}:{number}")
         if isinstance(record, dict) and isinstance(loads := record.get("load_max_over_mean"), list):

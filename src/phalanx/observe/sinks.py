@@ -26,6 +26,7 @@ from phalanx.core.extensions import extensions
 from phalanx.core.process import say
 from phalanx.observe.console import ConsoleSink, wants_live
 from phalanx.observe.event_log import JsonlSink, encode, log_path
+from phalanx.observe.index import IndexSink
 
 GIVE_UP_AFTER = 20
 """Failures in a row after which a sink is no longer called: a dead network must not cost a timeout every step."""
@@ -210,7 +211,7 @@ def open_sinks(
     if problems:
         Sinks(opened).close()
     raise_if(problems, ConfigError, subject="the recipe")
-    sinks = Sinks(opened)
+    sinks = Sinks([*opened[:1], IndexSink(folder), *opened[1:]])
     for missing in filter(None, (getattr(sink, "missing", "") for sink in opened)):
         text = f"metrics are not served at {missing}: the process that had the port before may still have it; it will be tried again while training continues"
         sinks(Note(level="warning", text=text))

@@ -6,6 +6,7 @@ does not end training.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from phalanx.core.events import Emit, Note, RunEnded, RunStarted, Sampled, SamplesTaken, StepEnded, Validated
+from phalanx.core.events import (
+    Emit,
+    ExpertLoads,
+    Note,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    SamplesTaken,
+    StepEnded,
+    Validated,
+)
 from phalanx.core.messages import message
 from phalanx.data import MicroBatch, PreparedData
 from phalanx.observe import RunSummary, print_summary, program_name
@@ -58,6 +69,11 @@ class Outcome:
     sample: Sampled | None
 
 
+LOADS_S = 5.0
+LOADS_SHARE = 500
+"""Loads of experts are told at most every 5 s, and about 500 times while the time that a process has trained grows by a factor of e: some tens of MB in a month."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Reporter:
     """Tells what one rank does."""
@@ -77,6 +93,8 @@ class Reporter:
     def __post_init__(self) -> None:
         self.flops_per_token = flops_per_token(self.spec, self.rank.recipe.train.seq_len)
         self.total_steps = self.rank.recipe.train.steps
+        self._begin_s, self._loads_s = time.monotonic(), -math.inf
+        """When it began, and when loads were told last."""
 
     @property
     def _keeps_ledger(self) -> bool:
@@ -147,8 +165,19 @@ class Reporter:
                 slowness=slowness,
             )
         )
+        if self.rank.info.rank == 0 and len(result.counts_LE):
+            self._tell_loads(result)
         if self._keeps_ledger:
             self._tell_samples([m for m in micros if not m.is_empty])
+
+    def _tell_loads(self, result: StepResult) -> None:
+        """Of every expert, where it is time."""
+        now_s = time.monotonic()
+        if now_s - self._loads_s < max(LOADS_S, (now_s - self._begin_s) / LOADS_SHARE):
+            return
+        self._loads_s = now_s
+        counts = tuple(map(tuple, result.counts_LE.tolist()))
+        self.rank.sinks(ExpertLoads(step=self.progress.step, counts=counts))
 
     def _tell_samples(self, taken: Sequence[MicroBatch]) -> None:
         windows = tuple(int(w) for m in taken for w in m.sample_ids)

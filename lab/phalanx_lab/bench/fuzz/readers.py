@@ -10,6 +10,8 @@ import io
 import json
 import os
 import random
+import tempfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +30,7 @@ from phalanx.cli.metrics import run_figures, show
 from phalanx.cli.predicting.arguments import read_steps
 from phalanx.core import events, messages
 from phalanx.core.config import DataConfig
-from phalanx.core.errors import CheckpointError, ConfigError, PhalanxError, Problem, raise_if
+from phalanx.core.errors import CheckpointError, ConfigError, PhalanxError, Problem, RunError, raise_if
 from phalanx.core.files import read_json
 from phalanx.core.op_ids import read_op_id
 from phalanx.core.recipe import dump_recipe, load_recipe
@@ -45,6 +47,11 @@ from phalanx.data.sources import Source, identify, resolve
 from phalanx.data.tokenizer import ByteTokenizer, load_tokenizer, read_tokenizer_file, train_bpe
 from phalanx.models.families import families
 from phalanx.observe.event_log import encode, log_path
+from phalanx.observe.index import RunIndex
+from phalanx.observe.index.kept import VERSION
+from phalanx.observe.page.lanes import step_lanes
+from phalanx.observe.page.mapping import holders
+from phalanx.observe.page.view import RunView
 from phalanx.observe.recorded import find_recording, perfetto_trace, read_run, recovery_figures, recovery_spans
 from phalanx.observe.recorded.lanes import Recording
 from phalanx.plan.layout.mesh.placements import read_layout
@@ -232,8 +239,64 @@ def _logs() -> list[FuzzReader]:
             seeds=[log(plain), log([*elastic, *rest])],
             changes=(change_lines, change_lines, change_lines, change_bytes, change_number),
             read=read,
-        )
+        ),
+        FuzzReader(
+            name="page of a log",
+            seeds=[log([*plain, events.ExpertLoads]), log([*elastic, *rest, events.ExpertLoads])],
+            changes=(change_lines, change_lines, change_bytes, change_number),
+            read=_page,
+        ),
+        _indexes(log([*elastic, *rest, events.ExpertLoads])),
     ]
+
+
+def _page(data: bytes, folder: Path) -> None:
+    _log_at(folder, data)
+    view = RunView(folder, id="r1")
+    view.index.update()
+    _sent(view)
+
+
+def _sent(view: RunView) -> None:
+    """All that a browser can ask of a run."""
+    found: list[Any] = [view.snapshot(), view.summary(), view.zoom(1, 9), view.experts(0)]
+    found += [step_lanes(view.folder, entry) for entry in view.index.course.recorded]
+    found.append(holders(view.summary()["folding_now"], experts=view.index.shape[1]))
+    json.dumps(found, allow_nan=False)
+
+
+def _indexes(log: bytes) -> FuzzReader:
+    """The index beside its log, with the checksum that belongs to what it says: a stranger knows how it is made."""
+    with tempfile.TemporaryDirectory() as home:
+        _log_at(Path(home), log)
+        index = RunIndex(Path(home))
+        index.update()
+        index.save()
+        seed = index.path.read_bytes()
+
+    def signed(data: bytes, rng: random.Random) -> bytes:
+        body = data.partition(b"\n")[2]
+        length = int(data.split(b"\n")[0].split()[2])
+        text = rng.choice((change_json, change_number))(body[:length], rng)
+        rest = text + body[length:]
+        return f"{VERSION} {zlib.crc32(rest):08x} {len(text)}\n".encode() + rest
+
+    def read(data: bytes, folder: Path) -> None:
+        _log_at(folder, log)
+        view = RunView(folder, id="r1")
+        view.index.path.write_bytes(data)
+        if not view.index.load():
+            raise RunError("the index is not believed")
+        view.index.update()
+        _sent(view)
+
+    return FuzzReader(name="run index", seeds=[seed], changes=(signed, signed, signed, change_bytes), read=read)
+
+
+def _log_at(folder: Path, log: bytes) -> None:
+    path = log_path(folder, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(log)
 
 
 def _metrics(folder: Path) -> None:

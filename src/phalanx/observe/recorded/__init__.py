@@ -11,12 +11,14 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.observe.recorded.exposure import Exposure as Exposure, by_axis as by_axis, by_layer as by_layer
+    from phalanx.observe.recorded.intervals import innermost as innermost, subtract as subtract, union as union
     from phalanx.observe.recorded.lanes import (
         RankMove as RankMove,
         RankStep as RankStep,
         Recording as Recording,
         find_recording as find_recording,
         read_recording as read_recording,
+        recording_of as recording_of,
     )
     from phalanx.observe.recorded.recovery import (
         Course as Course,

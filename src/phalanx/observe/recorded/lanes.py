@@ -15,7 +15,7 @@ A collective is on its way only once the last of those that it needs has posted 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -195,7 +195,14 @@ def find_recording(folder: Path, *, first: int | None = None, last: int | None =
     if not logs:
         hint = "give the folder of a run, such as runs/laptop"
         return Problem(where=str(folder), value=None, rule="has no event log", hint=hint)
-    read = {number: _Reader(number).read(path) for number, path in logs.items()}
+    return recording_of(folder, {number: read_events(path) for number, path in logs.items()}, first=first, last=last)
+
+
+def recording_of(
+    folder: Path, logs: Mapping[int, Iterable[Record]], *, first: int | None = None, last: int | None = None
+) -> Recording | Problem:
+    """The same from events of each log, or from a part of them that has the whole steps."""
+    read = {number: _Reader(number).read(records) for number, records in logs.items()}
     _void_starts(list(read.values()))
     _void_others(list(read.values()))
     found = sorted({s.step for reader in read.values() for s in (*reader.steps.values(), *reader.given_up)})
@@ -248,8 +255,8 @@ class _Reader:
         self._work: list[LaneWork] = []
         self._messages: list[LaneMessage] = []
 
-    def read(self, path: Path) -> _Reader:
-        for record in read_events(path):
+    def read(self, records: Iterable[Record]) -> _Reader:
+        for record in records:
             match record["kind"]:
                 case "RunStarted":
                     self.run = record["run"]

@@ -1,0 +1,366 @@
+"""The index of a run says what its logs say, whoever made it, in bounded size; what is damaged, stale or another run's is made anew."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_events import a_run, ended, started
+from long_run import write_run
+
+from phalanx.core.events import ExpertLoads, Note, RunEnded, TeamFormed, Validated, WentBack
+from phalanx.observe import JsonlSink, read_history
+from phalanx.observe.index import COLUMNS, KEPT, IndexSink, LogFiles, RunIndex
+from phalanx.observe.index.curves import MOST_ROWS, Curves
+from phalanx.observe.index.heat import MOST_COLUMNS, HeatMap
+from phalanx.observe.index.logs import MOST_LINE
+from phalanx.observe.recorded import read_run
+from phalanx.train import reporting
+
+pytestmark = pytest.mark.unit
+
+
+def log(folder: Path, *events: Any, rank: int = 0) -> None:
+    sink = JsonlSink(folder, rank=rank)
+    for event in events:
+        sink.write(event)
+    sink.close()
+
+
+def read(folder: Path) -> RunIndex:
+    index = RunIndex(folder)
+    index.update()
+    return index
+
+
+def curve(index: RunIndex, name: str = "loss") -> dict[int, float]:
+    """Steps that the index has, as long as rows are of one step."""
+    width, first, _, mean, _, _ = index.curves.joined(10**9)
+    assert width == 1
+    column = mean[:, COLUMNS.index(name)]
+    return {first + i: float(v) for i, v in enumerate(column) if math.isfinite(v)}
+
+
+def same(a: RunIndex, b: RunIndex) -> None:
+    assert a.course.to_json_dict() == b.course.to_json_dict()
+    assert (a.last_step, a.missing, a.places, a.shape, a.elastic) == (
+        b.last_step,
+        b.missing,
+        b.places,
+        b.shape,
+        b.elastic,
+    )
+    for ours, theirs in zip(a.curves.joined(10**9), b.curves.joined(10**9), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    for ours, theirs in ((a.layers, b.layers), (a.experts, b.experts)):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert abs(ours.codes().astype(int) - theirs.codes().astype(int)).max(initial=0) <= 1
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------------
+
+
+def test_it_says_what_the_log_says(tmp_path: Path) -> None:
+    log(tmp_path, *a_run(120, every=40))
+    index, history = read(tmp_path), read_history(tmp_path)
+    assert curve(index) == pytest.approx({s: r["loss"] for s, r in history.steps.items()})
+    assert curve(index, "load") == pytest.approx({s: max(r["load_max_over_mean"]) for s, r in history.steps.items()})
+    assert [v["step"] for v in index.course.validations] == [40, 80, 120]
+    assert index.course.ended is not None and index.course.ended["reason"] == "finished"
+    assert index.course.tokens == sum(r["tokens"] for r in history.steps.values())
+    assert index.layers is not None and index.layers.cells == 4
+
+
+def test_what_training_went_back_behind_is_void(tmp_path: Path) -> None:
+    log(tmp_path, started(), *(ended(s) for s in range(1, 31)), Validated(step=30, loss=9.0, tokens=1, seconds=1.0))
+    log(tmp_path, started(step=20), *(ended(s, loss=1.0 + s) for s in range(21, 26)))
+    index, history = read(tmp_path), read_history(tmp_path)
+    assert curve(index) == pytest.approx({s: r["loss"] for s, r in history.steps.items()})
+    assert index.last_step == 25 and index.course.last["loss"] == 26.0 and not index.course.validations
+
+
+@pytest.mark.parametrize("piece", [300, 5000, 10**9])
+def test_an_elastic_run_is_joined_from_all_its_logs(
+    tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slot 0 is away for some steps, which slot 1 tells; then all went back; whatever piece of a log is read at a time."""
+    times = iter(range(1, 1000))
+    monkeypatch.setattr("phalanx.observe.event_log.time.time", lambda: 1e9 + next(times))
+    team = {
+        "noticed_s": 0.1,
+        "formed_s": 0.1,
+        "built_s": 0.0,
+        "moved_s": 0.2,
+        "checked": 0,
+        "folding": "dp2|ep2",
+        "members": 2,
+        "life": "a",
+    }
+    sinks = [JsonlSink(tmp_path, rank=rank) for rank in range(2)]
+
+    def tell(event: Any, *who: int) -> None:
+        for rank in who:
+            sinks[rank].write(event)
+
+    tell(started(rank=0), 0)
+    tell(started(rank=1), 1)
+    tell(TeamFormed(generation=1, step=0, why="begins", moved_bytes=0, **team), 0, 1)
+    for step in range(1, 21):
+        tell(ended(step), *((0, 1) if step <= 8 or step > 14 else (1,)))
+    tell(TeamFormed(generation=2, step=14, why="lost", moved_bytes=100, **{**team, "moved_s": 0.9}), 1)
+    tell(TeamFormed(generation=2, step=14, why="lost", moved_bytes=50, **team), 0)
+    tell(WentBack(history=3, step=16, from_step=20, why="all", damaged=(), abandoned=()), 0, 1)
+    for step in range(17, 19):
+        tell(ended(step, loss=77.0), 0, 1)
+    for sink in sinks:
+        sink.close()
+    monkeypatch.setattr("phalanx.observe.index.logs.CHUNK", piece if piece < 10**9 else 1 << 18)
+    index, course = read(tmp_path), read_run(tmp_path)
+    assert index.elastic and sorted(course.history.steps) == list(range(1, 19))
+    assert curve(index) == pytest.approx({s: r["loss"] for s, r in course.history.steps.items()})
+    found = [r for r in index.course.recoveries if r["generation"] == 2]
+    assert [(r["moved_bytes"], r["moved_s"]) for r in found] == [(150, 0.9)]
+    assert index.last_step == 18 and not index.missing
+
+
+def test_loads_of_experts_are_told_over_the_mean(tmp_path: Path) -> None:
+    log(
+        tmp_path,
+        started(),
+        ExpertLoads(step=1, counts=((10, 30), (0, 20))),
+        ExpertLoads(step=4, counts=((20, 20), (20, 0))),
+    )
+    index = read(tmp_path)
+    assert index.shape == (2, 2) and index.experts is not None
+    np.testing.assert_allclose(index.experts.means()[[0, 3]], [[0.5, 1.5, 0.0, 2.0], [1.0, 1.0, 2.0, 0.0]])
+    codes = index.experts.codes()
+    assert codes[1].tolist() == [0] * 4 and codes[0, 2] == 1, "not told, and no token, are two things"
+    np.testing.assert_allclose(np.exp((codes[0, [0, 1, 3]].astype(float) - 128) / 18), [0.5, 1.5, 2.0], rtol=0.03)
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def test_curves_keep_mean_least_and_largest_in_bounded_rows() -> None:
+    draw = np.random.default_rng(5)
+    steps, curves = MOST_ROWS * 2 + 37, Curves()
+    values = draw.normal(size=(steps, len(COLUMNS)))
+    values[::7, 3] = np.nan
+    for step in range(1, steps + 1):
+        curves.add(step, 1.0, values[step - 1].tolist())
+    width, first, low, mean, high, _ = curves.joined(100)
+    assert curves.width == 4 and len(curves.time_s) <= MOST_ROWS and first == 1 and 50 < len(mean) <= 100
+    for i in (0, 17, len(mean) - 1):
+        part = values[i * width : (i + 1) * width]
+        np.testing.assert_allclose(mean[i], np.nanmean(part, 0), rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose([low[i], high[i]], [np.nanmin(part, 0), np.nanmax(part, 0)], rtol=1e-6)
+    same_again = curves.joined(100, first=first + 17 * width, width=width)
+    np.testing.assert_array_equal(same_again[3], mean[17:])
+
+
+def test_maps_and_lists_are_bounded(tmp_path: Path) -> None:
+    heat = HeatMap(6)
+    for step in range(1, 5000):
+        heat.add(step, np.full(6, 1.0 + (step > 2500)))
+    assert heat.columns <= MOST_COLUMNS
+    assert heat.means()[0].tolist() == [1.0] * 6 and heat.means()[-1].tolist() == [2.0] * 6
+    log(tmp_path, started(), *(Note(level="info", text=f"{i}" + "x" * 9000) for i in range(KEPT["notes"] + 50)))
+    notes = read(tmp_path).course.notes
+    assert len(notes) == KEPT["notes"] and notes[-1]["text"].startswith("249") and len(notes[-1]["text"]) <= 2000
+
+
+def test_numbers_and_lines_that_cannot_be_break_nothing(tmp_path: Path) -> None:
+    log(tmp_path, started(), *(ended(s) for s in range(1, 6)))
+    path = tmp_path / "events" / "rank-0.jsonl"
+    bad = [
+        b"null", b"\xff", b"[" * 3000, b'{"kind":"StepEnded"}', b'{"kind":"StepEnded","time_s":"x","step":6}', b'{"kind":"Note","time_s":NaN}',
+        b'{"kind":"StepEnded","time_s":2e9,"step":true}', b'{"kind":"StepEnded","time_s":2e9,"step":-1,"loss":1}', b'{"kind":"StepEnded","time_s":2e9,"step":1' + b"0" * 40 + b"}",
+        b'{"kind":"ExpertLoads","time_s":2e9,"step":1,"counts":[[1],[2,3]]}', b'{"kind":"ExpertLoads","time_s":2e9,"step":1,"counts":[["x"]]}', b'{"kind":"WentBack","time_s":2e9,"step":"x"}',
+        b'{"kind":"Note","time_s":2e9,"text":"' + b"y" * (2 * MOST_LINE) + b'"}', b'{"kind":"RunStarted","time_s":2e9,"step":1e400}',
+    ]  # fmt: skip
+    path.write_bytes(
+        path.read_bytes()
+        + b"\n".join(bad)
+        + b'\n{"kind":"StepEnded","time_s":2000000001,"step":6,"loss":3.5}\n{"kind":"StepEn'
+    )
+    index = read(tmp_path)
+    assert index.last_step == 6 and curve(index)[6] == 3.5 and index.course.broken >= 5
+    json.dumps(index.course.to_json_dict(), allow_nan=False)
+    with path.open("ab") as file:
+        file.write(b'ded","time_s":2000000002,"step":7,"loss":4.5}\n')
+    assert index.update() and curve(index)[7] == 4.5, "a torn line is waited for"
+
+
+def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    log(other, started(), ended(1))
+    (run / "events").mkdir(parents=True)
+    (run / "events" / "rank-0.jsonl").symlink_to(other / "events" / "rank-0.jsonl")
+    os.mkfifo(run / "events" / "rank-1.jsonl")
+    index = read(run)
+    assert index.last_step == 0 and not index.places
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "events").symlink_to(other / "events")
+    with pytest.raises(OSError):
+        read(linked)
+    (run / "events" / "index").symlink_to(tmp_path / "target")
+    index.save()
+    assert not (tmp_path / "target").exists(), "the link was replaced, not written through"
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_says_the_same_and_is_read_on_from(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=700, ranks=3, elastic=True)
+    made = read(folder)
+    made.save()
+    loaded = RunIndex(folder)
+    assert loaded.load()
+    same(loaded, made)
+    assert not loaded.update(), "there is nothing that it has not read"
+    with (folder / "events" / "rank-0.jsonl").open("ab") as file:
+        file.write(b'{"kind":"StepEnded","time_s":2000000001,"step":701,"loss":3.5}\n')
+    assert loaded.update() and loaded.last_step == 701
+    same(loaded, read(folder))
+
+
+def test_a_damaged_file_is_not_believed(tmp_path: Path) -> None:
+    log(tmp_path, *a_run(60), ExpertLoads(step=9, counts=((1, 2), (3, 4))))
+    index = read(tmp_path)
+    index.save()
+    data, draw = index.path.read_bytes(), random.Random(3)
+    places = [0, 5, 16, 25, 40, len(data) // 2, len(data) - 1, *(draw.randrange(len(data)) for _ in range(40))]
+    for place in places:
+        changed = bytearray(data)
+        changed[place] ^= 1 << draw.randrange(8)
+        index.path.write_bytes(changed)
+        fresh = RunIndex(tmp_path)
+        assert not fresh.load(), place
+        assert fresh.update() and fresh.last_step == 60
+    for cut in (0, 10, 200, len(data) - 3):
+        index.path.write_bytes(data[:cut])
+        assert not RunIndex(tmp_path).load()
+
+
+def test_a_file_that_lies_about_its_sizes_is_refused(tmp_path: Path) -> None:
+    """Its checksum is right: whoever made it knew ours."""
+    import zlib
+
+    log(tmp_path, *a_run(60))
+    index = read(tmp_path)
+    index.save()
+    line, _, body = index.path.read_bytes().partition(b"\n")
+    length = int(line.split()[2])
+    head = json.loads(body[:length])
+    for change in (
+        {"parts": {**head["parts"], "curves": [{**head["parts"]["curves"][0], "rows": 10**9}, head["parts"]["curves"][1]]}},
+        {"parts": {**head["parts"], "layers": [{"cells": 10**9, "width": 1, "counts": [1]}, 0]}},
+        {"course": {**head["course"], "notes": "x"}}, {"course": {**head["course"], "recoveries": [{"at": 1}]}}, {"course": {**head["course"], "notes": [{"at": 1, "level": "x" * 9999, "text": ""}]}},
+        {"course": {**head["course"], "validations": [{"at": None, "step": 1, "loss": 1, "seconds": 1}]}}, {"course": {}}, {"shape": [9, 9]}, {"logs": {"../../etc/passwd": [0, False, ""]}}, {"missing": None}, {"last_step": "x"},
+    ):  # fmt: skip
+        text = json.dumps({**head, **change}).encode()
+        rest = text + body[length:]
+        index.path.write_bytes(f"phalanx-index-1 {zlib.crc32(rest):08x} {len(text)}\n".encode() + rest)
+        assert not RunIndex(tmp_path).load(), change
+
+
+def test_an_index_of_another_log_is_not_believed(tmp_path: Path) -> None:
+    log(tmp_path, *a_run(60))
+    read(tmp_path).save()
+    path = tmp_path / "events" / "rank-0.jsonl"
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    assert not RunIndex(tmp_path).load(), "the log is shorter"
+    path.write_bytes(b"".join(data.splitlines(keepends=True)[:1]) + data.replace(b'"loss":5', b'"loss":6'))
+    assert not RunIndex(tmp_path).load(), "the log is another one"
+    followed = read(tmp_path)
+    path.write_bytes(data[: len(data) // 3])
+    followed.update()
+    followed.update()
+    same(followed, read(tmp_path))
+
+
+# ---- beside training -------------------------------------------------------------------------------------------------
+
+
+def test_rank_0_keeps_it_while_the_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IndexSink, "PAUSE_S", 0.01)
+    monkeypatch.setattr(IndexSink, "LEAST_S", 0.0)
+    lines, sink = JsonlSink(tmp_path, rank=0), IndexSink(tmp_path)
+    for event in a_run(80):
+        lines.write(event)
+        sink.write(event)
+    sink.close()
+    index = RunIndex(tmp_path)
+    assert index.load() and index.last_step == 80 and index.course.ended is not None
+    assert not index.update()
+
+
+def test_an_index_that_cannot_be_written_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IndexSink, "PAUSE_S", 0.01)
+    lines, sink = JsonlSink(tmp_path, rank=0), IndexSink(tmp_path)
+
+    def refuse(*args: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("phalanx.observe.index.kept.os.replace", refuse)
+    for event in a_run(20):
+        lines.write(event)
+        sink.write(event)
+    sink.close()
+    assert sorted(p.name for p in (tmp_path / "events").iterdir()) == ["rank-0.jsonl"], "nothing is left behind"
+
+
+def test_work_is_given_up_between_pieces_and_nothing_is_lost(tmp_path: Path) -> None:
+    from phalanx.observe.index.kept import _work
+
+    folder = write_run(tmp_path / "run", steps=1500, ranks=1)
+    index, turns = RunIndex(folder), 0
+    while index.last_step < 1500 and turns < 100:
+        _work(index, 0.0)
+        turns += 1
+    assert turns > 2
+    same(index, read(folder))
+
+
+def test_loads_are_told_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """About 500 times while the age of the process grows by a factor of e."""
+    told: list[Any] = []
+    now = [0.0]
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: now[0])
+    reporter = SimpleNamespace(
+        _begin_s=0.0, _loads_s=-math.inf, rank=SimpleNamespace(sinks=told.append), progress=SimpleNamespace(step=3)
+    )
+    result = SimpleNamespace(counts_LE=np.array([[1, 2], [3, 4]]))
+    while now[0] < 200_000:
+        reporting.Reporter._tell_loads(reporter, result)  # type: ignore[arg-type]
+        now[0] += 1.0
+    assert told[0] == ExpertLoads(step=3, counts=((1, 2), (3, 4)))
+    assert 500 + 500 * math.log(200_000 / 2500) == pytest.approx(len(told), rel=0.02)
+
+
+def test_the_middle_of_a_log_is_found_by_its_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=3000, ranks=1)
+    files = LogFiles(folder)
+    lines = (folder / "events" / "rank-0.jsonl").read_bytes().splitlines(keepends=True)
+    offsets = np.cumsum([0, *map(len, lines)])
+    for number in (0, 1, 777, 3001, len(lines) - 1):
+        time_s = json.loads(lines[number])["time_s"]
+        found = files.offset_at("rank-0.jsonl", time_s)
+        assert found <= offsets[number] and offsets[number] - found < 100_000
+        assert found in offsets, "at the beginning of a line"
+
+
+def test_ends_of_members_do_not_end_the_run(tmp_path: Path) -> None:
+    log(tmp_path, started(), ended(1), RunEnded(step=1, reason="left", seconds=1.0), ended(2))
+    assert read(tmp_path).course.ended is None
