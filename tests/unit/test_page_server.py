@@ -385,7 +385,7 @@ def test_lanes_tell_hidden_from_exposed(tmp_path: Path) -> None:
     with serving(recorded_run(tmp_path / "run", ranks=2)) as server:
         assert [r["step"] for r in get(server, "/run/r1/all")["recorded"]] == [3, 4]
         found = get(server, "/run/r1/lanes?step=4")
-    assert [rank["rank"] for rank in found["ranks"]] == [0, 1] and found["seconds"] == pytest.approx(0.01, abs=0.005)
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1] and found["seconds"] >= 0.008
     lanes = {lane["name"]: lane["spans"] for lane in found["ranks"][0]["lanes"]}
     assert [(round(length), kind) for _, length, kind, _ in lanes["compute"]] == [(6000, 0)]
     assert [(round(length), kind) for _, length, kind, _ in lanes["waiting"]] == [(2000, 1)]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RunView:
+class RunHandle:
     """A run folder. Nothing is kept in memory: every call reads what is there now."""
 
     folder: Path
@@ -86,10 +86,10 @@ class RunView:
         return export(ExportArgs(run=self.folder, dir=Path(folder), dtype=dtype, family=family)).target
 
 
-def open_run(folder: str | Path) -> RunView:
+def open_run(folder: str | Path) -> RunHandle:
     """The run in `folder`, such as `runs/laptop`. Raises `ConfigError` where there is none."""
     found = Path(folder)
     if not (found / "recipe.toml").is_file():
         rule, hint = "is not the folder of a run: it has no recipe.toml", "give one such as runs/laptop"
         raise ConfigError([Problem(where="folder", value=str(folder), rule=rule, hint=hint)], subject="the run")
-    return RunView(found)
+    return RunHandle(found)

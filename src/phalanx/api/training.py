@@ -12,7 +12,7 @@ from pathlib import Path
 
 from phalanx.api.programs import LAST_LINES, Program, ProgramError, complaint, start
 from phalanx.api.recipe_words import RecipeLike, Settings, recipe_words
-from phalanx.api.runs import RunView, open_run
+from phalanx.api.runs import RunHandle, open_run
 from phalanx.cli.train import Request, read_recipe
 from phalanx.core.config import Recipe
 from phalanx.core.events import Event
@@ -30,7 +30,7 @@ def train_model(
     callbacks: Sequence[Callback] = (),
     trust: bool = False,
     show: bool = True,
-) -> RunView:
+) -> RunHandle:
     """Train the model of a recipe, or go on with its run, and return the run when it is finished or was stopped.
 
     `recipe` is a `Recipe`, the path of a file or the name of one that comes with Phalanx; `settings` change it, such as `{"train.steps": 30}`. The ranks are processes of their own, on this
