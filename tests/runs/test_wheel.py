@@ -1,0 +1,56 @@
+"""The wheel, without a checkout: what it holds is enough to list recipes, look at the machine and train. Installed into an empty folder, beside the packages that it needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.ranks, pytest.mark.core]
+ROOT = Path(__file__).resolve().parents[2]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but the wheel in it."""
+    sources, wheels = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheels")
+    shutil.copytree(ROOT / "src", sources / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources)
+    subprocess.run([*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(wheels), str(sources)], check=True)  # fmt: skip
+    (wheel,) = wheels.glob("phalanx-*.whl")
+    target = tmp_path_factory.mktemp("installed")
+    subprocess.run([*PIP, "install", "-q", "--no-deps", "--no-index", "--target", str(target), str(wheel)], check=True)
+    return target
+
+
+def phalanx(installed: Path, folder: Path, *words: str) -> str:
+    """What `phalanx WORDS...` prints in an empty folder."""
+    environ = {**os.environ, "PYTHONPATH": str(installed)}
+    where = subprocess.run([sys.executable, "-c", "import phalanx; print(phalanx.__file__)"], cwd=folder, env=environ, capture_output=True, text=True, check=True)  # fmt: skip
+    assert where.stdout.startswith(str(installed)), where.stdout
+    done = subprocess.run([sys.executable, "-m", "phalanx", *words], cwd=folder, env=environ, capture_output=True, text=True, timeout=280)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_recipes_doctor_and_a_run(installed: Path, tmp_path: Path) -> None:
+    assert "mixtral-8x7b" in phalanx(installed, tmp_path, "recipes")
+    assert "ready: phalanx train laptop --train.steps 3" in " ".join(phalanx(installed, tmp_path, "doctor").split())
+    less = ["--data.builtin_bytes", "400000", "--data.tokenizer", "bpe:400"]  # a full corpus takes a minute
+    assert "laptop: finished" in phalanx(installed, tmp_path, "train", "laptop", "--train.steps", "3", *less)
+    assert (tmp_path / "runs" / "laptop" / "recipe.toml").is_file()
+
+
+def test_what_is_not_python_is_in_it(installed: Path) -> None:
+    """Every file of the package, as git knows it."""
+    listed = subprocess.run(["git", "ls-files", "src/phalanx"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no git checkout: " + listed.stderr.strip())
+    files = [Path(name).relative_to("src") for name in listed.stdout.splitlines()]
+    assert len(files) > 300 and [str(f) for f in files if not (installed / f).is_file()] == []
