@@ -21,13 +21,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "lab/phalanx_lab/testbed/README.md",
 ]
 GENERATED = re.compile(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-INSTALLED = ("docs/reference/settings.md", "docs/how-to/emulate-a-cluster.md")
+INSTALLED = ("docs/reference/settings.md", "lab/phalanx_lab/testbed/README.md")
 """Pages whose blocks run the program as it is installed."""
 
 

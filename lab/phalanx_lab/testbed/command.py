@@ -48,7 +48,7 @@ class RunArgs(BedArgs):
     ranks_per_host: int = 1
     """Ranks on each host."""
     scenario: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """TOML file that says what happens when; see docs/how-to/emulate-a-cluster.md."""
+    """TOML file that says what happens when; see the README beside this file."""
     logs: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("runs/testbed")
     """Each run makes a folder in here with one log file per rank."""
     timeout: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
