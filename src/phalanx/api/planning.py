@@ -14,6 +14,7 @@ from phalanx.cli.train import Request, read_recipe
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.processor import this_processor
+from phalanx.core.recipe import no_device
 from phalanx.plan.mapping import AnyFolding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
@@ -33,7 +34,7 @@ def load_recipe(recipe: RecipeLike = None, settings: Settings | None = None, *, 
     """
     with recipe_words(recipe, settings) as words:
         request = Request(recipe_path=words.path, overrides=words.overrides, dry_run=True, trust=words.is_own)
-        return read_recipe(request, world=ranks)
+        return read_recipe(request, world=ranks, auto_device=no_device)  # it may go to a machine of another kind
 
 
 @dataclass(frozen=True, kw_only=True)

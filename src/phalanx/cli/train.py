@@ -32,7 +32,7 @@ from phalanx.cli.settings import settings_text
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.process import most_open_files
-from phalanx.core.recipe import Dtype, load_recipe, native_dtype
+from phalanx.core.recipe import AutoDevice, Device, Dtype, load_recipe, native_dtype
 from phalanx.core.service_address import is_loopback
 from phalanx.core.settings import describe_settings
 from phalanx.plan import choose_recovery, run_problems
@@ -140,8 +140,14 @@ def _take_card(rest: list[str], *, is_dry: bool) -> float | None:
     return number
 
 
-def read_recipe(request: Request, *, world: int | None, several_machines: bool = False) -> Recipe:
-    """The recipe, checked with its model on `world` ranks (None: launch.ranks). Raises `ConfigError` with every problem."""
+def read_recipe(
+    request: Request, *, world: int | None, several_machines: bool = False, auto_device: AutoDevice | None = None
+) -> Recipe:
+    """The recipe, checked with its model on `world` ranks (None: launch.ranks). Raises `ConfigError` with every problem.
+
+    `auto_device` says what `launch.device = "auto"` is; None asks this machine. The run folder keeps what it was: its recipe gives the same run again. The file that the user wrote still says
+    "auto", so that the same command goes on with what another machine has.
+    """
 
     def auto_dtype(recipe: Recipe) -> Dtype:
         """That of the run, where it has begun: it may go on on another machine."""
@@ -155,10 +161,18 @@ def read_recipe(request: Request, *, world: int | None, several_machines: bool =
     def check(recipe: Recipe) -> list[Problem]:
         return run_problems(recipe, world=world or wanted_ranks(recipe))
 
-    recipe = load_recipe(request.recipe_path, request.overrides, check=check, auto_dtype=auto_dtype)
+    recipe = load_recipe(request.recipe_path, request.overrides, check=check, auto_dtype=auto_dtype, auto_device=auto_device or _device_here)
     raise_if(_launch_problems(request, recipe, world), ConfigError, subject="the recipe")
     raise_if(_trust_problems(request, recipe), ConfigError, subject="the recipe")
     return recipe if world is None else replace(recipe, launch=replace(recipe.launch, ranks=world))
+
+
+def _device_here(recipe: Recipe) -> Device:
+    """By the GPUs of this machine and the ranks that start on it."""
+    from phalanx.runtime.processes import device_here, read_world
+
+    launched = read_world()
+    return device_here(launched.local_world if launched else recipe.launch.ranks)
 
 
 def _trust_problems(request: Request, recipe: Recipe) -> list[Problem]:

@@ -35,6 +35,8 @@ __all__ = [
 Check = Callable[[Recipe], Sequence[Problem]]
 Dtype = Literal["bfloat16", "float32", "float64"]
 AutoDtype = Callable[[Recipe], Dtype]
+Device = Literal["auto", "cpu", "cuda"]
+AutoDevice = Callable[[Recipe], Device]
 
 PACKAGED = Path(__file__).parents[1] / "recipes"
 """Recipes that come with Phalanx: `recipes/NAME.toml` names one where the reader's own folder has no such file."""
@@ -43,6 +45,11 @@ READ_BY_CHECKS = (
     "train.seq_len", "train.global_batch", "train.micro_batch", "launch.ranks",
 )  # fmt: skip
 """Beginnings of the settings that a `Check` looks at: it is silent where one of them could not be read."""
+
+
+def no_device(recipe: Recipe) -> Device:
+    """What `launch.device = "auto"` is where nobody has looked at a machine: it stays so, and every plan counts it as cpu."""
+    return recipe.launch.device
 
 
 def native_dtype(recipe: Recipe, processor: Processor | None = None) -> Dtype:
@@ -59,22 +66,23 @@ def load_recipe(
     world: int | None = None,
     check: Check | None = None,
     auto_dtype: AutoDtype = native_dtype,
+    auto_device: AutoDevice = no_device,
 ) -> Recipe:
     """The recipe in `path` (None: all defaults; `recipes/laptop.toml` and its neighbours come with Phalanx) with `overrides` such as
     ``["--train.steps", "10", "--optim.lr=3e-4"]``.
 
     `world` adds the rules that need the number of ranks, `check` those of the caller (the model's: `plan/recipe.py`), so that their
-    problems come together with the others. `auto_dtype` says what `train.dtype = "auto"` is; the recipe that is returned says no "auto". Raises
-    `ConfigError` with all problems.
+    problems come together with the others. `auto_dtype` says what `train.dtype = "auto"` is; the recipe that is returned says no "auto" there. `auto_device`
+    says what `launch.device = "auto"` is, first, and may raise `ConfigError`. Raises `ConfigError` with all problems.
     """
     reading = _Reading(settings={s.name: s for s in describe_settings()})
     if path is not None:
         _read_file(reading, Path(path))
     _read_overrides(reading, overrides)
     recipe = _build(reading.values)
+    recipe = _with_device(reading, recipe, auto_device)
     if recipe.train.dtype == "auto":
-        reading.values["train.dtype"] = auto_dtype(recipe)
-        recipe = _build(reading.values)
+        recipe = replace(recipe, train=replace(recipe.train, dtype=auto_dtype(recipe)))
     problems = recipe_problems(recipe, world=world, given=reading.values, broken=reading.broken)
     if check is not None and not any(name.startswith(READ_BY_CHECKS) for name in reading.broken):
         seen = {p.where for p in problems}
@@ -82,6 +90,18 @@ def load_recipe(
     located = [replace(p, where=reading.located(p.where)) for p in problems]
     raise_if(reading.problems + located, ConfigError, subject="the recipe")
     return recipe
+
+
+def _with_device(reading: _Reading, recipe: Recipe, auto_device: AutoDevice) -> Recipe:
+    """The recipe with the device that "auto" is; as it stands where that is a problem, which is kept."""
+    if recipe.launch.device != "auto" or "launch.ranks" in reading.broken:
+        return recipe
+    try:
+        device = auto_device(recipe)
+    except ConfigError as error:
+        reading.problems += error.problems
+        return recipe
+    return replace(recipe, launch=replace(recipe.launch, device=device))
 
 
 @dataclass

@@ -131,7 +131,7 @@ def _overlap_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding | Non
     replicas = [] if recipe.resilience.slots_per_rank is None else replica_problems(d.overlap)
     fused = fused_setting_problems(
         d.overlap,
-        device=recipe.launch.device,
+        device=recipe.launch.device_type,
         dtype=recipe.train.dtype,
         etp=max(stage.etp for stage in stages),
         kernels=recipe.kernels.implementation,

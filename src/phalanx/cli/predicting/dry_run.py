@@ -77,7 +77,7 @@ def describe(recipe: Recipe, *, world: int, local_ranks: int | None = None) -> s
     parts = [
         [f"{recipe.run.name}: a dry run, nothing is started"],
         folding.explain().splitlines(),
-        _groups(folding, recipe.launch.device),
+        _groups(folding, recipe.launch.device_type),
         pipeline.explain().splitlines() if folding.pp > 1 else [],
         _parameters(spec, folding, pipeline, asked),
         _replicas(recipe, spec, folding, pipeline, asked),
@@ -116,7 +116,7 @@ def _missing_data(config: DataConfig) -> list[str]:
 def _groups(folding: AnyFolding, device: str) -> list[str]:
     """How many process groups there are; many names share one, and on a device some ranks have a second one (`Folding.step_groups`)."""
     distinct = {group for name in folding.group_names for group in folding.groups(name) if len(group) > 1}
-    further = set() if device == "cpu" else {group for of in folding.step_groups().values() for group in of}
+    further = set() if device != "cuda" else {group for of in folding.step_groups().values() for group in of}
     return [f"groups       {len(distinct) + len(further)} process groups of more than one rank"]
 
 

@@ -100,8 +100,8 @@ def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
     """Join the world and open the run folder. Collective."""
     timeout_s = recipe.launch.timeout_s
     import_now()  # nothing to do where the program that forked this rank has
-    keep_freed_memory(threads=torch.get_num_threads() if recipe.launch.device == "cpu" else 1)
-    device = init_world(info, device=recipe.launch.device, timeout_s=timeout_s)
+    keep_freed_memory(threads=torch.get_num_threads() if recipe.launch.device != "cuda" else 1)
+    device = init_world(info, device=recipe.launch.device_type, timeout_s=timeout_s)
     be_deterministic(recipe.train.deterministic)
     peers = Peers(own_group(info.world, timeout_s=PATIENCE_S))
     folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
