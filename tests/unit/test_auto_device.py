@@ -16,7 +16,9 @@ from phalanx.core.recipe import Device, dump_recipe, load_recipe
 from phalanx.runtime.processes import device_here
 
 
-@pytest.mark.parametrize(("num_gpus", "ranks", "device"), [(0, 1, "cpu"), (0, 64, "cpu"), (8, 8, "cuda"), (8, 1, "cuda")])
+@pytest.mark.parametrize(
+    ("num_gpus", "ranks", "device"), [(0, 1, "cpu"), (0, 64, "cpu"), (8, 8, "cuda"), (8, 1, "cuda")]
+)
 def test_a_gpu_for_every_rank_or_none_at_all(num_gpus: int, ranks: int, device: str) -> None:
     assert device_here(ranks, num_gpus=num_gpus) == device
 

@@ -162,7 +162,10 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
         wait_s=r.wait_s,
         rest_s=r.straggler_rest_s,
         agent=AgentSettings(
-            timeout_s=timeout_s, device=recipe.launch.device_type, own_machine=own_machine, probe_peers=r.service is not None
+            timeout_s=timeout_s,
+            device=recipe.launch.device_type,
+            own_machine=own_machine,
+            probe_peers=r.service is not None,
         ),
     )
 
@@ -211,7 +214,9 @@ def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, w
     be_deterministic(recipe.train.deterministic)
     slot = int(agent.uid.split(".")[1])
     ranks = recipe.launch.ranks
-    device = own_device(WorldInfo(rank=slot, world=ranks, local_rank=slot, local_world=ranks), recipe.launch.device_type)
+    device = own_device(
+        WorldInfo(rank=slot, world=ranks, local_rank=slot, local_world=ranks), recipe.launch.device_type
+    )
     if not on_cpu:
         leave_errors_to_run()
     number, body, joins = first + slot, None, agent.under_way()
