@@ -272,6 +272,29 @@ def dump_recipe(recipe: Recipe) -> str:
     return "\n".join(lines) + "\n"
 
 
+def short_recipe(recipe: Recipe, *, head: Sequence[str], comments: Mapping[str, str]) -> str:
+    """The recipe as TOML: what differs from the defaults, and every setting of `comments`, with that comment beside it. `head` stands above, a comment line each.
+
+    A key of `comments` that ends in "#" is a line of a section that is written as it is.
+    """
+    lines = [f"# {line}".rstrip() for line in head]
+    for section in sections():
+        own = [s for s in describe_settings() if s.section == section]
+        body = []
+        for setting in own:
+            value = value_of(recipe, setting.name)
+            if value is not None and (value != setting.default or setting.name in comments):
+                body.append(_with_comment(f"{setting.key} = {_toml(value)}", comments.get(setting.name, "")))
+        if f"{section}#" in comments:
+            body.append(comments[f"{section}#"])
+        lines += ["", f"[{section}]", *body] if body else []
+    return "\n".join(lines) + "\n"
+
+
+def _with_comment(line: str, comment: str) -> str:
+    return f"{line:<32}  # {comment}" if comment else line
+
+
 def _toml(value: object) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
