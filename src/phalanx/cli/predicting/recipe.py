@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
-from phalanx.core.recipe import Dtype, load_recipe
+from phalanx.core.recipe import Device, Dtype, load_recipe
 from phalanx.plan import choose_recovery, run_problems
 from phalanx.plan.model import ModelSpec
 from phalanx.simulate import job_of_recipe, mapping_of_recipe, resolve_recipe
@@ -41,14 +40,15 @@ def predict_recipe(
     def check(given: Recipe) -> Sequence[Problem]:
         return run_problems(given, world=world, tokenizer_vocab=given.model.vocab) if world is not None else ()
 
+    def auto_dtype(given: Recipe) -> Dtype:
+        return dtype_of(cluster, given) if cluster is not None else "bfloat16"
+
+    def auto_device(given: Recipe) -> Device:
+        return device_of(cluster) if cluster is not None else given.launch.device
+
     try:
         words = [*overrides, *(["--launch.ranks", str(world)] if world else [])]
-        ways = (
-            {}
-            if cluster is None
-            else {"auto_dtype": partial(dtype_of, cluster), "auto_device": lambda _: device_of(cluster)}
-        )
-        recipe = load_recipe(path, words, check=check, **ways)
+        recipe = load_recipe(path, words, check=check, auto_dtype=auto_dtype, auto_device=auto_device)
     except ConfigError as error:
         problems += error.problems
     if problems or cluster is None or recipe is None:
