@@ -47,6 +47,7 @@ COMMANDS = (
     Command("service", "keep the membership service of an elastic run on several hosts"),
     Command("metrics", "show the course of a run from its event log"),
     Command("trace", "write what each rank did in recorded steps, for Perfetto"),
+    Command("recipes", "list the recipes that come with Phalanx, or copy one"),
     Command("settings", "list every setting of a recipe with its default and meaning"),
 )
 

@@ -164,8 +164,11 @@ def _read_file(reading: _Reading, path: Path) -> None:
 
 
 def _found(path: Path) -> Path:
-    """The file that `path` names: the reader's own, else one that comes with Phalanx."""
-    return PACKAGED / path.name if path.parent == Path("recipes") and not path.parent.is_dir() else path
+    """The file that `path` names: the reader's own, else one that comes with Phalanx (`laptop`, or `recipes/laptop.toml`)."""
+    if path.parent == Path("recipes") and not path.parent.is_dir():
+        return PACKAGED / path.name
+    packaged = PACKAGED / f"{path}.toml"
+    return packaged if path.name == str(path) and not path.is_file() and packaged.is_file() else path
 
 
 def _parse_file(reading: _Reading, path: Path) -> dict[str, object] | None:
@@ -173,9 +176,12 @@ def _parse_file(reading: _Reading, path: Path) -> dict[str, object] | None:
     try:
         return parse_toml(read_text(_found(path), most=MOST_TOML), where=str(path))
     except FileNotFoundError:
-        folder = _found(path).parent
+        is_name = path.name == str(path) and not path.suffix
+        folder = PACKAGED if is_name else _found(path).parent
         beside = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
         hint = nearest(path.name, beside) if beside else f"there is no recipe in {path.parent}"
+        if is_name:
+            hint = f"{nearest(path.name, [name.removesuffix('.toml') for name in beside])}; `phalanx recipes` lists those that come with Phalanx"
         reading.add("recipe", str(path), "is not a file", hint)
     except OSError as error:
         reading.add("recipe", str(path), f"cannot be read: {error.strerror}", "give the path of a .toml file")
