@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rich.progress import Progress
 
 from phalanx.cli.predicting.arguments import model_and_cluster
-from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.pictures import Series, plot
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     assert spec is not None and cluster is not None
     begin = time.perf_counter()
     find = partial(_find, args, Job(spec=spec, seq_len=args.seq, global_batch=args.batch))
-    result = find(cluster, 1.0)
+    result = _first(find, cluster, writes=args.recipe is not None)
     seconds = time.perf_counter() - begin
     if args.json is not None:
         write_json(args.json, to_dict(result, seconds=seconds))
@@ -96,6 +96,17 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(write_recipe(args.recipe, found, cluster))
     return 0
+
+
+def _first(find: Find, cluster: GpuCluster, *, writes: bool) -> SearchResult:
+    """The search. Raises `PlanError` where nothing fits, and where a recipe is to be written with how many more GPUs would."""
+    try:
+        return find(cluster, 1.0)
+    except PlanError as error:
+        if not writes:
+            raise
+        found = [replace(problem, hint=_more_gpus(cluster, find)) for problem in error.problems]
+        raise PlanError(found, subject="the search, so no recipe was written") from error
 
 
 def _find(args: argparse.Namespace, job: Job, cluster: GpuCluster, room: float) -> SearchResult:
@@ -193,15 +204,17 @@ def _no_recipe(result: SearchResult, find: Find, why: tuple[str, ...]) -> str:
     """Why none was written, and on how many more GPUs one would be."""
     if not any("by the dry run" in text for text in why):
         return "; ".join(why[:1])
-    from phalanx.cli.predicting.searched import fits_on
+    return f"nothing fits {result.cluster.name} by the dry run ({why[0]}); {_more_gpus(result.cluster, find)}"
 
-    larger = fits_on(result.cluster, find)
-    more = (
-        "nor on 8 times as many GPUs"
-        if larger is None
-        else f"{larger.world - result.cluster.world} more GPUs would: --cluster {larger.name}"
-    )
-    return f"nothing fits {result.cluster.name} by the dry run ({why[0]}); {more}"
+
+def _more_gpus(cluster: GpuCluster, find: Find) -> str:
+    """On how many more something fits."""
+    from phalanx.cli.predicting.searched import LARGER, fits_on
+
+    larger = fits_on(cluster, find)
+    if larger is None:
+        return f"nothing fits {LARGER[-1]} times as many GPUs either: take a smaller batch, sequence or model"
+    return f"{larger.world - cluster.world} more GPUs would: --cluster {larger.name}"
 
 
 def to_dict(result: SearchResult, *, seconds: float) -> dict[str, Any]:
