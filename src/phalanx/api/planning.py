@@ -15,6 +15,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.processor import this_processor
 from phalanx.core.recipe import no_device
+from phalanx.plan import resolve_shape
 from phalanx.plan.mapping import AnyFolding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
@@ -24,7 +25,6 @@ from phalanx.simulate.hardware import GpuCluster, parse_cluster
 from phalanx.simulate.mapping import Job, RouterModel
 from phalanx.simulate.search import RERANKED, SearchResult, base_mapping, search as search_mappings
 from phalanx.simulate.step import Prediction
-from phalanx.train.setup import resolve_shape
 
 
 def load_recipe(recipe: RecipeLike = None, settings: Settings | None = None, *, ranks: int | None = None) -> Recipe:

@@ -87,11 +87,11 @@ def _stopped_as_by_ctrl_c() -> Iterator[None]:
 
 
 def _train(request: Request) -> int:
-    from phalanx.runtime.processes import read_world
-
     if request.cluster is not None:
         _show_there(request, request.cluster)
         return 0
+    from phalanx.runtime.processes import read_world
+
     launched = read_world()
     several = launched is not None and launched.local_world < launched.world
     recipe = read_recipe(request, world=launched.world if launched else None, several_machines=several)

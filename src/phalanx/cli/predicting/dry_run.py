@@ -19,7 +19,7 @@ from phalanx.core.processor import MULTIPLIES_BF16, Processor
 from phalanx.core.samples import num_rounds
 from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
 from phalanx.data import parse_choice, read_tokenizer_file, resolve, token_file_bytes
-from phalanx.plan import choose_recovery
+from phalanx.plan import choose_recovery, resolve_shape
 from phalanx.plan.layout import ExpertState, flat_layouts, local_param, stage_params
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, plain_placement
 from phalanx.plan.model import ModelSpec, flops_per_token
@@ -28,7 +28,6 @@ from phalanx.plan.placement import ReplicaSettings, StageReplicas, replicas_of, 
 from phalanx.plan.recovery import optimizer_bytes
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.memory import PREPARE_BYTES, TERMS, MemoryEstimate, estimate_memory, worst_balance
-from phalanx.train.setup import resolve_shape
 
 MEMINFO = Path("/proc/meminfo")
 

@@ -15,6 +15,7 @@ from phalanx.core.errors import PlanError
 from phalanx.core.recipe import short_recipe
 from phalanx.core.units import format_bytes
 from phalanx.simulate.hardware import GpuCluster
+from phalanx.simulate.mapping import Mapping, Overlap
 from phalanx.simulate.search import SearchResult, recipe_of_mapping
 from phalanx.simulate.step import Prediction
 
@@ -45,12 +46,13 @@ class Fitting:
 def fastest_fitting(result: SearchResult, find: Find) -> tuple[Fitting | None, tuple[str, ...]]:
     """The fastest recipe that fits, or None and why there is none. `result` is what `find` gave for the whole memory."""
     passed: tuple[str, ...] = ()
+    looked_at = set[Mapping]()
     for room in ROOMS:
         try:
             found = result if room == ROOMS[0] else find(result.cluster, room)
         except PlanError:
             break
-        fitting, why, is_sayable = _first_of(found)
+        fitting, why, is_sayable = _first_of(found, looked_at)
         passed = passed or why
         if fitting is not None:
             shown = fitting.number if room == ROOMS[0] else None
@@ -60,12 +62,17 @@ def fastest_fitting(result: SearchResult, find: Find) -> tuple[Fitting | None, t
     return None, passed
 
 
-def _first_of(result: SearchResult) -> tuple[Fitting | None, tuple[str, ...], bool]:
-    """The first of a search that fits, why those before it were passed over, and whether recipes can say any of them."""
+def _first_of(result: SearchResult, looked_at: set[Mapping]) -> tuple[Fitting | None, tuple[str, ...], bool]:
+    """The first of a search that fits, why those before it were passed over, and whether recipes can say any of them. None that was looked at already, or differs from one in how it
+    overlaps alone: what does not fit then does not fit so either."""
     cluster, passed, is_sayable = result.cluster, list[str](), False
     machine = machine_of(cluster)
     assert machine.card is not None
     for number, p in _by_time(result):
+        plain = replace(p.uniform, overlap=Overlap())
+        if plain in looked_at:
+            is_sayable = True
+            continue
         recipe, reasons = recipe_of_mapping(
             result.job, p.uniform, on_device=cluster.hardware.sms is not None, cluster=cluster
         )
@@ -73,6 +80,7 @@ def _first_of(result: SearchResult) -> tuple[Fitting | None, tuple[str, ...], bo
             passed += [f"{p.mapping.label()}: {'; '.join(reasons)}"]
             continue
         is_sayable = True
+        looked_at.add(plain)
         peak = _peak(recipe, machine, cluster)
         if peak <= machine.card.room_bytes:
             found = Fitting(recipe=recipe, prediction=p, peak_bytes=peak, number=number, passed_over=())

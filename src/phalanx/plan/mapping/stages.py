@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from phalanx.core.errors import PlanError, Problem, raise_if
@@ -245,6 +246,7 @@ def _cost_problems(costs: LayerCosts, num_layers: int) -> list[Problem]:
     return problems
 
 
+@lru_cache(maxsize=256)  # a dry run asks again for every stage
 def balanced_counts(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Blocks of each stage: smallest maximum, then smallest sum of squares, then fewest on early stages. By dynamic programming."""
     parts = _whole_numbers((costs.embedding, *costs.blocks, costs.head))

@@ -32,6 +32,7 @@ from phalanx.core.recipe import dump_recipe
 from phalanx.core.service_address import parse_service
 from phalanx.data import PreparedData, prepare
 from phalanx.observe import JsonlSink, PreparationProgress, Sinks, open_sinks, wants_live
+from phalanx.plan import resolve_shape
 from phalanx.plan.mapping import Folding
 from phalanx.plan.recovery import recovery_planner, recovery_problems, wanted_ranks
 from phalanx.runtime.checkpoint import import_now
@@ -61,7 +62,7 @@ from phalanx.train.recovery.drained_slots import DRAINED_SLOTS_FILE, DrainedSlot
 from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
 from phalanx.train.recovery.run_hosts import RunHosts
 from phalanx.train.recovery.watch import Watch, WatchedSinks
-from phalanx.train.setup import RunFolder, RunLock, be_deterministic, resolve_pipeline, resolve_shape, versions
+from phalanx.train.setup import RunFolder, RunLock, be_deterministic, resolve_pipeline, versions
 
 GATHER_S = 5.0
 """How long the first generation waits for ranks that are not heard of; a run on several hosts begins without those that take longer."""
