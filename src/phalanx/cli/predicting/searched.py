@@ -16,13 +16,14 @@ from phalanx.core.recipe import short_recipe
 from phalanx.core.units import format_bytes
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Mapping, Overlap
-from phalanx.simulate.search import SearchResult, recipe_of_mapping
-from phalanx.simulate.step import Prediction
+from phalanx.simulate.search import CLOCKED, SearchResult, recipe_of_mapping
+from phalanx.simulate.step import Prediction, predict
 
 Find = Callable[[GpuCluster, float], SearchResult]
 """A search on a cluster, of what fills at most this share of its memory. Raises `PlanError` where there is nothing."""
 ROOMS = (1.0, 0.9, 0.8, 0.7, 0.6)
 """Shares of the memory that searches fill, one after the other, until something fits by the dry run, which counts more closely."""
+UNSAID = "no recipe: "
 MOST_TRIED = 30
 """Mappings of one search that the dry run looks at; each takes a second or two."""
 LARGER = (1.25, 1.5, 2, 3, 4, 6, 8)
@@ -63,31 +64,48 @@ def fastest_fitting(result: SearchResult, find: Find) -> tuple[Fitting | None, t
 
 
 def _first_of(result: SearchResult, looked_at: set[Mapping]) -> tuple[Fitting | None, tuple[str, ...], bool]:
-    """The first of a search that fits, why those before it were passed over, and whether recipes can say any of them. None that was looked at already, or differs from one in how it
-    overlaps alone: what does not fit then does not fit so either."""
+    """The first of a search that fits, why those before it were passed over, and whether recipes can say any of them.
+
+    One that does not fit may with gradients in shards (`optim.zero = 2`), which take time: it stands by until the list comes to what is slower. None is looked at twice, nor one that
+    differs from a former in how it overlaps alone.
+    """
     cluster, passed, is_sayable = result.cluster, list[str](), False
-    machine = machine_of(cluster)
+    machine, spare = machine_of(cluster), None
     assert machine.card is not None
     for number, p in _by_time(result):
         plain = replace(p.uniform, overlap=Overlap())
+        if spare is not None and spare.prediction.step.seconds <= p.step.seconds:
+            break
         if plain in looked_at:
             is_sayable = True
             continue
-        recipe, reasons = recipe_of_mapping(
-            result.job, p.uniform, on_device=cluster.hardware.sms is not None, cluster=cluster
-        )
-        if recipe is None:
-            passed += [f"{p.mapping.label()}: {'; '.join(reasons)}"]
-            continue
-        is_sayable = True
-        looked_at.add(plain)
-        peak = _peak(recipe, machine, cluster)
-        if peak <= machine.card.room_bytes:
-            found = Fitting(recipe=recipe, prediction=p, peak_bytes=peak, number=number, passed_over=())
-            return found, tuple(passed), True
-        room = format_bytes(machine.card.room_bytes)
-        passed += [f"{p.mapping.label()}: {format_bytes(peak)} by the dry run, of {room}"]
-    return None, tuple(passed), is_sayable
+        found, why = _tried(result, p, machine)
+        if found is not None:
+            return replace(found, number=number), tuple(passed), True
+        passed.append(why)
+        if not why.startswith(UNSAID):
+            is_sayable = True
+            looked_at.add(plain)
+            sharded = replace(p.uniform, sharding="gradients")
+            other, _ = _tried(result, predict(result.job, sharded, cluster, most_microbatches=CLOCKED), machine)
+            if other is not None and (spare is None or other.prediction.step.seconds < spare.prediction.step.seconds):
+                spare = other
+    return spare, tuple(passed), is_sayable
+
+
+def _tried(result: SearchResult, p: Prediction, machine: Machine) -> tuple[Fitting | None, str]:
+    """The recipe of a mapping where it fits, else why not."""
+    cluster = result.cluster
+    assert machine.card is not None
+    on_device = cluster.hardware.sms is not None
+    recipe, reasons = recipe_of_mapping(result.job, p.uniform, on_device=on_device, cluster=cluster)
+    if recipe is None:
+        return None, f"{UNSAID}{'; '.join(reasons)} ({p.mapping.label()})"
+    peak = peak_bytes(recipe, machine, world=cluster.world)
+    if peak <= machine.card.room_bytes:
+        return Fitting(recipe=recipe, prediction=p, peak_bytes=peak, number=None, passed_over=()), ""
+    room = format_bytes(machine.card.room_bytes)
+    return None, f"{p.mapping.label()}: {format_bytes(peak)} by the dry run, of {room}"
 
 
 def _by_time(result: SearchResult) -> Iterator[tuple[int | None, Prediction]]:
@@ -96,10 +114,6 @@ def _by_time(result: SearchResult) -> Iterator[tuple[int | None, Prediction]]:
     each = {p.mapping: p for p in (*result.best, *result.variants)}.values()
     for p in sorted(each, key=lambda p: p.step.seconds)[:MOST_TRIED]:
         yield places.get(p.mapping), p
-
-
-def _peak(recipe: Recipe, machine: Machine, cluster: GpuCluster) -> int:
-    return peak_bytes(recipe, machine, world=cluster.world)
 
 
 def fits_on(cluster: GpuCluster, find: Find) -> GpuCluster | None:

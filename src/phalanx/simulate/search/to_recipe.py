@@ -59,7 +59,7 @@ def recipe_of_mapping(
             tp=f.tp, cp=f.cp, pp=f.pp, ep=f.ep if routed else None, etp=f.etp, cp_method=mapping.cp_method
         ),
         pipeline=_pipeline(mapping),
-        optim=OptimConfig() if mapping.overlap.dp else OptimConfig(bucket_mb=0.0),
+        optim=_optim(mapping),
         train=TrainConfig(
             seq_len=job.seq_len,
             global_batch=job.global_batch,
@@ -100,6 +100,12 @@ def _value(mapping: Mapping, name: str) -> Any:
     for part in name.split("."):
         value = value[part]
     return value
+
+
+def _optim(mapping: Mapping) -> OptimConfig:
+    """Sharded gradients where the mapping has them, and no reduction beside the backward pass where it has none."""
+    sharded = OptimConfig(zero=2) if mapping.sharding == "gradients" else OptimConfig()
+    return sharded if mapping.overlap.dp else replace(sharded, bucket_mb=0.0)
 
 
 def _dispatch(mapping: Mapping) -> DispatchConfig:
