@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.cli.predicting.cards import check_card, nearest_fit, room_of, with_settings
+from phalanx.cli.predicting.cards import card_sold_as, check_card, nearest_fit, room_of, with_settings
 from phalanx.cli.train import read_args
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError
@@ -37,8 +37,10 @@ def test_a_card_keeps_some_for_itself() -> None:
 
 def test_what_fits_is_told_and_a_card_that_is_not_known_asked_for() -> None:
     how = {"world": WORLD, "peak_bytes": 10**10, "peak": peak}
-    assert "of 73.4 GiB that a card of 80 GB leaves" in check_card(recipe_of(), SPEC, card_gb=80.0, **how)
-    assert "--card-gb 80" in check_card(recipe_of(), SPEC, card_gb=None, **how)
+    assert "fits: 9.31 GiB of the 73.4 GiB that a card of 80 GB leaves" in check_card(
+        recipe_of(), SPEC, card=card_sold_as(80.0), **how
+    )
+    assert "--card-gb 80" in check_card(recipe_of(), SPEC, card=None, **how)
 
 
 def test_the_nearest_run_changes_as_little_as_it_can() -> None:
@@ -64,15 +66,16 @@ def test_another_mapping_is_the_last_way() -> None:
 def test_what_cannot_fit_is_said() -> None:
     assert nearest_fit(recipe_of(), SPEC, world=WORLD, room=10**9, peak=peak) is None
     with pytest.raises(ConfigError, match="use more GPUs"):
-        check_card(recipe_of(), SPEC, world=WORLD, peak_bytes=10**12, card_gb=4.0, peak=peak)
+        check_card(recipe_of(), SPEC, world=WORLD, peak_bytes=10**12, card=card_sold_as(4.0), peak=peak)
 
 
 def test_a_refusal_names_the_run_that_fits() -> None:
     recipe = recipe_of()
     with pytest.raises(
-        ConfigError, match=r"of 80 GB leaves; --optim.state_dtype bfloat16 .*--train.recompute selective takes"
+        ConfigError,
+        match=r"of 80 GB leaves 73.4 GiB for tensors; --optim.state_dtype bfloat16 .*--train.recompute selective takes",
     ):
-        check_card(recipe, SPEC, world=WORLD, peak_bytes=peak(recipe), card_gb=80.0, peak=peak)
+        check_card(recipe, SPEC, world=WORLD, peak_bytes=peak(recipe), card=card_sold_as(80.0), peak=peak)
 
 
 def test_a_run_that_would_be_refused_is_not_named() -> None:

@@ -290,7 +290,7 @@ def test_fp8_winners_have_no_recipe(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*command, "--precision", "fp8", "--recipe", str(out)]) == 2
     assert "precision = fp8" in capsys.readouterr().err and not out.exists()
     assert main([*command, "--recipe", str(out)]) == 0
-    assert "the recipe of number 1" in capsys.readouterr().err
+    assert f"{out}: number 1" in capsys.readouterr().out
 
 
 # ---- what is searched -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from phalanx.cli.train import Request, read_recipe
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.processor import this_processor
+from phalanx.core.recipe import no_device
+from phalanx.plan import resolve_shape
 from phalanx.plan.mapping import AnyFolding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
@@ -23,7 +25,6 @@ from phalanx.simulate.hardware import GpuCluster, parse_cluster
 from phalanx.simulate.mapping import Job, RouterModel
 from phalanx.simulate.search import RERANKED, SearchResult, base_mapping, search as search_mappings
 from phalanx.simulate.step import Prediction
-from phalanx.train.setup import resolve_shape
 
 
 def load_recipe(recipe: RecipeLike = None, settings: Settings | None = None, *, ranks: int | None = None) -> Recipe:
@@ -33,7 +34,7 @@ def load_recipe(recipe: RecipeLike = None, settings: Settings | None = None, *, 
     """
     with recipe_words(recipe, settings) as words:
         request = Request(recipe_path=words.path, overrides=words.overrides, dry_run=True, trust=words.is_own)
-        return read_recipe(request, world=ranks)
+        return read_recipe(request, world=ranks, auto_device=no_device)  # it may go to a machine of another kind
 
 
 @dataclass(frozen=True, kw_only=True)

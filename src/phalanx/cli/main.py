@@ -52,6 +52,7 @@ COMMANDS = (
     Command("trace", "write what each rank did in recorded steps, for Perfetto"),
     Command("doctor", "say what this machine has, what a run would use of it, and what is missing"),
     Command("completion", "print a script that completes commands and settings in bash, zsh or fish"),
+    Command("recipes", "list the recipes that come with Phalanx, or copy one"),
     Command("settings", "list every setting of a recipe with its default and meaning"),
 )
 

@@ -8,18 +8,19 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.progress import Progress
 
 from phalanx.cli.predicting.arguments import model_and_cluster
-from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
-from phalanx.core.recipe import dump_recipe
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.pictures import Series, plot
 from phalanx.plan.pipeline.schedule import schedules
+from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import (
     Job,
     Mapping,
@@ -35,11 +36,16 @@ from phalanx.simulate.search import (
     Space,
     base_mapping,
     reasons,
-    recipe_of_mapping,
     search,
     with_slow_ranks,
 )
 from phalanx.simulate.step import Prediction, predict, usable_bytes
+
+if TYPE_CHECKING:
+    from phalanx.cli.predicting.searched import Find, Fitting
+
+SHOWN = 3
+"""Mappings that were passed over, in what is said of a recipe."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,31 +78,53 @@ def main(argv: Sequence[str]) -> int:
     raise_if(problems, ConfigError, subject="the arguments")
     assert spec is not None and cluster is not None
     begin = time.perf_counter()
-    with Progress(transient=True) as bar:
-        task = bar.add_task("mappings")
-        result = search(
-            Job(spec=spec, seq_len=args.seq, global_batch=args.batch),
-            cluster,
-            space=_space(args),
-            precision=args.precision,
-            keep=max(args.exact, args.top),
-            base=base_mapping(RouterModel(kind=args.routing)),
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-        slow = parse_stragglers(args.straggler or (), args.spread)
-        if slow is not None:
-            result = with_slow_ranks(result, slow)
+    find = partial(_find, args, Job(spec=spec, seq_len=args.seq, global_batch=args.batch))
+    result = _first(find, cluster, writes=args.recipe is not None)
     seconds = time.perf_counter() - begin
     if args.json is not None:
         write_json(args.json, to_dict(result, seconds=seconds))
     if args.svg is not None:
         write_text(args.svg, pareto_svg(result))
     print(describe(result, top=args.top, seconds=seconds))
-    if args.recipe is not None:
-        written, said = write_recipe(args.recipe, result)
-        print(said, file=sys.stderr)
-        return 0 if written else 2
+    if args.recipe is None:
+        return 0
+    from phalanx.cli.predicting.searched import fastest_fitting
+
+    found, reasons_why = fastest_fitting(result, find)
+    if found is None:
+        print(f"no recipe written: {_no_recipe(result, find, reasons_why)}", file=sys.stderr)
+        return 2
+    print(write_recipe(args.recipe, found, cluster))
     return 0
+
+
+def _first(find: Find, cluster: GpuCluster, *, writes: bool) -> SearchResult:
+    """The search. Raises `PlanError` where nothing fits, and where a recipe is to be written with how many more GPUs would."""
+    try:
+        return find(cluster, 1.0)
+    except PlanError as error:
+        if not writes:
+            raise
+        found = [replace(problem, hint=_more_gpus(cluster, find)) for problem in error.problems]
+        raise PlanError(found, subject="the search, so no recipe was written") from error
+
+
+def _find(args: argparse.Namespace, job: Job, cluster: GpuCluster, room: float) -> SearchResult:
+    """The search that the arguments ask for, of what fills this share of the memory."""
+    with Progress(transient=True) as bar:
+        task = bar.add_task("mappings")
+        result = search(
+            job,
+            cluster,
+            space=_space(args),
+            precision=args.precision,
+            keep=max(args.exact, args.top),
+            base=base_mapping(RouterModel(kind=args.routing)),
+            room=room,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    slow = parse_stragglers(args.straggler or (), args.spread)
+    return result if slow is None else with_slow_ranks(result, slow)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,8 +132,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="phalanx search", description="Find the best mapping of a model on a cluster."
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="NAME", help="a preset, or a model of the published measurements")
-    add("--cluster", required=True, metavar="NAMExRANKS", help="such as h100x128, or FILE.toml:128")
+    add(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="a preset (phalanx settings model.preset lists them), or a model of the published measurements",
+    )
+    add(
+        "--cluster",
+        required=True,
+        metavar="NAMExRANKS",
+        help="such as h100x128 (phalanx simulate clusters lists them), or FILE.toml:128",
+    )
     add("--seq", type=int, default=4096, help="sequence length (default 4096)")
     add("--batch", type=int, default=256, help="sequences of a step (default 256)")
     add("--precision", choices=("bf16", "fp8", "fp32"), default="bf16")
@@ -129,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--exact", type=int, default=RERANKED, help=f"mappings to run on the exact schedule (default {RERANKED})")
     add("--json", type=Path, metavar="FILE")
     add("--svg", type=Path, metavar="FILE", help="draw time against memory")
-    add("--recipe", type=Path, metavar="FILE", help="write the winner's recipe")
+    add("--recipe", type=Path, metavar="FILE", help="write the recipe of the fastest that fits by the dry run")
     return parser
 
 
@@ -138,17 +176,45 @@ def _space(args: argparse.Namespace) -> Space:
     return space if args.schedules is None else replace(space, schedules=tuple(args.schedules))
 
 
-def write_recipe(path: Path, result: SearchResult) -> tuple[bool, str]:
-    """Write the recipe of the best mapping that a recipe can say: whether one was, and which, or why none."""
-    on_device = result.cluster.hardware.sms is not None
-    first: list[str] = []
-    for number, p in enumerate(result.best, start=1):
-        recipe, reasons = recipe_of_mapping(result.job, p.uniform, on_device=on_device, cluster=result.cluster)
-        if recipe is not None:
-            write_text(path, dump_recipe(recipe))
-            return True, f"{path}: the recipe of number {number}" + (f" ({'; '.join(first)})" if first else "")
-        first = first or reasons
-    return False, f"no recipe written: {'; '.join(first)}"
+def write_recipe(path: Path, found: Fitting, cluster: GpuCluster) -> str:
+    """Write a recipe that fits, and say which it is and what comes next."""
+    from phalanx.cli.predicting.searched import searched_text
+
+    write_text(path, searched_text(found, cluster))
+    which = (
+        f"number {found.number}"
+        if found.number is not None
+        else f"the fastest that fits, {found.prediction.mapping.label()}"
+    )
+    lines = [f"{path}: {which}, {format_bytes(found.peak_bytes)} a rank by the dry run"]
+    lines += [f"  passed over: {text}" for text in found.passed_over[:SHOWN]]
+    more = len(found.passed_over) - SHOWN
+    lines += [f"  and {more} more"] if more > 0 else []
+    return "\n".join(
+        [
+            *lines,
+            "next",
+            f"  phalanx train {path} --dry-run --cluster {cluster.name}",
+            f"  phalanx launch slurm {path} --nodes {cluster.hosts}",
+        ]
+    )
+
+
+def _no_recipe(result: SearchResult, find: Find, why: tuple[str, ...]) -> str:
+    """Why none was written, and on how many more GPUs one would be."""
+    if not any("by the dry run" in text for text in why):
+        return "; ".join(why[:1])
+    return f"nothing fits {result.cluster.name} by the dry run ({why[0]}); {_more_gpus(result.cluster, find)}"
+
+
+def _more_gpus(cluster: GpuCluster, find: Find) -> str:
+    """On how many more something fits."""
+    from phalanx.cli.predicting.searched import LARGER, fits_on
+
+    larger = fits_on(cluster, find)
+    if larger is None:
+        return f"nothing fits {LARGER[-1]} times as many GPUs either: take a smaller batch, sequence or model"
+    return f"{larger.world - cluster.world} more GPUs would: --cluster {larger.name}"
 
 
 def to_dict(result: SearchResult, *, seconds: float) -> dict[str, Any]:

@@ -5,7 +5,9 @@ same command goes on with a run that was stopped. Without a recipe every setting
 
   --section.key VALUE   changes a setting, as in --train.steps 1000 --launch.ranks 2
   --dry-run             print ranks, groups, parameters, memory per rank and steps; start nothing
-  --card-gb N           with it: whether tensors fit a GPU of so many GB, and the nearest run that does
+  --cluster NAMExRANKS  with it: on a cluster that is not here, such as h100x64 (`phalanx simulate clusters` lists them): step time,
+                        and whether it fits, else the nearest run that does
+  --card-gb N           with it: the same question for a GPU of so many GB
   --force               start although the memory that it will need is predicted to be more than there is
   --trust               let the recipe file write anywhere, name a membership service, listen to other machines and send to Weights & Biases;
                         else it may only write below the present folder, and the command line says the rest
@@ -33,7 +35,7 @@ from phalanx.cli.settings import settings_text
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, PhalanxError, Problem, printable, raise_if
 from phalanx.core.process import most_open_files
-from phalanx.core.recipe import Dtype, load_recipe, native_dtype
+from phalanx.core.recipe import AutoDevice, AutoDtype, Device, Dtype, load_recipe, native_dtype
 from phalanx.core.rules import value_of
 from phalanx.core.service_address import is_loopback
 from phalanx.core.settings import describe_settings
@@ -54,6 +56,8 @@ class Request:
     dry_run: bool
     card_gb: float | None = None
     """Memory of a GPU in GB, for a dry run where there is none."""
+    cluster: str | None = None
+    """Where a dry run is predicted, as `phalanx search --cluster` names it."""
     trust: bool = False
     """The recipe file may say what else only the command line may (`_trust_problems`)."""
     force: bool = False
@@ -88,6 +92,9 @@ def _stopped_as_by_ctrl_c() -> Iterator[None]:
 
 
 def _train(request: Request) -> int:
+    if request.cluster is not None:
+        _show_there(request, request.cluster)
+        return 0
     from phalanx.runtime.processes import read_world
 
     launched = read_world()
@@ -126,7 +133,7 @@ def _kept_recipe(recipe: Recipe) -> Recipe | None:
         return None  # the run folder's own reader will say so
 
 
-OF_A_START = ("launch.host", "launch.rack", "launch.keep_service", "checkpoint.step")
+OF_A_START = ("launch.device", "launch.host", "launch.rack", "launch.keep_service", "checkpoint.step")
 """Settings of one start, which the run folder does not keep."""
 
 
@@ -147,22 +154,38 @@ def _word(value: object) -> str:
     return "not set" if value is None else f"{value}"
 
 
+def _show_there(request: Request, name: str) -> None:
+    """The dry run on a cluster that is not here."""
+    from rich.console import Console
+
+    from phalanx.cli.predicting.dry_run import dry_run, machine_of
+    from phalanx.cli.predicting.recipe import device_of, dtype_of
+    from phalanx.simulate.hardware import parse_cluster
+
+    cluster = parse_cluster(name)
+    recipe = read_recipe(
+        request, world=cluster.world, auto_device=lambda _: device_of(cluster), auto_dtype=partial(dtype_of, cluster)
+    )
+    dry_run(recipe, machine_of(cluster), world=cluster.world, console=Console())
+
+
 def _show(recipe: Recipe, launched: WorldInfo | None, card_gb: float | None) -> None:
     from rich.console import Console
 
-    from phalanx.cli.predicting.cards import card_gb_here
+    from phalanx.cli.predicting.cards import card_here, card_sold_as
     from phalanx.cli.predicting.dry_run import Machine, available_bytes, dry_run
     from phalanx.core.processor import this_processor
     from phalanx.runtime.processes import threads_per_rank
 
     local = launched.local_world if launched else recipe.launch.ranks
+    found = card_here() if card_gb is None and recipe.launch.device == "cuda" else None
     machine = Machine(
         local_ranks=local,
         threads=threads_per_rank(local, recipe.launch.threads),
         available_bytes=available_bytes(),
         processor=this_processor(),
         launched=launched is not None,
-        card_gb=card_gb or (card_gb_here() if recipe.launch.device == "cuda" else None),
+        card=found if card_gb is None else card_sold_as(card_gb),
     )
     dry_run(recipe, machine, world=launched.world if launched else wanted_ranks(recipe), console=Console())
 
@@ -170,19 +193,23 @@ def _show(recipe: Recipe, launched: WorldInfo | None, card_gb: float | None) -> 
 def read_args(args: Sequence[str]) -> Request:
     """A recipe first, if any; then overrides. Raises `ConfigError` for anything else."""
     rest = [a for a in args if a not in ("--dry-run", "--trust", "--force")]
-    card_gb = _take_card(rest, is_dry="--dry-run" in args)
+    is_dry = "--dry-run" in args
+    card_gb = _take_card(rest, is_dry=is_dry)
+    cluster = _take_word(rest, "--cluster")
+    if cluster is not None and (not is_dry or card_gb is not None):
+        rule = "has its own cards: --card-gb has no effect" if is_dry else "goes with --dry-run alone"
+        hint = "leave one of them out" if is_dry else "add --dry-run"
+        raise ConfigError([Problem(where="--cluster", value=cluster, rule=rule, hint=hint)], subject="the arguments")
     path = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    flags = {"dry_run": "--dry-run" in args, "trust": "--trust" in args, "force": "--force" in args}
-    return Request(recipe_path=path, overrides=tuple(rest), card_gb=card_gb, **flags)
+    flags = {"dry_run": is_dry, "trust": "--trust" in args, "force": "--force" in args}
+    return Request(recipe_path=path, overrides=tuple(rest), card_gb=card_gb, cluster=cluster, **flags)
 
 
 def _take_card(rest: list[str], *, is_dry: bool) -> float | None:
     """The number that follows `--card-gb`, if that is among the arguments; both are taken out of them."""
-    at = next((i for i, word in enumerate(rest) if word == "--card-gb" or word.startswith("--card-gb=")), None)
-    if at is None:
+    text = _take_word(rest, "--card-gb")
+    if text is None:
         return None
-    word = rest.pop(at)
-    text = word.split("=", 1)[1] if "=" in word else rest.pop(at) if at < len(rest) else ""
     try:
         number = float(text)
     except ValueError:
@@ -193,10 +220,30 @@ def _take_card(rest: list[str], *, is_dry: bool) -> float | None:
     return number
 
 
-def read_recipe(request: Request, *, world: int | None, several_machines: bool = False) -> Recipe:
-    """The recipe, checked with its model on `world` ranks (None: launch.ranks). Raises `ConfigError` with every problem."""
+def _take_word(rest: list[str], name: str) -> str | None:
+    """What follows an argument, "" where nothing does, None where it is not there; both are taken out."""
+    at = next((i for i, word in enumerate(rest) if word == name or word.startswith(f"{name}=")), None)
+    if at is None:
+        return None
+    word = rest.pop(at)
+    return word.split("=", 1)[1] if "=" in word else rest.pop(at) if at < len(rest) else ""
 
-    def auto_dtype(recipe: Recipe) -> Dtype:
+
+def read_recipe(
+    request: Request,
+    *,
+    world: int | None,
+    several_machines: bool = False,
+    auto_device: AutoDevice | None = None,
+    auto_dtype: AutoDtype | None = None,
+) -> Recipe:
+    """The recipe, checked with its model on `world` ranks (None: launch.ranks). Raises `ConfigError` with every problem.
+
+    `auto_device` and `auto_dtype` say what `launch.device = "auto"` and `train.dtype = "auto"` are; None asks this machine and its run. The run folder keeps what it was: its recipe gives the same run again. The file that the user wrote still says
+    "auto", so that the same command goes on with what another machine has.
+    """
+
+    def run_dtype(recipe: Recipe) -> Dtype:
         """That of the run, where it has begun: it may go on on another machine."""
         from phalanx.train.setup import RECIPE_FILE
 
@@ -208,10 +255,21 @@ def read_recipe(request: Request, *, world: int | None, several_machines: bool =
     def check(recipe: Recipe) -> list[Problem]:
         return run_problems(recipe, world=world or wanted_ranks(recipe))
 
-    recipe = load_recipe(request.recipe_path, request.overrides, check=check, auto_dtype=auto_dtype)
+    recipe = load_recipe(
+        request.recipe_path, request.overrides, check=check, auto_dtype=auto_dtype or run_dtype,
+        auto_device=auto_device or _device_here,
+    )  # fmt: skip
     raise_if(_launch_problems(request, recipe, world), ConfigError, subject="the recipe")
     raise_if(_trust_problems(request, recipe), ConfigError, subject="the recipe")
     return recipe if world is None else replace(recipe, launch=replace(recipe.launch, ranks=world))
+
+
+def _device_here(recipe: Recipe) -> Device:
+    """By the GPUs of this machine and the ranks that start on it."""
+    from phalanx.runtime.processes import device_here, read_world
+
+    launched = read_world()
+    return device_here(launched.local_world if launched else recipe.launch.ranks)
 
 
 def _trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
@@ -252,7 +310,7 @@ def _is_below(folder: str) -> bool:
 
 def _launch_problems(request: Request, recipe: Recipe, world: int | None) -> list[Problem]:
     """A number of ranks on the command line has no effect under a launcher. (One in a recipe is that recipe's default.)"""
-    if world is not None and recipe.resilience.heal:
+    if world is not None and recipe.resilience.heal and request.cluster is None:
         rule = "has no effect: the launcher starts and ends the ranks, not this program"
         return [
             Problem(
@@ -265,7 +323,7 @@ def _launch_problems(request: Request, recipe: Recipe, world: int | None) -> lis
     asked = any(a.split("=")[0] == "--launch.ranks" for a in request.overrides)
     if world is None or not asked or recipe.launch.ranks == world:
         return []
-    rule = f"has no effect: the launcher started {world} ranks"
+    rule = f"has no effect: {f'{request.cluster} has' if request.cluster else 'the launcher started'} {world} ranks"
     return [Problem(where="--launch.ranks", value=recipe.launch.ranks, rule=rule, hint="leave it out")]
 
 

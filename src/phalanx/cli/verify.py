@@ -228,8 +228,8 @@ def _recipe(args: VerifyArgs, overrides: Sequence[str]) -> Recipe:
 
 
 def _cases_of(recipe: Recipe, ranks: int) -> list[Any]:
+    from phalanx.plan import resolve_shape
     from phalanx.plan.moe import dispatch_spec
-    from phalanx.train.setup import resolve_shape
     from phalanx.verify import recipe_cases
 
     spec, folding = resolve_shape(recipe, world=ranks, tokenizer_vocab=256)

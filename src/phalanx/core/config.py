@@ -400,8 +400,8 @@ class LaunchConfig:
     """Processes to start on this machine."""
     threads: int | None = None
     """Compute threads of each rank. Default: cores / ranks, at least 1."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where tensors live: gloo between CPUs, NCCL between GPUs."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors live: gloo between CPUs, NCCL between GPUs. `auto`: cuda where torch finds a GPU for every rank of this machine, cpu where it finds none, an error in between."""
     timeout_s: float = 600.0
     """Longest wait of one collective."""
     host: str | None = None
@@ -410,6 +410,11 @@ class LaunchConfig:
     """What this host shares with those that fail together with it (a rack, a switch, a zone): replicas and copies of shards stand in different ones where possible. Hosts that name none stand alone."""
     keep_service: bool = False
     """Keep the membership service at `resilience.service` in this program, and start it again when it ends. For one host of a run; it goes with that host."""
+
+    @property
+    def device_type(self) -> Literal["cpu", "cuda"]:
+        """`device`; cpu where that is "auto" and nobody has looked at a machine (`core.recipe.load_recipe`)."""
+        return "cuda" if self.device == "cuda" else "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)

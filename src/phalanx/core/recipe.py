@@ -36,6 +36,8 @@ __all__ = [
 Check = Callable[[Recipe], Sequence[Problem]]
 Dtype = Literal["bfloat16", "float32", "float64"]
 AutoDtype = Callable[[Recipe], Dtype]
+Device = Literal["auto", "cpu", "cuda"]
+AutoDevice = Callable[[Recipe], Device]
 
 PACKAGED = Path(__file__).parents[1] / "recipes"
 """Recipes that come with Phalanx: `recipes/NAME.toml` names one where the reader's own folder has no such file."""
@@ -44,6 +46,11 @@ READ_BY_CHECKS = (
     "train.seq_len", "train.global_batch", "train.micro_batch", "launch.ranks",
 )  # fmt: skip
 """Beginnings of the settings that a `Check` looks at: it is silent where one of them could not be read."""
+
+
+def no_device(recipe: Recipe) -> Device:
+    """What `launch.device = "auto"` is where nobody has looked at a machine: it stays so, and every plan counts it as cpu."""
+    return recipe.launch.device
 
 
 def native_dtype(recipe: Recipe, processor: Processor | None = None) -> Dtype:
@@ -60,24 +67,24 @@ def load_recipe(
     world: int | None = None,
     check: Check | None = None,
     auto_dtype: AutoDtype = native_dtype,
+    auto_device: AutoDevice = no_device,
     tell: Callable[[str], None] = say,
 ) -> Recipe:
     """The recipe in `path` (None: all defaults; `recipes/laptop.toml` and its neighbours come with Phalanx) with `overrides` such as
     ``["--train.steps", "10", "--optim.lr=3e-4"]``.
 
     `world` adds the rules that need the number of ranks, `check` those of the caller (the model's: `plan/recipe.py`), so that their
-    problems come together with the others. A setting of the file that has no effect beside an override is left out, which `tell` hears. `auto_dtype` says what `train.dtype = "auto"` is; the recipe that is returned says no "auto". Raises
-    `ConfigError` with all problems.
+    problems come together with the others. A setting of the file that has no effect beside an override is left out, which `tell` hears. `auto_dtype` says what `train.dtype = "auto"` is; the recipe
+    that is returned says no "auto" there. `auto_device` says what `launch.device = "auto"` is, first, and may raise `ConfigError`. Raises `ConfigError` with all problems.
     """
     reading = _Reading(settings={s.name: s for s in describe_settings()})
     if path is not None:
         _read_file(reading, Path(path))
     _read_overrides(reading, overrides)
-    recipe = _build(reading.values)
+    recipe = _without_overridden(reading, _build(reading.values), tell=tell)
+    recipe = _with_device(reading, recipe, auto_device)
     if recipe.train.dtype == "auto":
-        reading.values["train.dtype"] = auto_dtype(recipe)
-        recipe = _build(reading.values)
-    recipe = _without_overridden(reading, recipe, tell=tell)
+        recipe = replace(recipe, train=replace(recipe.train, dtype=auto_dtype(recipe)))
     problems = recipe_problems(recipe, world=world, given=reading.values, broken=reading.broken)
     if check is not None and not any(name.startswith(READ_BY_CHECKS) for name in reading.broken):
         seen = {p.where for p in problems}
@@ -85,6 +92,18 @@ def load_recipe(
     located = [replace(p, where=reading.located(p.where)) for p in problems]
     raise_if(reading.problems + located, ConfigError, subject="the recipe")
     return recipe
+
+
+def _with_device(reading: _Reading, recipe: Recipe, auto_device: AutoDevice) -> Recipe:
+    """The recipe with the device that "auto" is; as it stands where that is a problem, which is kept."""
+    if recipe.launch.device != "auto" or "launch.ranks" in reading.broken:
+        return recipe
+    try:
+        device = auto_device(recipe)
+    except ConfigError as error:
+        reading.problems += error.problems
+        return recipe
+    return replace(recipe, launch=replace(recipe.launch, device=device))
 
 
 @dataclass
@@ -159,8 +178,11 @@ def _read_file(reading: _Reading, path: Path) -> None:
 
 
 def _found(path: Path) -> Path:
-    """The file that `path` names: the reader's own, else one that comes with Phalanx."""
-    return PACKAGED / path.name if path.parent == Path("recipes") and not path.parent.is_dir() else path
+    """The file that `path` names: the reader's own, else one that comes with Phalanx (`laptop`, or `recipes/laptop.toml`)."""
+    if path.parent == Path("recipes") and not path.parent.is_dir():
+        return PACKAGED / path.name
+    packaged = PACKAGED / f"{path}.toml"
+    return packaged if path.name == str(path) and not path.is_file() and packaged.is_file() else path
 
 
 def _parse_file(reading: _Reading, path: Path) -> dict[str, object] | None:
@@ -168,9 +190,12 @@ def _parse_file(reading: _Reading, path: Path) -> dict[str, object] | None:
     try:
         return parse_toml(read_text(_found(path), most=MOST_TOML), where=str(path))
     except FileNotFoundError:
-        folder = _found(path).parent
+        is_name = path.name == str(path) and not path.suffix
+        folder = PACKAGED if is_name else _found(path).parent
         beside = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
         hint = nearest(path.name, beside) if beside else f"there is no recipe in {path.parent}"
+        if is_name:
+            hint = f"{nearest(path.name, [name.removesuffix('.toml') for name in beside])}; `phalanx recipes` lists those that come with Phalanx"
         reading.add("recipe", str(path), "is not a file", hint)
     except OSError as error:
         reading.add("recipe", str(path), f"cannot be read: {error.strerror}", "give the path of a .toml file")
@@ -297,6 +322,29 @@ def dump_recipe(recipe: Recipe) -> str:
         else:
             lines += [f"# {setting.doc}", f"{setting.key} = {_toml(value)}"]
     return "\n".join(lines) + "\n"
+
+
+def short_recipe(recipe: Recipe, *, head: Sequence[str], comments: Mapping[str, str]) -> str:
+    """The recipe as TOML: what differs from the defaults, and every setting of `comments`, with that comment beside it. `head` stands above, a comment line each.
+
+    A key of `comments` that ends in "#" is a line of a section that is written as it is.
+    """
+    lines = [f"# {line}".rstrip() for line in head]
+    for section in sections():
+        own = [s for s in describe_settings() if s.section == section]
+        body = []
+        for setting in own:
+            value = value_of(recipe, setting.name)
+            if value is not None and (value != setting.default or setting.name in comments):
+                body.append(_with_comment(f"{setting.key} = {_toml(value)}", comments.get(setting.name, "")))
+        if f"{section}#" in comments:
+            body.append(comments[f"{section}#"])
+        lines += ["", f"[{section}]", *body] if body else []
+    return "\n".join(lines) + "\n"
+
+
+def _with_comment(line: str, comment: str) -> str:
+    return f"{line:<32}  # {comment}" if comment else line
 
 
 def _toml(value: object) -> str:

@@ -203,7 +203,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         settings=("dispatch.left_free",),
-        inert=lambda r: r.launch.device == "cpu",
+        inert=lambda r: r.launch.device != "cuda",
         reason='launch.device = "cpu" has no multiprocessors',
         way_out='launch.device = "cuda"',
         reads=("launch.device",),
@@ -327,7 +327,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         settings=("resilience.move_beside",),
-        inert=lambda r: not r.resilience.steps_between_placements() or r.launch.device != "cpu",
+        inert=lambda r: not r.resilience.steps_between_placements() or r.launch.device == "cuda",
         reason="experts never move while training runs, or only while all ranks wait (launch.device is not cpu)",
         way_out="resilience.slots_per_rank = 4 and resilience.replace_interval = 200",
         reads=("resilience.slots_per_rank", "resilience.replace_interval", "resilience.mode", "launch.device"),
@@ -576,7 +576,7 @@ def _inexact(recipe: Recipe) -> Iterator[tuple[str, object, str, str]]:
     if recipe.launch.threads is None:
         rule = f"must be set {beside}: its default follows from the number of ranks, and products may depend on it"
         yield "launch.threads", None, rule, "use 1"
-    if recipe.launch.device != "cpu":
+    if recipe.launch.device == "cuda":
         rule = f"has not been shown to keep the bits {beside}"
         yield "launch.device", recipe.launch.device, rule, 'use "cpu"'
     if recipe.dispatch.overlap != "serial":

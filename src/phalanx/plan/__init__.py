@@ -10,7 +10,11 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.plan.learning_rate import default_lr as default_lr
-    from phalanx.plan.recipe import equal_shares as equal_shares, run_problems as run_problems
+    from phalanx.plan.recipe import (
+        equal_shares as equal_shares,
+        resolve_shape as resolve_shape,
+        run_problems as run_problems,
+    )
     from phalanx.plan.recovery_choice import choose_recovery as choose_recovery
 else:
     __getattr__ = lazy(__name__)

@@ -81,6 +81,21 @@ def _deferred_problems(recipe: Recipe) -> list[Problem]:
     return [Problem(where="pipeline.schedule", value=name, rule=rule, hint='use "1f1b"')]
 
 
+def resolve_shape(recipe: Recipe, *, world: int, tokenizer_vocab: int) -> tuple[ModelSpec, AnyFolding]:
+    """Model and mapping of a run on `world` ranks. Raises `ConfigError` with everything that is wrong with them."""
+    spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
+    t = recipe.train
+    folding = resolve_mapping(
+        recipe.folding,
+        spec,
+        world=world,
+        seq_len=t.seq_len,
+        slots_per_rank=recipe.resilience.slots_per_rank,
+        **equal_shares(recipe),
+    )
+    return spec, folding
+
+
 def equal_shares(recipe: Recipe) -> dict[str, int]:
     """The batch, for `resolve_mapping` to ask that all data-parallel ranks have equal shares of it; empty where any number of ranks may share it."""
     t = recipe.train
@@ -131,7 +146,7 @@ def _overlap_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding | Non
     replicas = [] if recipe.resilience.slots_per_rank is None else replica_problems(d.overlap)
     fused = fused_setting_problems(
         d.overlap,
-        device=recipe.launch.device,
+        device=recipe.launch.device_type,
         dtype=recipe.train.dtype,
         etp=max(stage.etp for stage in stages),
         kernels=recipe.kernels.implementation,

@@ -57,7 +57,7 @@ def choose_recovery(
         return _without(recipe, why_not="a launcher starts and ends the ranks")
     if recipe.launch.ranks == 1:
         return _without(recipe, why_not="launch.ranks = 1 leaves no rank to continue")
-    if recipe.launch.device != "cpu":
+    if recipe.launch.device == "cuda":
         device = f"launch.device = {recipe.launch.device!r}"
         return _without(
             recipe,

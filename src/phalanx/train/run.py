@@ -14,6 +14,7 @@ from functools import partial
 from phalanx.core.config import Recipe
 from phalanx.core.events import Note
 from phalanx.core.process import say
+from phalanx.plan import resolve_shape
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.comm import own_group
 from phalanx.runtime.processes import STOPPING, StopRequest, WorldInfo, close_world
@@ -22,7 +23,7 @@ from phalanx.train.loop import Trainer
 from phalanx.train.reporting import RunEnd, RunProgress
 from phalanx.train.resume import load_start, open_checkpoints, recipe_to_keep, start_candidates, trained_text
 from phalanx.train.saving import load_state, read_run_state
-from phalanx.train.setup import PATIENCE_S, Rank, open_rank, prepare_text, resolve_pipeline, resolve_shape
+from phalanx.train.setup import PATIENCE_S, Rank, open_rank, prepare_text, resolve_pipeline
 from phalanx.train.step_hook import StepHook
 
 MakeStepHook = Callable[[Recipe, ModelSpec], StepHook]

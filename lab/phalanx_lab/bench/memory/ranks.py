@@ -16,6 +16,7 @@ from phalanx.core.process import peak_resident_bytes, resident_bytes
 from phalanx.core.processor import this_processor
 from phalanx.data.preparation import prepare
 from phalanx.data.size import token_file_bytes
+from phalanx.plan import resolve_shape
 from phalanx.plan.mapping.stage_foldings import AnyFolding
 from phalanx.plan.model.model import ModelSpec
 from phalanx.plan.placement.run import replicas_of, run_placement
@@ -25,7 +26,7 @@ from phalanx.runtime.processes.world import WorldInfo, close_world
 from phalanx.simulate.memory.memory import MemoryEstimate, estimate_memory
 from phalanx.train.placement.rebalancer import Rebalancer
 from phalanx.train.run import build_trainer
-from phalanx.train.setup.rank import open_rank, resolve_pipeline, resolve_shape
+from phalanx.train.setup.rank import open_rank, resolve_pipeline
 from phalanx_lab.bench.memory.elastic import measure_elastic
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from phalanx.core.config import Recipe
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes, format_seconds
+from phalanx.plan import resolve_shape
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.program.step import StepProgram
 from phalanx.plan.recipe import run_problems
@@ -38,7 +39,7 @@ from phalanx.simulate.failures.recovery_time import (
 )
 from phalanx.simulate.program.recipe import programs_of_recipe
 from phalanx.train.recovery.run import train_elastic
-from phalanx.train.setup import DTYPES, resolve_shape
+from phalanx.train.setup import DTYPES
 from phalanx_lab.bench.cluster import TrainingCluster, overrides, tiny_run
 from phalanx_lab.bench.recovery.constants import measure_constants
 

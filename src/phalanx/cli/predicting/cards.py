@@ -1,4 +1,4 @@
-"""Whether a run fits the memory of a GPU, and what would have to change if it does not.
+"""Whether a run fits the memory of a GPU (or of a rank on processors, of a cluster), and what would have to change if it does not.
 
 The nearest run that fits has the fewest changes: of what the optimizer and the layers keep first, then of the micro-batch, then of the mapping. Predicted as the dry run predicts.
 """
@@ -17,7 +17,8 @@ from phalanx.core.units import format_bytes
 from phalanx.plan import run_problems
 from phalanx.plan.mapping import Folding, legal_foldings
 from phalanx.plan.model import ModelSpec
-from phalanx.simulate.step import FIXED_BYTES, WASTE
+from phalanx.simulate.hardware import GpuCluster
+from phalanx.simulate.step import FIXED_BYTES, WASTE, usable_bytes
 
 CHANGES: Mapping[str, tuple[tuple[Any, int], ...]] = {
     "optim.state_dtype": (("float32", 0), ("bfloat16", 1)),
@@ -29,6 +30,15 @@ GB = 0.985 * 2**30
 """Bytes that torch finds for a GB in a card's name: 0.9875 GiB of an A100 (39.5 of 40), 0.989 or more of an H100 (81,559 MiB of 80; 93.0 GiB of 94), 0.991 of an H200 (150.1e9 bytes of 141)."""
 Peak = Callable[[Recipe], int]
 """Bytes of tensors of the fullest rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """Memory that one rank has for itself."""
+
+    name: str
+    room_bytes: int
+    """What it leaves for tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +58,40 @@ def room_of(card_gb: float) -> int:
     return int(card_gb * GB * (1 - WASTE) - FIXED_BYTES)
 
 
-def card_gb_here() -> float | None:
-    """Memory of the first GPU of this machine, in GB of names; None where there is none."""
+def card_sold_as(card_gb: float) -> Card:
+    """A card of so many GB, as its name says."""
+    return Card(name=f"a card of {card_gb:.0f} GB", room_bytes=room_of(card_gb))
+
+
+def card_of(cluster: GpuCluster) -> Card:
+    """What a rank of a cluster has."""
+    hardware = cluster.hardware
+    if hardware.sms is None:
+        return Card(name=f"a rank of {cluster.name}", room_bytes=int(usable_bytes(hardware)))
+    return Card(name=f"a GPU of {cluster.name}", room_bytes=int(usable_bytes(hardware) - FIXED_BYTES))
+
+
+def card_here() -> Card | None:
+    """The first GPU of this machine; None where there is none."""
     import torch
 
-    return torch.cuda.get_device_properties(0).total_memory / GB if torch.cuda.is_available() else None
+    return card_sold_as(torch.cuda.get_device_properties(0).total_memory / GB) if torch.cuda.is_available() else None
 
 
-def check_card(
-    recipe: Recipe, spec: ModelSpec, *, world: int, peak_bytes: int, card_gb: float | None, peak: Peak
-) -> str:
+def check_card(recipe: Recipe, spec: ModelSpec, *, world: int, peak_bytes: int, card: Card | None, peak: Peak) -> str:
     """A line about the card. Raises `ConfigError` where the run does not fit, with the nearest one that does."""
-    words = f"machine      tensors of a GPU take {format_bytes(peak_bytes)} (predicted, not measured on one yet)"
-    if card_gb is None:
-        return f"{words}; there is none here: --card-gb 80 says whether that fits an H100"
-    room = room_of(card_gb)
-    if peak_bytes <= room:
-        return f"{words}, of {format_bytes(room)} that a card of {card_gb:.0f} GB leaves"
-    found = nearest_fit(recipe, spec, world=world, room=room, peak=peak)
+    needed = format_bytes(peak_bytes)
+    if card is None:
+        return f"memory       tensors of a GPU take {needed}; none is here: --dry-run --cluster h100x64 (or --card-gb 80) says whether they fit"
+    room = format_bytes(card.room_bytes)
+    if peak_bytes <= card.room_bytes:
+        return (
+            f"verdict      fits: {needed} of the {room} that {card.name} leaves for tensors (predicted, not measured)"
+        )
+    found = nearest_fit(recipe, spec, world=world, room=card.room_bytes, peak=peak)
     hint = f"{found.words} takes {format_bytes(found.peak_bytes)}" if found else "use more GPUs, or a smaller model"
-    rule = f"is more than the {format_bytes(room)} that a card of {card_gb:.0f} GB leaves"
-    problem = Problem(where="tensors of a GPU", value=format_bytes(peak_bytes), rule=rule, hint=hint)
-    raise ConfigError([problem], subject="the memory of the cards")
+    rule = f"does not fit: {card.name} leaves {room} for tensors"
+    raise ConfigError([Problem(where="memory of a rank", value=needed, rule=rule, hint=hint)], subject="the dry run")
 
 
 def nearest_fit(recipe: Recipe, spec: ModelSpec, *, world: int, room: int, peak: Peak) -> FittingRun | None:

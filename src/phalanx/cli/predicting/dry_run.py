@@ -12,22 +12,23 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.cli.predicting.cards import check_card
+from phalanx.cli.predicting.cards import Card, card_of, check_card
+from phalanx.cli.predicting.recipe import predict_on
 from phalanx.core.config import DataConfig, Recipe
-from phalanx.core.errors import DataError
+from phalanx.core.errors import ConfigError, DataError, PlanError
 from phalanx.core.processor import MULTIPLIES_BF16, Processor
 from phalanx.core.samples import num_rounds
-from phalanx.core.units import format_bytes, format_count, format_rate
+from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
 from phalanx.data import parse_choice, read_tokenizer_file, resolve, token_file_bytes
-from phalanx.plan import choose_recovery
+from phalanx.plan import choose_recovery, resolve_shape
 from phalanx.plan.layout import ExpertState, flat_layouts, local_param, stage_params
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, plain_placement
 from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import ReplicaSettings, StageReplicas, replicas_of, stage_replicas
 from phalanx.plan.recovery import optimizer_bytes
+from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.memory import PREPARE_BYTES, TERMS, MemoryEstimate, estimate_memory, worst_balance
-from phalanx.train.setup import resolve_shape
 
 MEMINFO = Path("/proc/meminfo")
 
@@ -42,8 +43,10 @@ class Machine:
     processor: Processor = MULTIPLIES_BF16
     launched: bool = False
     """Another program starts and ends the ranks."""
-    card_gb: float | None = None
-    """Memory of a GPU in GB as it is sold; None: there is none here, and nobody said."""
+    card: Card | None = None
+    """Memory of a GPU; None: there is none here, and nobody said."""
+    cluster: GpuCluster | None = None
+    """Where the run is predicted, which is not this machine; then `card` is that of its ranks."""
 
 
 def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -> None:
@@ -58,11 +61,14 @@ def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -
     console.print(memory_table(estimates))
     for line in memory_notes(recipe, estimates, machine, world=world):
         console.print(line, highlight=False, soft_wrap=True)
-    if recipe.launch.device == "cuda":
-        spec, _ = _shape(recipe, world=world)
+    spec, _ = _shape(recipe, world=world)
+    if machine.cluster is not None:
+        for line in predicted_lines(recipe, spec, machine.cluster):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if recipe.launch.device == "cuda" or machine.card is not None:
         told = check_card(
-            recipe, spec, world=world, peak_bytes=_fullest(estimates).peak_bytes, card_gb=machine.card_gb,
-            peak=lambda other: _fullest(rank_estimates(other, machine, world=world)).peak_bytes,
+            recipe, spec, world=world, peak_bytes=_fullest(estimates).peak_bytes, card=machine.card,
+            peak=lambda other: peak_bytes(other, machine, world=world),
         )  # fmt: skip
         console.print(told, highlight=False, soft_wrap=True)
 
@@ -78,6 +84,34 @@ def _fits(machine: Machine) -> Callable[[Recipe], bool]:
     return fits
 
 
+def machine_of(cluster: GpuCluster) -> Machine:
+    """A cluster that is not here, as the place of a run."""
+    hardware = cluster.hardware
+    processor = MULTIPLIES_BF16 if hardware.native_dtype == "bfloat16" else Processor()
+    return Machine(
+        local_ranks=min(cluster.world, hardware.ranks_per_host), threads=hardware.threads or 1, available_bytes=None,
+        processor=processor, card=card_of(cluster), cluster=cluster,
+    )  # fmt: skip
+
+
+def peak_bytes(recipe: Recipe, machine: Machine, *, world: int) -> int:
+    """Bytes of tensors of the fullest rank."""
+    return _fullest(rank_estimates(recipe, machine, world=world)).peak_bytes
+
+
+def predicted_lines(recipe: Recipe, spec: ModelSpec, cluster: GpuCluster) -> list[str]:
+    """Time, utilisation and length of the run on a cluster that is not here, or why they are not predicted."""
+    try:
+        p = predict_on(recipe, spec, cluster)
+    except (ConfigError, PlanError) as error:
+        return [f"predicted    no step: {problem}" for problem in error.problems]
+    total = format_seconds(p.step.seconds * recipe.train.steps)
+    return [
+        f"predicted    step {format_seconds(p.step.seconds)}, MFU {p.mfu('causal'):.1%} (causal), {format_count(p.tokens_per_s)} tokens/s "
+        f"on {cluster.name}; {recipe.train.steps} steps take {total}"
+    ]
+
+
 def describe(recipe: Recipe, *, world: int, local_ranks: int | None = None) -> str:
     """The run of `recipe` on `world` ranks, of which each machine has `local_ranks` (None: all), in a few lines.
 
@@ -89,7 +123,7 @@ def describe(recipe: Recipe, *, world: int, local_ranks: int | None = None) -> s
     parts = [
         [f"{recipe.run.name}: a dry run, nothing is started"],
         folding.explain().splitlines(),
-        _groups(folding, recipe.launch.device),
+        _groups(folding, recipe.launch.device_type),
         pipeline.explain().splitlines() if folding.pp > 1 else [],
         _parameters(spec, folding, pipeline, asked),
         _replicas(recipe, spec, folding, pipeline, asked),
@@ -128,7 +162,7 @@ def _missing_data(config: DataConfig) -> list[str]:
 def _groups(folding: AnyFolding, device: str) -> list[str]:
     """How many process groups there are; many names share one, and on a device some ranks have a second one (`Folding.step_groups`)."""
     distinct = {group for name in folding.group_names for group in folding.groups(name) if len(group) > 1}
-    further = set() if device == "cpu" else {group for of in folding.step_groups().values() for group in of}
+    further = set() if device != "cuda" else {group for of in folding.step_groups().values() for group in of}
     return [f"groups       {len(distinct) + len(further)} process groups of more than one rank"]
 
 
@@ -379,7 +413,7 @@ def memory_notes(recipe: Recipe, estimates: list[MemoryEstimate], machine: Machi
     if len(estimates) > 1:
         stages = ", ".join(f"{i}: {format_bytes(e.peak_bytes)}" for i, e in enumerate(estimates))
         lines.append(f"stages       {stages}")
-    if recipe.launch.device == "cuda":
+    if recipe.launch.device == "cuda" or machine.card is not None:
         return lines
     need = machine.local_ranks * fullest.peak_bytes
     ranks = "1 rank needs" if machine.local_ranks == 1 else f"{machine.local_ranks} ranks need"

@@ -14,9 +14,8 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import PhalanxError, Problem
 from phalanx.core.processor import this_processor
 from phalanx.core.units import format_bytes
-from phalanx.plan import choose_recovery
+from phalanx.plan import choose_recovery, resolve_shape
 from phalanx.runtime.processes import threads_per_rank
-from phalanx.train.setup import resolve_shape
 
 DOUBT = 1.1
 """A prediction may be a tenth too high (`phalanx bench memory`): only what is beyond that is refused."""

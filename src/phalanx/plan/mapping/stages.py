@@ -20,10 +20,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.core.units import format_count
 from phalanx.plan.model import ModelSpec, flops_per_token
 
 
@@ -103,14 +103,14 @@ class StagePlan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def explain(self) -> str:
-        """A line for each stage: what it holds and its share of the cost."""
+        """A line for each stage: what it holds and its share of the work."""
         total = sum(stage.cost for stage in self.stages) or 1.0
         lines = [
-            f"{self.model}: {self.num_layers} layers over {len(self.stages)} stages, dearest stage {self.imbalance:.3f} x the mean"
+            f"{self.model}: {self.num_layers} layers over {len(self.stages)} stages; the one with most work has {self.imbalance:.3f} x the mean (FLOPs of a token forward and backward)"
         ]
         for stage in self.stages:
-            cost = f"{format_count(stage.cost):>6} ({stage.cost / total:.1%})"
-            lines.append(f"  stage {stage.index:>2} on rank {stage.rank}  {cost:>15}  {_contents(stage)}")
+            cost = f"{stage.cost / total:.1%} of the work"
+            lines.append(f"  stage {stage.index:>2} on rank {stage.rank}  {cost:>17}  {_contents(stage)}")
         if len(self.table_ranks) > 1:
             lines.append(
                 "  tied table on ranks " + " and ".join(map(str, self.table_ranks)) + ": its gradient is summed"
@@ -246,6 +246,7 @@ def _cost_problems(costs: LayerCosts, num_layers: int) -> list[Problem]:
     return problems
 
 
+@lru_cache(maxsize=256)  # a dry run asks again for every stage
 def balanced_counts(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Blocks of each stage: smallest maximum, then smallest sum of squares, then fewest on early stages. By dynamic programming."""
     parts = _whole_numbers((costs.embedding, *costs.blocks, costs.head))

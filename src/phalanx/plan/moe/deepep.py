@@ -54,7 +54,7 @@ def transport_problems(recipe: Recipe, spec: ModelSpec, *, groups: Sequence[tupl
 
 
 def _rules(recipe: Recipe) -> list[tuple[bool, str, str]]:
-    device, dtype, r = recipe.launch.device, recipe.train.dtype, recipe.resilience
+    device, dtype, r = recipe.launch.device_type, recipe.train.dtype, recipe.resilience
     return [
         (device != "cuda", f'stores tokens in the memory of other GPUs, and launch.device = "{device}" has none', 'launch.device = "cuda"'),
         (dtype != "bfloat16", f'carries bfloat16, and train.dtype = "{dtype}"', 'train.dtype = "bfloat16"'),

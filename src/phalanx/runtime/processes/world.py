@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -205,6 +206,21 @@ def leave_errors_to_run() -> None:
     for name, value in LEFT_TO_RUN.items():
         if not (watched and name == "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
             os.environ.setdefault(name, value)
+
+
+def device_here(local_ranks: int, *, num_gpus: int | None = None) -> Literal["cpu", "cuda"]:
+    """What `launch.device = "auto"` is for so many ranks of this machine, which has `num_gpus` (None: as many as torch counts, which asks the driver and makes no context of CUDA).
+
+    Raises `ConfigError` where there are GPUs, but not one for every rank.
+    """
+    found = torch.cuda.device_count() if num_gpus is None else num_gpus
+    if found >= local_ranks:
+        return "cuda"
+    if not found:
+        return "cpu"
+    rule = f'"auto" means GPUs here, and this machine has {found} for {local_ranks} ranks'
+    hint = f"--launch.device cpu, or {found} rank{'s' if found > 1 else ''} (--launch.ranks {found})"
+    raise ConfigError([Problem(where="launch.device", value="auto", rule=rule, hint=hint)], subject="the recipe")
 
 
 def _gpu_problems(info: WorldInfo, *, num_gpus: int) -> list[Problem]:

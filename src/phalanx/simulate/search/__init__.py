@@ -11,6 +11,7 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.simulate.search.best import (
+        CLOCKED as CLOCKED,
         RERANKED as RERANKED,
         SearchResult as SearchResult,
         base_mapping as base_mapping,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.units import format_bytes
 from phalanx.plan.mapping import Folding
 from phalanx.simulate.failures import with_stragglers
 from phalanx.simulate.hardware import GpuCluster
@@ -78,9 +79,10 @@ def search(
     precision: Precision = "bf16",
     keep: int = RERANKED,
     base: Mapping | None = None,
+    room: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
-    """Rank every choice of `space`. `base` holds what all choices share. Raises `PlanError` where nothing is legal, or nothing fits."""
+    """Rank every choice of `space`. `base` holds what all choices share, `room` is the share of the usable memory that they may fill. Raises `PlanError` where nothing is legal, or nothing fits."""
     space = space if space is not None else Space()
     every = list(foldings(job, cluster.world))
     if not every:
@@ -89,6 +91,7 @@ def search(
         raise_if([Problem(where="search", value=job.spec.name, rule=rule, hint=hint)], PlanError, subject="the search")
     common = base if base is not None else Mapping(folding=every[0])
     run = _Search(job, cluster, space, replace(common, precision=precision), keep)
+    run.usable *= room
     bounds = []
     for number, folding in enumerate(every):
         bounds.append((run.bound(folding), number))
@@ -220,7 +223,7 @@ class _Search:
             assert self.least is not None
             rule = (
                 f"nothing fits on {self.cluster.name}: the smallest of {self.tried} choices needs "
-                f"{self.least.peak_bytes / 1e9:.0f} GB of {self.usable / 1e9:.0f} GB ({self.least.mapping.label()})"
+                f"{format_bytes(self.least.peak_bytes)} of {format_bytes(self.usable)} ({self.least.mapping.label()})"
             )
             problem = Problem(where="search", value=self.job.spec.name, rule=rule, hint="take more ranks")
             raise PlanError([problem], subject="the search")

@@ -42,7 +42,8 @@ _LATENT = ("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim")
 def recipe_of_mapping(
     job: Job, mapping: Mapping, *, on_device: bool = True, cluster: GpuCluster | None = None
 ) -> tuple[Recipe | None, list[str]]:
-    """A recipe that runs a mapping on its ranks, or None and the reasons why none does. `cluster`: where, for what depends on its hosts."""
+    """A recipe that runs a mapping on its ranks, or None and the reasons why none does. `cluster`: where, for what depends on its hosts;
+    then launch.ranks is that of one host, and the launcher's number counts."""
     found = _with_model(job.spec)
     if found is None:
         return None, [f"no preset with other numbers is {job.spec.name}"]
@@ -58,7 +59,7 @@ def recipe_of_mapping(
             tp=f.tp, cp=f.cp, pp=f.pp, ep=f.ep if routed else None, etp=f.etp, cp_method=mapping.cp_method
         ),
         pipeline=_pipeline(mapping),
-        optim=OptimConfig() if mapping.overlap.dp else OptimConfig(bucket_mb=0.0),
+        optim=_optim(mapping),
         train=TrainConfig(
             seq_len=job.seq_len,
             global_batch=job.global_batch,
@@ -69,7 +70,10 @@ def recipe_of_mapping(
         resilience=ResilienceConfig(
             heal=None if on_device else False
         ),  # a run on processors is elastic unless told otherwise
-        launch=LaunchConfig(ranks=f.world, device="cuda" if on_device else "cpu"),
+        launch=LaunchConfig(
+            ranks=f.world if cluster is None else min(f.world, cluster.hardware.ranks_per_host),
+            device="cuda" if on_device else "cpu",
+        ),
     )
     reasons = _reasons(recipe, mapping, cluster)
     return (None if reasons else recipe), reasons
@@ -96,6 +100,12 @@ def _value(mapping: Mapping, name: str) -> Any:
     for part in name.split("."):
         value = value[part]
     return value
+
+
+def _optim(mapping: Mapping) -> OptimConfig:
+    """Sharded gradients where the mapping has them, and no reduction beside the backward pass where it has none."""
+    sharded = OptimConfig(zero=2) if mapping.sharding == "gradients" else OptimConfig()
+    return sharded if mapping.overlap.dp else replace(sharded, bucket_mb=0.0)
 
 
 def _dispatch(mapping: Mapping) -> DispatchConfig:

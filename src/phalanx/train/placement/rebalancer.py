@@ -163,7 +163,7 @@ class Rebalancer:
         self.again = 0
         """A further step after which to decide."""
         self.moves = PastMoves()
-        self.beside = config.move_beside and recipe.launch.device == "cpu"
+        self.beside = config.move_beside and recipe.launch.device != "cuda"
         """Whether moves overlap a step where they can."""
         self._relocation: tuple[_Relocation, IncomingExperts] | None = None
         """Relocation under way, or there and not in use yet."""

@@ -517,7 +517,7 @@ def _groups_of_others(recipe: Recipe, spec: ModelSpec, plan: GenerationPlan, tea
         cache=team.groups,
         table_ranks=pipeline.stages.table_ranks,
         message_ctas=message_ctas(recipe),
-        in_order=recipe.launch.device != "cpu",
+        in_order=recipe.launch.device == "cuda",
     )
     if pipeline.pair_passes:
         with_second_groups(groups, cache=team.groups)

@@ -32,6 +32,7 @@ from phalanx.core.recipe import dump_recipe
 from phalanx.core.service_address import parse_service
 from phalanx.data import PreparedData, prepare
 from phalanx.observe import JsonlSink, PreparationProgress, Sinks, open_sinks, wants_live
+from phalanx.plan import resolve_shape
 from phalanx.plan.mapping import Folding
 from phalanx.plan.recovery import recovery_planner, recovery_problems, wanted_ranks
 from phalanx.runtime.checkpoint import import_now
@@ -61,7 +62,7 @@ from phalanx.train.recovery.drained_slots import DRAINED_SLOTS_FILE, DrainedSlot
 from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
 from phalanx.train.recovery.run_hosts import RunHosts
 from phalanx.train.recovery.watch import Watch, WatchedSinks
-from phalanx.train.setup import RunFolder, RunLock, be_deterministic, resolve_pipeline, resolve_shape, versions
+from phalanx.train.setup import RunFolder, RunLock, be_deterministic, resolve_pipeline, versions
 
 GATHER_S = 5.0
 """How long the first generation waits for ranks that are not heard of; a run on several hosts begins without those that take longer."""
@@ -162,7 +163,10 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
         wait_s=r.wait_s,
         rest_s=r.straggler_rest_s,
         agent=AgentSettings(
-            timeout_s=timeout_s, device=recipe.launch.device, own_machine=own_machine, probe_peers=r.service is not None
+            timeout_s=timeout_s,
+            device=recipe.launch.device_type,
+            own_machine=own_machine,
+            probe_peers=r.service is not None,
         ),
     )
 
@@ -205,12 +209,14 @@ def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, w
     """One worker, in its own process; returns its exit code. Its log has the number `first` + slot, and number 0 is the one that a person watches."""
     recipe = run.recipe
     torch.set_num_threads(threads)
-    on_cpu = recipe.launch.device == "cpu"
+    on_cpu = recipe.launch.device != "cuda"
     keep_freed_memory(threads=threads if on_cpu else 1)
     be_deterministic(recipe.train.deterministic)
     slot = int(agent.uid.split(".")[1])
     ranks = recipe.launch.ranks
-    device = own_device(WorldInfo(rank=slot, world=ranks, local_rank=slot, local_world=ranks), recipe.launch.device)
+    device = own_device(
+        WorldInfo(rank=slot, world=ranks, local_rank=slot, local_world=ranks), recipe.launch.device_type
+    )
     if not on_cpu:
         leave_errors_to_run()
     number, body, joins = first + slot, None, agent.under_way()

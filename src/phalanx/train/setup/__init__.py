@@ -1,6 +1,6 @@
 """A rank before it has a model: its machine, its run folder, the text, the mapping, the groups; every mistake in recipe, text or mapping is found here.
 
-The room decides what a recipe comes to on this rank (`Rank`, `resolve_shape`, `resolve_pipeline`, `make_context`) and where a run keeps its files (`RunFolder`). Its face is as long as it is
+The room decides what a recipe comes to on this rank (`Rank`, `resolve_pipeline`, `make_context`) and where a run keeps its files (`RunFolder`). Its face is as long as it is
 because a run in a fixed world, a member of an elastic run, a verification and an import of weights all begin here, each with some of the steps.
 """
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         own_lanes as own_lanes,
         prepare_text as prepare_text,
         resolve_pipeline as resolve_pipeline,
-        resolve_shape as resolve_shape,
     )
     from phalanx.train.setup.run_folder import (
         RECIPE_FILE as RECIPE_FILE,

@@ -2,7 +2,6 @@
 
     open_rank        join the others, make the run folder, open the sinks
     prepare_text     one process per host prepares, the others then find it done
-    resolve_shape    model and mapping, with every problem at once
     resolve_pipeline schedule and stages
     make_context     groups and what modules need
 
@@ -29,9 +28,8 @@ from phalanx.kernels.cpu.products import ProductSums
 from phalanx.kernels.native import CompiledRows, compiled_rows, user_folder
 from phalanx.models import ModelContext
 from phalanx.observe import PreparationProgress, Sinks, open_sinks, wants_live
-from phalanx.plan import equal_shares
-from phalanx.plan.mapping import AnyFolding, AnyPlacement, resolve_mapping
-from phalanx.plan.model import ModelSpec, resolve_model
+from phalanx.plan.mapping import AnyFolding, AnyPlacement
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import dispatch_spec
 from phalanx.plan.moe.overlap.prediction import paired_share
 from phalanx.plan.pipeline import Pipeline, make_pipeline
@@ -100,8 +98,8 @@ def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
     """Join the world and open the run folder. Collective."""
     timeout_s = recipe.launch.timeout_s
     import_now()  # nothing to do where the program that forked this rank has
-    keep_freed_memory(threads=torch.get_num_threads() if recipe.launch.device == "cpu" else 1)
-    device = init_world(info, device=recipe.launch.device, timeout_s=timeout_s)
+    keep_freed_memory(threads=torch.get_num_threads() if recipe.launch.device != "cuda" else 1)
+    device = init_world(info, device=recipe.launch.device_type, timeout_s=timeout_s)
     be_deterministic(recipe.train.deterministic)
     peers = Peers(own_group(info.world, timeout_s=PATIENCE_S))
     folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
@@ -176,21 +174,6 @@ def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepar
         )
         raise ConfigError([problem], subject="the data")
     return found[0]
-
-
-def resolve_shape(recipe: Recipe, *, world: int, tokenizer_vocab: int) -> tuple[ModelSpec, AnyFolding]:
-    """Model and mapping of a run on `world` ranks. Raises `ConfigError` with everything that is wrong with them."""
-    spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
-    t = recipe.train
-    folding = resolve_mapping(
-        recipe.folding,
-        spec,
-        world=world,
-        seq_len=t.seq_len,
-        slots_per_rank=recipe.resilience.slots_per_rank,
-        **equal_shares(recipe),
-    )
-    return spec, folding
 
 
 def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pipeline:

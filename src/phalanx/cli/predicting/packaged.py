@@ -1,0 +1,45 @@
+"""Recipes that come with Phalanx: their names, and what is predicted of each on its cluster, which stands in the head of its file.
+
+Must never change: the line is read by `phalanx recipes` alone; a test compares it with a fresh prediction.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.recipe import PACKAGED
+from phalanx.simulate.step import Prediction
+
+_LINE = re.compile(r"^# predicted: cluster=(\S+) step_s=([0-9.]+) mfu=([0-9.]+) memory_bytes=([0-9]+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """A step on a cluster, with the bytes of tensors of the fullest rank."""
+
+    cluster: str
+    step_s: float
+    mfu: float
+    memory_bytes: int
+
+
+def predicted_line(cluster: str, prediction: Prediction, peak_bytes: int) -> str:
+    """The line of the head, without its mark of a comment."""
+    seconds, mfu = prediction.step.seconds, prediction.mfu("causal")
+    return f"predicted: cluster={cluster} step_s={seconds:.3f} mfu={mfu:.3f} memory_bytes={peak_bytes}"
+
+
+def read_predicted(text: str) -> Predicted | None:
+    """What the head of a recipe says; None where it says nothing, as of the recipes of this machine."""
+    found = _LINE.search(text)
+    if found is None:
+        return None
+    cluster, step_s, mfu, memory = found.groups()
+    return Predicted(cluster=cluster, step_s=float(step_s), mfu=float(mfu), memory_bytes=int(memory))
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """Name -> file."""
+    return {path.stem: path for path in sorted(PACKAGED.glob("*.toml"))}

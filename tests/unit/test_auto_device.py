@@ -1,0 +1,80 @@
+"""`launch.device = "auto"`: decided when a recipe is read, by the GPUs that there are; a plan without a machine counts it as cpu."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.cli.train import Request, read_recipe
+from phalanx.core.config import LaunchConfig, Recipe
+from phalanx.core.errors import ConfigError
+from phalanx.core.recipe import Device, dump_recipe, load_recipe
+from phalanx.runtime.processes import device_here
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "ranks", "device"), [(0, 1, "cpu"), (0, 64, "cpu"), (8, 8, "cuda"), (8, 1, "cuda")]
+)
+def test_a_gpu_for_every_rank_or_none_at_all(num_gpus: int, ranks: int, device: str) -> None:
+    assert device_here(ranks, num_gpus=num_gpus) == device
+
+
+def test_too_few_gpus_are_an_error_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"2 for 4 ranks; --launch.device cpu, or 2 ranks \(--launch.ranks 2\)"):
+        device_here(4, num_gpus=2)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 4])
+def test_a_recipe_is_read_for_this_machine(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.delenv("RANK", raising=False)
+
+    def read(*words: str) -> Recipe:
+        request = Request(recipe_path=None, overrides=("--launch.ranks", "4", *words), dry_run=False)
+        return read_recipe(request, world=None)
+
+    assert read("--launch.device", "cpu").launch.device == "cpu"
+    assert read("--launch.device", "cuda").launch.device == "cuda"  # its ranks say what is missing
+    if num_gpus == 1:
+        with pytest.raises(ConfigError, match=r"launch.device = 'auto': .* 1 for 4 ranks"):
+            read()
+    else:
+        recipe = read("--train.dtype", "auto")
+        assert recipe.launch.device == ("cuda" if num_gpus else "cpu")
+        assert recipe.train.dtype == "bfloat16" or not num_gpus, "the type follows the device"
+
+
+def test_a_launcher_says_how_many_ranks_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    world = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    assert read_recipe(Request(recipe_path=None, overrides=(), dry_run=False), world=4).launch.device == "cuda"
+
+
+def test_its_problem_comes_with_the_others() -> None:
+    def none(recipe: Recipe) -> Device:
+        return device_here(recipe.launch.ranks, num_gpus=1)
+
+    words = ["--launch.ranks", "2", "--train.steps", "0"]
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(None, words, auto_device=none)
+    assert {p.where for p in caught.value.problems} == {"--train.steps", "launch.device"}
+
+
+def test_nobody_has_looked(tmp_path: Path) -> None:
+    """Then it stays as it is, so that what is written reads as the same recipe, and counts as cpu."""
+    path = tmp_path / "a.toml"
+    path.write_text(dump_recipe(Recipe()))
+    assert load_recipe(path) == Recipe() and Recipe().launch.device == "auto"
+    assert Recipe().launch.device_type == "cpu" and LaunchConfig(device="cuda").device_type == "cuda"
+
+
+def test_looking_makes_no_context_of_cuda() -> None:
+    """The parent of the ranks forks: a context would not survive that."""
+    code = "import torch; from phalanx.runtime.processes import device_here; device_here(0); assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True)
