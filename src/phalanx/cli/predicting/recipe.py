@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.recipe import Device, Dtype, load_recipe
-from phalanx.plan import run_problems
+from phalanx.plan import choose_recovery, run_problems
 from phalanx.plan.model import ModelSpec
 from phalanx.simulate import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.failures import with_stragglers

@@ -23,7 +23,7 @@ DOUBT = 1.1
 
 def needed_bytes(recipe: Recipe) -> int | None:
     """Memory of all ranks of this machine together, predicted; None where that is not known (a recipe that cannot run, a GPU)."""
-    if recipe.launch.device != "cpu":
+    if recipe.launch.device == "cuda":
         return None
     ranks = recipe.launch.ranks
     machine = Machine(
