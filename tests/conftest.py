@@ -18,7 +18,9 @@ settings.load_profile("phalanx")
 
 # Before anything imports Triton: its kernels run in its interpreter here. TRITON_INTERPRET=0 with a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-if os.environ["TRITON_INTERPRET"] == "1":  # ranks are processes on processors, also on a machine with GPUs (launch.device = "auto")
+if (
+    os.environ["TRITON_INTERPRET"] == "1"
+):  # ranks are processes on processors, also on a machine with GPUs (launch.device = "auto")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("PHALANX_SEED", str(tiers.SEED))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from phalanx.cli.predicting.searched import fastest_fitting
 from phalanx.cli.train import Request, read_recipe
 from phalanx.core.config import Recipe
 from phalanx.core.recipe import load_recipe
+from phalanx.plan.recovery import moment_bytes
 from phalanx.simulate import resolve_recipe
 from phalanx.simulate.hardware import GpuCluster, parse_cluster
 from phalanx.simulate.mapping import Job, RouterModel
@@ -69,14 +71,15 @@ def test_its_mapping_is_that_of_the_search(name: str) -> None:
     recipe, cluster = read(name)
     spec, train = resolve_recipe(recipe), recipe.train
     job = Job(spec=spec, seq_len=train.seq_len, global_batch=train.global_batch)
-    on = partial(_learned, job)
+    on = partial(_learned, job, moment_bytes(recipe))
     best, why = fastest_fitting(on(cluster, 1.0), on)
     assert best is not None, why
     assert predict_on(recipe, spec, cluster).step.seconds <= 1.05 * best.prediction.step.seconds
 
 
-def _learned(job: Job, cluster: GpuCluster, room: float) -> SearchResult:
-    return search(job, cluster, base=base_mapping(RouterModel(kind="learned")), room=room)
+def _learned(job: Job, moments: int, cluster: GpuCluster, room: float) -> SearchResult:
+    base = replace(base_mapping(RouterModel(kind="learned")), moment_bytes=moments)
+    return search(job, cluster, base=base, room=room)
 
 
 @pytest.mark.parametrize("name", [*SMALL, *LARGE])
