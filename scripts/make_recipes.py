@@ -44,6 +44,8 @@ class Model:
     comments: Mapping[str, str]
     """What stands beside a setting: where it is from, or that nobody says."""
     source: tuple[str, ...]
+    moment_bytes: int = 4
+    """Width of the moments of the optimizer."""
     shape: Mapping[str, Any] = field(default_factory=dict)
     """What differs from the preset, which is the model as it generates."""
 
@@ -83,16 +85,17 @@ MODELS = (
     MIXTRAL,
     replace(MIXTRAL, preset="mixtral-8x22b", worlds=(64, 128)),
     QWEN,
-    replace(QWEN, preset="qwen3-235b-a22b", worlds=(64, 256), settings={**QWEN.settings, "optim.lr": 2e-4}),
+    replace(QWEN, preset="qwen3-235b-a22b", worlds=(64, 128), settings={**QWEN.settings, "optim.lr": 2e-4}),
     Model(
-        preset="deepseek-v3", worlds=(256, 1024), batch=3072, shape={"mtp_layers": 1},
+        preset="deepseek-v3", worlds=(256, 512), batch=3072, shape={"mtp_layers": 1},
+        moment_bytes=2,
         settings={
             "train.steps": 1_176_000, "optim.lr": 2.2e-4, "optim.warmup_steps": 2000, "optim.schedule": "wsd", "optim.decay_steps": 380_000,
             "router.aux_loss": 1e-4, "router.aux_scope": "sequence", "router.bias_rate": 1e-3,
         },
         comments={
             "train.steps": "14.8T tokens, as the paper", "train.global_batch": "the paper begins with it, and grows to 15360 in 469B tokens",
-            "optim.lr": "the paper's", "optim.warmup_steps": "the paper's", "optim.decay_steps": "4.8T tokens; the paper's is a cosine, then two constants",
+            "optim.lr": "the paper's", "optim.state_dtype": "of both moments, the paper's (section 3.3.2)", "optim.warmup_steps": "the paper's", "optim.decay_steps": "4.8T tokens; the paper's is a cosine, then two constants",
             "router.aux_loss": "of a sequence", "router.bias_rate": "of balance without a loss",
         },
         source=("arXiv 2412.19437, section 4.2: AdamW 0.9, 0.95, decay 0.1, clipped at 1, 2.2e-4 after 2,000 steps, then constant to 10T tokens,", "falling to a tenth; bias rate 0.001, balance loss 0.0001 in a sequence, one further token predicted (weight 0.3)."),
@@ -157,7 +160,12 @@ def find(model: Model, cluster: GpuCluster) -> tuple[Fitting, float]:
     job = Job(spec=spec, seq_len=4096, global_batch=model.batch)
 
     def on(where: GpuCluster, room: float) -> SearchResult:
-        return search(job, where, base=base_mapping(RouterModel(kind="learned")), room=room)
+        return search(
+            job,
+            where,
+            base=replace(base_mapping(RouterModel(kind="learned")), moment_bytes=model.moment_bytes),
+            room=room,
+        )
 
     result = on(cluster, 1.0)
     found, why = fastest_fitting(result, on)

@@ -14,6 +14,7 @@ from phalanx.core.config import LaunchConfig, Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import Device, dump_recipe, load_recipe
 from phalanx.runtime.processes import device_here
+from phalanx.train.resume import recipe_to_keep
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,8 @@ def test_a_recipe_is_read_for_this_machine(num_gpus: int, monkeypatch: pytest.Mo
     else:
         recipe = read("--train.dtype", "auto")
         assert recipe.launch.device == ("cuda" if num_gpus else "cpu")
+        kept = dump_recipe(recipe_to_keep(recipe))
+        assert f'device = "{recipe.launch.device}"' in kept, "the file that a run keeps gives the same run again"
         assert recipe.train.dtype == "bfloat16" or not num_gpus, "the type follows the device"
 
 

@@ -186,7 +186,8 @@ def write_recipe(path: Path, found: Fitting, cluster: GpuCluster) -> str:
         if found.number is not None
         else f"the fastest that fits, {found.prediction.mapping.label()}"
     )
-    lines = [f"{path}: {which}, {format_bytes(found.peak_bytes)} a rank by the dry run"]
+    step = format_seconds(found.prediction.step.seconds)
+    lines = [f"{path}: {which}, step {step}, {format_bytes(found.peak_bytes)} a rank by the dry run"]
     lines += [f"  passed over: {text}" for text in found.passed_over[:SHOWN]]
     more = len(found.passed_over) - SHOWN
     lines += [f"  and {more} more"] if more > 0 else []

@@ -103,9 +103,10 @@ def _value(mapping: Mapping, name: str) -> Any:
 
 
 def _optim(mapping: Mapping) -> OptimConfig:
-    """Sharded gradients where the mapping has them, and no reduction beside the backward pass where it has none."""
-    sharded = OptimConfig(zero=2) if mapping.sharding == "gradients" else OptimConfig()
-    return sharded if mapping.overlap.dp else replace(sharded, bucket_mb=0.0)
+    """Sharded gradients and narrow moments where the mapping has them, and no reduction beside the backward pass where it has none."""
+    found = OptimConfig(zero=2) if mapping.sharding == "gradients" else OptimConfig()
+    found = replace(found, state_dtype="bfloat16") if mapping.moment_bytes == 2 else found
+    return found if mapping.overlap.dp else replace(found, bucket_mb=0.0)
 
 
 def _dispatch(mapping: Mapping) -> DispatchConfig:
