@@ -195,7 +195,7 @@ def test_a_run_that_stands_still_and_is_killed_is_told_and_one_that_ends_well_is
         until(lambda: "PhalanxRunDied dies" in alerts.told, seconds=90, what=str(alerts.told))
     finally:
         dies.kill()
-    ends = start(["train", *train_args(tmp_path, run__name="ends", train__steps="1000000", resilience__heal="true", folding__ep="1", **common)])  # fmt: skip
+    ends = start(["train", *train_args(tmp_path, run__name="ends", train__steps="1000000", resilience__heal="true", resilience__mode="fast", folding__ep="1", **common)])  # fmt: skip
     try:
         until(lambda: (alerts.value('phalanx_step{run="ends"}') or 0) >= 3, seconds=120, what="no step was scraped")
         assert alerts.value('phalanx_team_holders{run="ends"}') == 2
