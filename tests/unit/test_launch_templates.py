@@ -49,7 +49,7 @@ def parses(script: str, shell: str = "bash") -> None:
 
 
 def test_every_template_is_used_and_looked_at() -> None:
-    assert {p.name for p in LAUNCH.iterdir()} == {*NAMES.values(), "Dockerfile"}
+    assert {p.name for p in LAUNCH.iterdir()} == {*NAMES.values(), "Dockerfile", "monitoring"}
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "kubernetes.yaml"])

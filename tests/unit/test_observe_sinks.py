@@ -5,6 +5,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from speed_help import slowness
 import phalanx.observe.sinks as sinks_module
 from phalanx.core.config import ObserveConfig
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import Event, Note, RunEnded
+from phalanx.core.events import CheckpointSaved, Event, Note, RunEnded, StepEnded, TeamFormed, Validated
 from phalanx.observe.console import ConsoleSink
 from phalanx.observe.event_log import log_path, read_events
 from phalanx.observe.metrics import METRICS, samples
@@ -132,15 +133,63 @@ def test_prometheus_scrapes_the_newest_numbers(tmp_path: Path) -> None:
         found = scrape(port)
         last = ended(100)
         assert found['phalanx_train_loss{run="laptop"}'] == pytest.approx(last.loss)
-        assert found['phalanx_speed_tokens_per_s{run="laptop"}'] == last.tokens_per_s
-        assert found['phalanx_experts_load_of{layer="3",run="laptop"}'] == pytest.approx(last.load_max_over_mean[3])
+        assert found['phalanx_speed_tokens_per_second{run="laptop"}'] == last.tokens_per_s
+        assert found['phalanx_experts_layer_load_ratio{layer="3",run="laptop"}'] == pytest.approx(
+            last.load_max_over_mean[3]
+        )
         assert found['phalanx_step{run="laptop"}'] == 100 and found['phalanx_total_steps{run="laptop"}'] == 100
         assert found['phalanx_train_tokens_total{run="laptop"}'] == 100 * last.tokens
         assert found['phalanx_checkpoint_bytes{run="laptop"}'] == 110_000_000
-        always = [m for m in METRICS if not m.prometheus_name.startswith("phalanx_recovery_")]  # nobody died
+        always = [m for m in METRICS if m.kind in (StepEnded, Validated, CheckpointSaved)]
         assert {m.prometheus_name for m in always} <= {name.split("{")[0] for name in found}
     with pytest.raises(OSError, match="refused"):
         scrape(port)
+
+
+def test_the_end_of_a_run_waits_for_the_scrape_that_tells_of_it(tmp_path: Path) -> None:
+    """Who scraped before reads that the run ended well; a run that fails waits for nobody, nor one that nobody scrapes."""
+    config = ObserveConfig(console="none", tensorboard=False, prometheus_port=free_port())
+    name = f'phalanx_run_ended{{run="{tmp_path.name}"}}'
+
+    def end(reason: str, *, scraped: bool) -> list[float]:
+        emit = open_sinks(config, folder=tmp_path, rank=0)
+        emit(started())
+        found = [scrape(config.prometheus_port or 0)[name]] if scraped else []
+        emit(RunEnded(step=1, reason=reason, seconds=1.0))
+        closing = threading.Thread(target=emit.close)
+        closing.start()
+        closing.join(1.0)
+        if closing.is_alive():
+            found.append(scrape(config.prometheus_port or 0)[name])
+        closing.join()
+        return found
+
+    assert end("finished", scraped=True) == [0.0, 1.0]
+    assert end("RunError: a rank died", scraped=True) == [0.0]
+    assert end("finished", scraped=False) == []
+
+
+def test_when_steps_were_committed_and_how_many_members_there_are(tmp_path: Path) -> None:
+    port = free_port()
+    config = ObserveConfig(console="none", tensorboard=False, prometheus_port=port)
+    team = {
+        "folding": "dp2",
+        "why": "lost",
+        "noticed_s": 0.0,
+        "formed_s": 0.0,
+        "built_s": 0.0,
+        "moved_s": 0.0,
+        "moved_bytes": 0,
+        "checked": 0,
+    }
+    with open_sinks(config, folder=tmp_path, rank=0) as emit:
+        before_s = time.time()
+        emit(ended(3))
+        emit(TeamFormed(generation=2, step=3, members=2, wanted=3, holders=1, holders_wanted=2, **team))
+        found = {name.split("{")[0]: value for name, value in scrape(port).items()}
+        assert before_s <= found["phalanx_last_step_timestamp_seconds"] <= time.time()
+        names = ("members", "wanted", "holders", "holders_wanted")
+        assert [found[f"phalanx_team_{name}"] for name in names] == [2, 3, 1, 2]
 
 
 def test_a_port_in_use_is_told_before_training(tmp_path: Path) -> None:

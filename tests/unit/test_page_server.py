@@ -22,8 +22,8 @@ from page_help import serving
 from phalanx.cli import runs as runs_command, watch as watch_command
 from phalanx.cli.main import main
 from phalanx.core.events import Collective, ExpertLoads, Operation, StepRecorded, TeamFormed
-from phalanx.observe import JsonlSink
-from phalanx.observe.page import PageServer, differences, find_runs, is_loopback, recipe_values
+from phalanx.observe import JsonlSink, differences, recipe_values
+from phalanx.observe.page import PageServer, find_runs, is_loopback
 from phalanx.observe.page.mapping import holders, read_label
 from phalanx.observe.page.view import GROUPS, RunView
 from phalanx.plan.mapping import make_folding, parse_stages

@@ -35,6 +35,8 @@ OLDEST_TORCH = (2, 11)
 EXTRAS = (
     ("transformers", "hf", "`phalanx export-hf` and parity tests read its models"),
     ("wandb", "wandb", "observe.wandb_project"),
+    ("trackio", "trackio", "observe.sinks"),
+    ("mlflow", "mlflow", "observe.sinks"),
     ("prometheus_client", "prometheus", "observe.prometheus_port"),
     ("cryptography", "service", "runs on several hosts (`phalanx service`)"),
 )

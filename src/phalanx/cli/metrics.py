@@ -28,14 +28,15 @@ from phalanx.observe import (
     Record,
     TableRow,
     chart,
+    differences,
     exchange_words,
     header,
     loss_text,
     read_history,
+    recipe_values,
     row_line,
     short,
 )
-from phalanx.observe.page import differences, recipe_values
 from phalanx.observe.recorded import Course, read_run, recovery_figures
 
 MAX_ROWS = 20

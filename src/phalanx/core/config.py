@@ -378,7 +378,7 @@ class ObserveConfig:
     wandb_mode: Literal["online", "offline"] | None = None
     """Default: online. offline keeps the run on disk for `wandb sync`."""
     sinks: tuple[str, ...] | None = None
-    """Further sinks, by the name under which an installed package gives them, each with options: ["mine:key=value,key=value"]."""
+    """Further sinks, each with options: "trackio:project=NAME,space=OWNER/NAME", "mlflow:project=NAME,uri=URL" (extras of these names), and those that installed packages give."""
     prometheus_port: int | None = None
     """Serve the newest metrics over HTTP on this port (extra `prometheus`)."""
     prometheus_address: str | None = None

@@ -315,6 +315,12 @@ class TeamFormed(Event):
     life: str = ""
     """Life of the service that counts the generations (`runtime/membership/membership.py: Generation.epoch`): another one counts
     anew, above those of a run that goes on."""
+    wanted: int = 0
+    """Members that the run wants; 0, here and in the next two: whoever told it did not say."""
+    holders: int = 0
+    """Hosts (on one machine: ranks) that hold each piece of state, at least."""
+    holders_wanted: int = 0
+    """The same as `resilience.f` asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

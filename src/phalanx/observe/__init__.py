@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from phalanx.observe.metrics import METRICS as METRICS, samples as samples
     from phalanx.observe.preparation import PreparationProgress as PreparationProgress
+    from phalanx.observe.recipes import differences as differences, recipe_values as recipe_values
     from phalanx.observe.sinks import (
         Sinks as Sinks,
         open_sinks as open_sinks,

@@ -5,12 +5,16 @@ Must never change without need: the names. People's dashboards and scripts are b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import add
+from types import MappingProxyType
 from typing import Any
 
 from phalanx.core.events import CheckpointSaved, Event, StepEnded, TeamFormed, TrainingResumed, Validated, WentBack
+
+PROMETHEUS_UNITS: Mapping[str, str] = MappingProxyType({"s": "seconds", "B": "bytes", "ratio": "ratio"})
+"""Unit -> what names in Prometheus end with."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,14 @@ class Metric:
 
     @property
     def prometheus_name(self) -> str:
-        return "phalanx_" + self.name.replace("/", "_")
+        """By the conventions of Prometheus: the unit in full at the end, `phalanx_speed_step_seconds`, `phalanx_experts_layer_load_ratio`."""
+        area, _, rest = self.name.partition("/")
+        words = ["phalanx", area, *(["layer"] if self.per_layer else []), *rest.removesuffix("_of").split("_")]
+        if words[-2:] == ["per", "s"]:
+            words[-1] = "second"
+        elif (unit := PROMETHEUS_UNITS.get(self.unit)) is not None:
+            words = [*(words[:-1] if words[-1] in ("s", unit) else words), unit]
+        return "_".join(words)
 
 
 @dataclass(frozen=True)
@@ -69,12 +80,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("validation/loss", Validated, "nats", "mean cross-entropy per valid validation token", lambda e: e.loss),
     Metric("validation/seconds", Validated, "s", "time that one validation took", lambda e: e.seconds),
     Metric("speed/tokens_per_s", StepEnded, "1/s", "tokens trained per second, all ranks", lambda e: e.tokens_per_s),
-    Metric("speed/mfu", StepEnded, "", "model FLOPs per second over the measured matmul rate", lambda e: e.mfu),
+    Metric("speed/mfu", StepEnded, "ratio", "model FLOPs per second over the measured matmul rate", lambda e: e.mfu),
     Metric("speed/step_s", StepEnded, "s", "duration of the step, waiting for data included", lambda e: e.step_s),
     Metric("speed/data_s", StepEnded, "s", "part of it that was spent waiting for data", lambda e: e.data_s),
-    Metric("experts/load", StepEnded, "", "tokens of the fullest expert over the mean, worst layer",
+    Metric("experts/load", StepEnded, "ratio", "tokens of the fullest expert over the mean, worst layer",
            lambda e: max(e.load_max_over_mean, default=1.0)),
-    Metric("experts/load_of", StepEnded, "", "the same for each MoE layer", lambda e: e.load_max_over_mean, per_layer=True),
+    Metric("experts/load_of", StepEnded, "ratio", "the same for each MoE layer", lambda e: e.load_max_over_mean, per_layer=True),
     Metric("experts/dead", StepEnded, "", "experts without a token in this step, over all layers", lambda e: e.dead_experts),
     Metric("experts/dropped", StepEnded, "", "(token, expert) pairs dropped by capacity, over all layers",
            lambda e: e.dropped_tokens),
@@ -89,8 +100,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("exchange/hidden_forward_of", StepEnded, "s", "hidden time of each MoE layer, forward, at most",
            lambda e: e.hidden_forward_s, per_layer=True),
     Metric("exchange/hidden_backward_of", StepEnded, "s", "the same backward", lambda e: e.hidden_backward_s, per_layer=True),
-    Metric("speed/slowness", StepEnded, "", "time for its work that the slowest host took, over that of the others (elastic runs)",
+    Metric("speed/slowness", StepEnded, "ratio", "time for its work that the slowest host took, over that of the others (elastic runs)",
            lambda e: e.slowness),
+    Metric("team/members", TeamFormed, "", "members of an elastic run", lambda e: e.members),
+    Metric("team/wanted", TeamFormed, "", "members that it wants", lambda e: e.wanted or None),
+    Metric("team/holders", TeamFormed, "", "hosts (on one machine: ranks) that hold each piece of state, at least",
+           lambda e: e.holders or None),
+    Metric("team/holders_wanted", TeamFormed, "", "the same as `resilience.f` asks for it", lambda e: e.holders_wanted or None),
     Metric("recovery/told_s", TeamFormed, "s", "from when the supervisor knew of a loss until this member was told",
            lambda e: e.told_s if e.lost_s else None),
     Metric("recovery/noticed_s", TeamFormed, "s", "from when this member saw its process groups broken until the new one was connected",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,9 @@ from phalanx.observe.index import IndexSink
 
 GIVE_UP_AFTER = 20
 """Failures in a row after which a sink is no longer called: a dead network must not cost a timeout every step."""
+
+OWN = ("mlflow", "trackio")
+"""Names in `observe.sinks` that are ours; also the names of packages and extras, which are imported when a sink is opened."""
 
 
 class Sink(Protocol):
@@ -136,7 +139,7 @@ def sink_problems(config: ObserveConfig) -> list[Problem]:
 
 
 def open_added(config: ObserveConfig, folder: Path) -> tuple[list[Sink], list[Problem]]:
-    """Sinks of installed packages that `observe.sinks` names (entry points of `phalanx.sinks`: functions of the run folder and options that return a `Sink`), and what is wrong with them."""
+    """Sinks that `observe.sinks` names: those of `OWN`, and those of installed packages (entry points of `phalanx.sinks`: functions of the run folder and options that return a `Sink`); and what is wrong with them."""
     opened: list[Sink] = []
     problems: list[Problem] = []
     for number, text in enumerate(config.sinks or ()):
@@ -163,24 +166,47 @@ def parse_sink(text: str, where: str) -> tuple[str, dict[str, str]]:
 
 
 def _added(name: str, options: dict[str, str], *, where: str, folder: Path) -> Sink:
-    known = extensions("sinks", taken=())
-    if name not in known:
-        rule = "is no sink that an installed package gives"
-        hint = nearest(name, known) if known else "docs/how-to/extend.md says how a package gives one"
-        raise ConfigError([Problem(where=where, value=name, rule=rule, hint=hint)])
+    known = extensions("sinks", taken=OWN)
+    if name not in known and name not in OWN:
+        rule = "is no sink of Phalanx, and none that an installed package gives"
+        raise ConfigError([Problem(where=where, value=name, rule=rule, hint=nearest(name, [*OWN, *known]))])
+    package = known[name].package if name in known else name
     try:
-        sink = known[name].load()(folder, options)
+        sink = known[name].load()(folder, options) if name in known else _own(name, options, where, folder)
         for method in ("write", "close"):
             getattr(sink, method)
         sink.name = str(getattr(sink, "name", name))
     except ConfigError:
         raise
-    except Exception as error:  # of a stranger's sink
-        rule = f"cannot be opened by {known[name].package} ({type(error).__name__}: {first_line(error)})"
+    except Exception as error:  # of a stranger's sink, or package
+        rule = f"cannot be opened by {package} ({type(error).__name__}: {first_line(error)})"
         raise ConfigError(
             [Problem(where=where, value=name, rule=rule, hint="leave it out, or repair the package")]
         ) from error
     return sink
+
+
+def _own(name: str, options: dict[str, str], where: str, folder: Path) -> Sink:
+    """A sink of `OWN`. Raises `ConfigError` where its package is not there, or does not know an option."""
+    if find_spec(name) is None:
+        rule, hint = f"needs the package {name}, which is not installed", f"{install_extra(name)}; or leave it out"
+        raise ConfigError([Problem(where=where, value=name, rule=rule, hint=hint)])
+    make, known = _own_class(name)
+    if wrong := sorted(options.keys() - set(known)):
+        rule = f"is no option of {name}"
+        raise ConfigError([Problem(where=where, value=key, rule=rule, hint=nearest(key, known)) for key in wrong])  # fmt: skip
+    return make(folder, options)
+
+
+def _own_class(name: str) -> tuple[Callable[[Path, Mapping[str, str]], Sink], Sequence[str]]:
+    """A class of `OWN`, and its options. Imports its package."""
+    if name == "trackio":
+        from phalanx.observe.trackio import OPTIONS as FOR_TRACKIO, TrackioSink
+
+        return TrackioSink, FOR_TRACKIO
+    from phalanx.observe.mlflow import OPTIONS as FOR_MLFLOW, MlflowSink
+
+    return MlflowSink, FOR_MLFLOW
 
 
 def open_sinks(

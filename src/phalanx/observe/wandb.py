@@ -1,4 +1,4 @@
-"""Weights & Biases (extra `wandb`). A run keeps its id in its folder, so that resuming continues the same curves."""
+"""Weights & Biases (extra `wandb`), with the recipe as config. A run keeps its id in its folder, so that resuming continues the same curves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import wandb
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.events import Event, RunEnded, RunStarted
 from phalanx.observe.metrics import samples
+from phalanx.observe.recipes import recipe_values
 
 
 class WandbSink:
     """Reports to `project`; with mode offline everything stays below the run folder until `wandb sync`."""
 
     def __init__(self, folder: Path, *, project: str, mode: Literal["online", "offline"]) -> None:
-        self.name = "W&B"
+        self.name, self._folder = "W&B", folder
         identity = folder / "wandb-id.txt"
         if not identity.exists():
             identity.write_text(uuid.uuid4().hex[:12])
@@ -39,7 +40,7 @@ class WandbSink:
 
     def write(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            self._run.config.update(event.to_record(), allow_val_change=True)
+            self._run.config.update({**recipe_values(self._folder), **event.to_record()}, allow_val_change=True)
         if isinstance(event, RunEnded):
             self._exit_code = 0 if event.reason in ("finished", "interrupted") else 1
         values = list(samples(event))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.observe.page.recipes import differences as differences, recipe_values as recipe_values
     from phalanx.observe.page.server import PageServer as PageServer, is_loopback as is_loopback
     from phalanx.observe.page.view import find_runs as find_runs, peek as peek
 else:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from phalanx.observe import differences, recipe_values
 from phalanx.observe.page.lanes import step_lanes
 from phalanx.observe.page.mapping import folding_picture, holders
-from phalanx.observe.page.recipes import differences, recipe_values
 from phalanx.observe.page.view import RunView, find_runs, peek
 
 STATIC = Path(__file__).with_name("static")

@@ -37,6 +37,7 @@ from phalanx.plan.recovery import (
     StateDescriptor,
     StateReport,
     state_move_order,
+    wanted_ranks,
 )
 from phalanx.runtime.checkpoint import CheckpointManager, Writer, import_beside
 from phalanx.runtime.comm import AbortableCall, Axis, Collectives, Peers, RankProgress, build_groups, with_second_groups
@@ -273,7 +274,8 @@ class ElasticMember:
         for text in plan.remarks:
             self.sinks(Note(level="info" if plan.exact else "warning", text=text))
         self._telling.entry = Entry(
-            folding=plan.folding.label(), plan=plan.decision, built_s=built_s, moved_s=time.perf_counter() - begin_s, moved=moved
+            folding=plan.folding.label(), plan=plan.decision, built_s=built_s, moved_s=time.perf_counter() - begin_s, moved=moved,
+            wanted=wanted_ranks(self.recipe), holders=self._signs.holders, holders_wanted=self.run.planner.floor,
         )  # fmt: skip
 
     def _connect(self, team: GroupEpoch) -> Everyone:

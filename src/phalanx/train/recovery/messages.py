@@ -19,6 +19,10 @@ class Entry:
     built_s: float
     moved_s: float
     moved: Moved
+    wanted: int = 0
+    """This and the next two, as in `TeamFormed`."""
+    holders: int = 0
+    holders_wanted: int = 0
 
 
 class Telling:
@@ -82,5 +86,8 @@ class Telling:
                 told_s=event.told_s,
                 plan=entry.plan,
                 life=event.life,
+                wanted=entry.wanted,
+                holders=entry.holders,
+                holders_wanted=entry.holders_wanted,
             )
         )
