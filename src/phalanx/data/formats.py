@@ -54,6 +54,8 @@ class Document:
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
     text_field: str = "text"
+    field_hint: str = "set data.text_field"
+    """What to do where a file has no field of that name."""
     txt_document_chars: int = 1 << 16
     """A .txt file is cut into documents of at most this many characters, after a line end where there is one."""
 
@@ -80,13 +82,13 @@ def read_documents(path: Path, options: ReadOptions, log: ProblemLog) -> Iterato
     suffix = suffix_of(path)
     try:
         if suffix == ".parquet":
-            yield from _read_parquet(path, options.text_field, log)
+            yield from _read_parquet(path, options, log)
         elif suffix in (".txt", ".py"):
             yield from _read_text(path, options.txt_document_chars if suffix == ".txt" else None, log)
         elif suffix in added_formats():
             yield from _read_added(path, added_formats()[suffix], log)
         else:
-            yield from _read_jsonl(path, options.text_field, log)
+            yield from _read_jsonl(path, options, log)
     except OSError as error:
         log.add(_unreadable(path, error))
 
@@ -109,7 +111,7 @@ def _read_added(path: Path, extension: Extension, log: ProblemLog) -> Iterator[D
             where = f"{path}:document {number}"
             if isinstance(text, str) and len(text) > MOST_DOCUMENT:
                 raise OSError(errno.EFBIG, f"document {number} has more than {MOST_DOCUMENT} characters")
-            if _checked(text, where, "text", ["text"], log) is not None:
+            if _checked(text, where, ReadOptions(), ["text"], log) is not None:
                 yield Document(text, where, size)
     except ConfigError as error:
         for problem in error.problems:
@@ -175,7 +177,7 @@ def _broken_text(path: Path, data: bytes, *, at: int, base: int, line: int) -> P
 # --- .jsonl
 
 
-def _read_jsonl(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
+def _read_jsonl(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[Document]:
     number, budget = 0, _Budget(path)
     with open_regular(path) as raw, _decompressed(raw, suffix_of(path)) as lines:
         try:
@@ -185,7 +187,7 @@ def _read_jsonl(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if not line.strip():
                     continue
-                text = _field_of(line, f"{path}:{number}", field, log)
+                text = _field_of(line, f"{path}:{number}", options, log)
                 if text is not None:
                     yield Document(text, f"{path}:{number}", raw.tell())
         except (OSError, EOFError, zlib.error) as error:
@@ -221,7 +223,8 @@ def _decompressed(raw: BinaryIO, suffix: str) -> BinaryIO:
     return raw
 
 
-def _field_of(line: bytes, where: str, field: str, log: ProblemLog) -> str | None:
+def _field_of(line: bytes, where: str, options: ReadOptions, log: ProblemLog) -> str | None:
+    field = options.text_field
     try:
         record = parse_json(line.decode("utf-8"), where=where, plain=False)
     except UnicodeDecodeError as error:
@@ -241,18 +244,19 @@ def _field_of(line: bytes, where: str, field: str, log: ProblemLog) -> str | Non
             Problem(where=where, value=str(record)[:_SHOWN], rule=rule, hint='for example {"' + field + '": "..."}')
         )
         return None
-    return _checked(record.get(field), where, field, sorted(record), log)
+    return _checked(record.get(field), where, options, sorted(record), log)
 
 
-def _checked(text: object, where: str, field: str, names: list[str], log: ProblemLog) -> str | None:
+def _checked(text: object, where: str, options: ReadOptions, names: list[str], log: ProblemLog) -> str | None:
     """`text` if it is one that can be encoded."""
+    field = options.text_field
     if field not in names:
         log.add(
             Problem(
                 where=where,
                 value=names[:8],
                 rule=f"has no field {field!r}",
-                hint=f"set data.text_field; {nearest(field, names)}",
+                hint=f"{options.field_hint}; {nearest(field, names)}",
             )
         )
         return None
@@ -278,15 +282,15 @@ def _checked(text: object, where: str, field: str, names: list[str], log: Proble
 # --- .parquet
 
 
-def _read_parquet(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
-    largest = _largest_page(path, field, log)
+def _read_parquet(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[Document]:
+    largest = _largest_page(path, options.text_field, log)
     if largest is None:
         return
     rows = min(_MOST_ROWS, max(_ROWS, _ROWS * MOST_DOCUMENT // max(largest, 1)))
     try:
         with pq.ParquetFile(path) as file:
-            if _has_text_column(file, path, field, log):
-                yield from _rows(file, path, field, log, batch=rows)
+            if _has_text_column(file.schema_arrow, path, options, log):
+                yield from _rows(file, path, options, log, batch=rows)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         log.add(_no_parquet(path, error))
 
@@ -323,11 +327,11 @@ def _no_parquet(path: Path, error: Exception) -> Problem:
     return Problem(where=str(path), value=path.name, rule=rule, hint="copy the file again")
 
 
-def _has_text_column(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog) -> bool:
-    schema = file.schema_arrow
+def _has_text_column(schema: pa.Schema, path: Path, options: ReadOptions, log: ProblemLog) -> bool:
+    field = options.text_field
     if field not in schema.names:
         hint = (
-            f"set data.text_field; {nearest(field, schema.names)}" if schema.names else "write the text into a column"
+            f"{options.field_hint}; {nearest(field, schema.names)}" if schema.names else "write the text into a column"
         )
         log.add(Problem(where=str(path), value=schema.names[:8], rule=f"has no column {field!r}", hint=hint))
         return False
@@ -340,10 +344,10 @@ def _has_text_column(file: pq.ParquetFile, path: Path, field: str, log: ProblemL
     return True
 
 
-def _rows(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog, *, batch: int) -> Iterator[Document]:
+def _rows(file: pq.ParquetFile, path: Path, options: ReadOptions, log: ProblemLog, *, batch: int) -> Iterator[Document]:
     """`batch`: rows that are decoded at once."""
     size, total, number, budget = path.stat().st_size, max(file.metadata.num_rows, 1), 0, _Budget(path)
-    for rows in file.iter_batches(batch_size=batch, columns=[field]):
+    for rows in file.iter_batches(batch_size=batch, columns=[options.text_field]):
         for cell in rows.column(0):
             number += 1
             where = f"{path}:row {number}"
@@ -361,5 +365,5 @@ def _rows(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog, *, batc
                     )
                 )
                 continue
-            if _checked(text, where, field, [field], log) is not None:
+            if _checked(text, where, options, [options.text_field], log) is not None:
                 yield Document(text, where, size * number // total)
