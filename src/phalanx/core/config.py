@@ -186,7 +186,7 @@ class DataConfig:
     """Where text comes from and how it becomes tokens."""
 
     sources: tuple[str, ...] = ("builtin:python",)
-    """Files, folders or globs (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .bin/.idx), or builtin:python. An entry may name the field of its text: `a/*.jsonl#content`."""
+    """Files, folders or globs (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow, .bin/.idx), a folder of Hugging Face's save_to_disk, or builtin:python. An entry may name the field of its text: `a/*.jsonl#content`."""
     weights: tuple[float, ...] | None = None
     """Share of samples from each source. Default: by size."""
     tokenizer: str = "bpe:8192"

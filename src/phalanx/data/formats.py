@@ -1,4 +1,4 @@
-"""Text files as streams of documents: .txt, .jsonl (plain, gzip, zstd), .parquet, .py, and what installed packages read.
+"""Text files as streams of documents: .txt, .jsonl (plain, gzip, zstd), .parquet, .arrow (streams), .py, and what installed packages read.
 
 Never holds more than a block and a document in memory. What is wrong goes to a ProblemLog with file and line, and reading goes on where
 that makes sense; a reader never yields text that it had to repair.
@@ -10,8 +10,9 @@ import codecs
 import errno
 import gzip
 import io
+import mmap
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -22,10 +23,11 @@ import pyarrow.parquet as pq
 from phalanx.core.errors import ConfigError, Problem, first_line, nearest
 from phalanx.core.extensions import Extension, extensions
 from phalanx.core.reading import MOST_LINE, MalformedError, lines_of, open_regular, parse_json
+from phalanx.data.arrow_stream import StreamError, batch_ends
 from phalanx.data.parquet_pages import PageError, column_chunks, page_sizes
 from phalanx.data.problems import ProblemLog
 
-TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
 TOKEN_SUFFIXES = (".bin", ".idx")
 
 _BLOCK_BYTES = 1 << 20
@@ -83,6 +85,8 @@ def read_documents(path: Path, options: ReadOptions, log: ProblemLog) -> Iterato
     try:
         if suffix == ".parquet":
             yield from _read_parquet(path, options, log)
+        elif suffix == ".arrow":
+            yield from _read_arrow(path, options, log)
         elif suffix in (".txt", ".py"):
             yield from _read_text(path, options.txt_document_chars if suffix == ".txt" else None, log)
         elif suffix in added_formats():
@@ -290,7 +294,7 @@ def _read_parquet(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator
     try:
         with pq.ParquetFile(path) as file:
             if _has_text_column(file.schema_arrow, path, options, log):
-                yield from _rows(file, path, options, log, batch=rows)
+                yield from _rows(_columns(file, path, options, batch=rows), path, options, log)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         log.add(_no_parquet(path, error))
 
@@ -335,6 +339,9 @@ def _has_text_column(schema: pa.Schema, path: Path, options: ReadOptions, log: P
         )
         log.add(Problem(where=str(path), value=schema.names[:8], rule=f"has no column {field!r}", hint=hint))
         return False
+    if schema.names.count(field) > 1:
+        log.add(Problem(where=str(path), value=field, rule="is the name of several columns", hint="rename all but one"))
+        return False
     kind = schema.field(field).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         text = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
@@ -344,11 +351,20 @@ def _has_text_column(schema: pa.Schema, path: Path, options: ReadOptions, log: P
     return True
 
 
-def _rows(file: pq.ParquetFile, path: Path, options: ReadOptions, log: ProblemLog, *, batch: int) -> Iterator[Document]:
-    """`batch`: rows that are decoded at once."""
-    size, total, number, budget = path.stat().st_size, max(file.metadata.num_rows, 1), 0, _Budget(path)
+def _columns(file: pq.ParquetFile, path: Path, options: ReadOptions, *, batch: int) -> Iterator[tuple[pa.Array, int]]:
+    """The column in pieces of `batch` rows, which are decoded at once, each with how far into the file it reaches."""
+    size, total, number = path.stat().st_size, max(file.metadata.num_rows, 1), 0
     for rows in file.iter_batches(batch_size=batch, columns=[options.text_field]):
-        for cell in rows.column(0):
+        number += rows.num_rows
+        yield rows.column(0), size * number // total
+
+
+def _rows(
+    columns: Iterable[tuple[pa.Array, int]], path: Path, options: ReadOptions, log: ProblemLog
+) -> Iterator[Document]:
+    number, budget = 0, _Budget(path)
+    for column, position in columns:
+        for cell in column:
             number += 1
             where = f"{path}:row {number}"
             data = cell.as_buffer()
@@ -366,4 +382,41 @@ def _rows(file: pq.ParquetFile, path: Path, options: ReadOptions, log: ProblemLo
                 )
                 continue
             if _checked(text, where, options, [options.text_field], log) is not None:
-                yield Document(text, where, size * number // total)
+                yield Document(text, where, position)
+
+
+# --- .arrow
+
+
+def _read_arrow(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[Document]:
+    """A stream of record batches, mapped: what is read of it are views, so a batch takes no memory of its own."""
+    try:
+        with open_regular(path) as file:
+            if path.stat().st_size == 0:
+                raise StreamError("it is empty")
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        ends = batch_ends(memoryview(data))
+        next(ends)
+        schema = pa.ipc.read_schema(pa.py_buffer(data))
+        if _has_text_column(schema, path, options, log):
+            yield from _rows(_batches(data, ends, schema.names.index(options.text_field)), path, options, log)
+    except (pa.ArrowException, StreamError, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the library
+            raise
+        rule = f"is not a readable stream of Arrow ({first_line(error)})"
+        log.add(Problem(where=str(path), value=path.name, rule=rule, hint="copy the file, or save the dataset, again"))
+
+
+def _batches(data: mmap.mmap, ends: Iterator[int], column: int) -> Iterator[tuple[pa.Array, int]]:
+    """The column of each batch, with the byte where the batch ends. Offsets are compared with the bytes that are there before any is followed."""
+    only = pa.ipc.IpcReadOptions(included_fields=[column])
+    with pa.ipc.open_stream(pa.py_buffer(data), options=only) as reader:
+        for end in ends:
+            texts = reader.read_next_batch().column(0)
+            texts.view(_BYTES_OF[texts.type]).validate(
+                full=True
+            )  # as text, it would also refuse a whole batch for one broken row
+            yield texts, end
+
+
+_BYTES_OF = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}

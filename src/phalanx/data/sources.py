@@ -31,6 +31,7 @@ from phalanx.data.formats import (
     text_suffixes,
 )
 from phalanx.data.problems import ProblemLog
+from phalanx.data.saved_datasets import MARKS, is_saved, saved_files
 
 BUILTIN = "builtin:python"
 READER_VERSION = 1
@@ -179,12 +180,9 @@ def _named(spec: str, where: str) -> Source | Problem:
         return Problem(where=where, value=spec, rule="is not a built-in corpus", hint=nearest(spec, [BUILTIN]))
     path = Path(spec)
     if path.is_dir():
-        inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
-        files = [p for p in inside if suffix_of(p) in _suffixes()]
-        if not files:
-            seen = ", ".join(sorted({p.suffix or p.name for p in inside})[:8])
-            rule = f"is a folder without data files (it holds {seen})" if seen else "is an empty folder"
-            return Problem(where=where, value=spec, rule=rule, hint=f"readable: {', '.join(_suffixes())}")
+        files = saved_files(path, where) if is_saved(path) else _in_folder(path, spec, where)
+        if isinstance(files, Problem):
+            return files
     elif glob.has_magic(spec) and not path.exists():
         files = sorted(Path(p) for p in glob.glob(spec, recursive=True) if Path(p).is_file())
         if not files:
@@ -196,6 +194,21 @@ def _named(spec: str, where: str) -> Source | Problem:
     else:
         return Problem(where=where, value=spec, rule="does not exist", hint=_nearest_file(path))
     return _typed(spec, where, files)
+
+
+def _in_folder(path: Path, spec: str, where: str) -> list[Path] | Problem:
+    """All data files below a folder that is no saved dataset."""
+    inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+    saved = next((p.parent for p in inside if p.name in MARKS and is_saved(p.parent)), None)
+    if saved is not None:
+        rule = f"is a folder with a saved dataset in it ({saved.relative_to(path)})"
+        return Problem(where=where, value=spec, rule=rule, hint=f"list {saved} as a source of its own")
+    files = [p for p in inside if suffix_of(p) in _suffixes()]
+    if not files:
+        seen = ", ".join(sorted({p.suffix or p.name for p in inside})[:8])
+        rule = f"is a folder without data files (it holds {seen})" if seen else "is an empty folder"
+        return Problem(where=where, value=spec, rule=rule, hint=f"readable: {', '.join(_suffixes())}")
+    return files
 
 
 def _typed(spec: str, where: str, files: list[Path]) -> Source | Problem:
