@@ -413,9 +413,7 @@ def _batches(data: mmap.mmap, ends: Iterator[int], column: int) -> Iterator[tupl
     with pa.ipc.open_stream(pa.py_buffer(data), options=only) as reader:
         for end in ends:
             texts = reader.read_next_batch().column(0)
-            texts.view(_BYTES_OF[texts.type]).validate(
-                full=True
-            )  # as text, it would also refuse a whole batch for one broken row
+            texts.view(_BYTES_OF[texts.type]).validate(full=True)  # as text, one broken row would end it
             yield texts, end
 
 
