@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from train_help import SETTINGS, Running, phalanx, start, train_args, write_text
 
@@ -112,6 +114,34 @@ def test_same_command_on_a_finished_run_says_so(
     assert done.returncode == 0, done.stderr
     assert "all 8 steps of this run are done" in done.stdout
     assert CheckpointFolder(finished[0] / "checkpoints").steps() == [4, 8]
+
+
+@pytest.mark.core
+def test_sources_with_fields_of_their_own_and_a_tokenizer_that_comes_out_smaller(tmp_path: Path) -> None:
+    """Records, a table and a saved dataset together; the size is told once, and not again by the run that goes on."""
+    texts = [f"Text {i} says {' '.join(str(i * j) for j in range(40))}.\n" for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"content": t}) + "\n" for t in texts[:20]))
+    pq.write_table(pa.table({"body": texts[20:40]}), tmp_path / "b.parquet")
+    (tmp_path / "saved").mkdir()
+    table = pa.table({"text": texts[40:]})
+    with pa.ipc.new_stream(tmp_path / "saved" / "data-00000-of-00001.arrow", table.schema) as writer:
+        writer.write_table(table)
+    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
+    (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    entries = [f"{tmp_path}/*.jsonl#content", f"{tmp_path}/b.parquet#body", f"{tmp_path}/saved"]
+    told = "data.tokenizer = 'bpe:9000' came out with "
+    for steps, times in ((1, 1), (2, 0)):
+        changes = {
+            "data.sources": json.dumps(entries),
+            "data.tokenizer": "bpe:9000",
+            "launch.ranks": 1,
+            "folding.ep": 1,
+        }
+        done = phalanx("train", *train_args(tmp_path, observe__console="plain", train__steps=steps, **changes))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(told) == times
+    notes = [e["text"] for e in read_events(log_path(tmp_path / "runs" / "run", 0)) if e["kind"] == "Note"]
+    assert [text.startswith(told) for text in notes].count(True) == 1
 
 
 def test_recipe_of_the_run_folder_goes_on(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

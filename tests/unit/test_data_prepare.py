@@ -85,6 +85,19 @@ def test_all_text_comes_back(tmp_path, corpus_file, texts, tokenizer):
     assert prepared.train.vocab_size == prepared.tokenizer.vocab_size
 
 
+def test_a_tokenizer_that_comes_out_smaller_says_so(tmp_path, corpus_file):
+    """Also where it was learned before; and not where it has the size asked for."""
+    for _ in range(2):
+        prepared = prepare(config(tmp_path, corpus_file, tokenizer="bpe:5000"))
+        size = prepared.tokenizer.vocab_size
+        assert 300 < size < 5000
+        assert prepared.notes == (
+            f"data.tokenizer = 'bpe:5000' came out with {size} tokens: the text has no more to learn",
+        )
+    for exact in ("bpe:300", "byte"):
+        assert prepare(config(tmp_path, corpus_file, tokenizer=exact)).notes == ()
+
+
 def test_split_follows_content(tmp_path, texts):
     """About the fraction asked for; adding and moving documents sends none to the other side; no text is on both."""
     settings = {"tokenizer": "byte", "validation_fraction": 0.2}

@@ -3,6 +3,8 @@
 import shutil
 from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from data_help import write_megatron
 
@@ -121,6 +123,80 @@ def test_everything_at_once(folder):
     ]
     with pytest.raises(DataError, match="at least one source"):
         resolve(DataConfig(sources=()))
+
+
+# --- a field for each source
+
+
+@pytest.fixture
+def fields(tmp_path):
+    """Records whose text has another name in each file."""
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "a.jsonl").write_text('{"text": "a", "content": "A"}\n')
+    pq.write_table(pa.table({"body": ["p"], "content": ["P"]}), tmp_path / "my" / "part.parquet")
+    (tmp_path / "my" / "t.txt").write_text("t")
+    return tmp_path / "my"
+
+
+def test_each_source_may_name_its_field(fields):
+    found = resolve(config(f"{fields}/*.jsonl#content", f"{fields}/part.parquet#body", f"{fields}/a.jsonl"))
+    assert [texts(s) for s in found] == [["A"], ["p"], ["a"]]
+    assert texts(resolve(config(f"{fields}#content"))[0]) == ["A", "P", "t"]
+    assert texts(resolve(config(f"{fields}/#content"))[0]) == ["A", "P", "t"]
+    mixed = resolve(config(f"{fields}/a.jsonl#content", f"{fields}/part.parquet", text_field="body"))
+    assert [texts(s) for s in mixed] == [["A"], ["p"]]
+
+
+def test_a_file_whose_name_has_the_mark_is_that_file(fields):
+    (fields / "a.jsonl#content").mkdir()
+    (fields / "a.jsonl#content" / "b.jsonl").write_text('{"text": "file"}')
+    (fields / "n#1.jsonl").write_text('{"text": "one", "x": "X"}')
+    named = (fields / "a.jsonl#content", fields / "n#1.jsonl", f"{fields}/n#*.jsonl", f"{fields}/n#1.jsonl#x")
+    assert [texts(s) for s in resolve(config(*named))] == [["file"], ["one"], ["one"], ["X"]]
+    with pytest.raises(DataError, match=r"data\.sources\[0\] = '.*my/c#/a\.jsonl': does not exist"):
+        resolve(config(f"{fields}/c#/a.jsonl"))
+    (fields / "read#me.md").write_text("no data")
+    with pytest.raises(DataError, match=r"read#me\.md': has an unknown extension"):
+        resolve(config(f"{fields}/read#me.md"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{my}/t.txt#body", r"names a field \('body'\), and holds no records with fields .*; write .*t\.txt alone"),
+        ("{my}/../tokens#body", r"names a field \('body'\)"),
+        ("builtin:python#body", r"names a field \('body'\).*; write builtin:python alone"),
+        ("builtin:pyhton#body", r"did you mean 'builtin:python'"),
+        ("{my}/a.jsonl#", r"names no field behind its #; write .*a\.jsonl#FIELD, or .*a\.jsonl alone"),
+        ("{my}/b.jsonl#body", r"b\.jsonl': does not exist; did you mean 'a\.jsonl'"),
+    ],
+)
+def test_fields_that_do_not_fit(fields, entry, message):
+    write_megatron(fields.parent / "tokens", [[1, 2], [3]])
+    with pytest.raises(DataError, match=message) as caught:
+        resolve(config(entry.format(my=fields)))
+    assert [p.where for p in caught.value.problems] == ["data.sources[0]"]
+
+
+def test_a_field_for_all_is_inert_where_each_source_names_its_own(fields):
+    with pytest.raises(DataError, match=r"data\.text_field = 'body': has no effect: each source names its own field"):
+        resolve(config(f"{fields}/a.jsonl#content", fields / "t.txt", text_field="body"))
+
+
+def test_a_missing_field_names_the_source_and_the_fields_there_are(fields):
+    for entry, hint in (
+        (f"{fields}/a.jsonl#txt", "change the field of"),
+        (f"{fields}/part.parquet", "or add #FIELD to"),
+    ):
+        with pytest.raises(DataError) as caught:
+            texts(resolve(config(entry))[0])
+        assert f"{hint} {entry!r} in data.sources" in str(caught.value) and "content" in str(caught.value)
+
+
+def test_the_field_belongs_to_the_identity(fields, tmp_path):
+    names = (f"{fields}/a.jsonl", f"{fields}/a.jsonl#content", f"{fields}/a.jsonl#text")
+    plain, other, same = identity(tmp_path / "cache", *names)
+    assert plain == same != other
 
 
 # --- identity

@@ -186,13 +186,13 @@ class DataConfig:
     """Where text comes from and how it becomes tokens."""
 
     sources: tuple[str, ...] = ("builtin:python",)
-    """Files, folders or globs (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .bin/.idx), or builtin:python."""
+    """Files, folders or globs (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow, .bin/.idx), a folder of Hugging Face's save_to_disk, or builtin:python. An entry may name the field of its text: `a/*.jsonl#content`."""
     weights: tuple[float, ...] | None = None
     """Share of samples from each source. Default: by size."""
     tokenizer: str = "bpe:8192"
     """byte, bpe:VOCAB (trained once on the sources), or a Hugging Face tokenizer.json."""
     text_field: str = "text"
-    """Name of the text in a JSON line, or of the parquet column."""
+    """Name of the text in a JSON line, or of the parquet column, for sources that name none themselves."""
     eos_token: str | None = None
     """End-of-document token of a tokenizer.json (default: what its own files name)."""
     builtin_bytes: int | None = None

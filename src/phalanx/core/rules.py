@@ -180,7 +180,10 @@ def _any_stage(r: Recipe, *axes: str) -> bool:
 
 
 def _has_field(source: str) -> bool:
-    """Could this source hold records with a named text field? Folders and globs could."""
+    """Could this source hold records whose field `data.text_field` names? Folders and globs could; `a.jsonl#body` names its own."""
+    name, mark, own = source.rpartition("#")
+    if mark and "/" not in own and name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", "/")):
+        return False
     return not source.startswith("builtin:") and not source.endswith((".txt", ".bin", ".idx"))
 
 
@@ -377,8 +380,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         settings=("data.text_field",),
         inert=lambda r: not any(_has_field(s) for s in r.data.sources),
-        reason="no entry of data.sources has named fields",
-        way_out="a .jsonl or .parquet source",
+        reason="each entry of data.sources names its own field or has none",
+        way_out="a .jsonl or .parquet source without #FIELD",
         reads=("data.sources",),
     ),
     Effect(

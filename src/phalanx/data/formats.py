@@ -1,4 +1,4 @@
-"""Text files as streams of documents: .txt, .jsonl (plain, gzip, zstd), .parquet, .py, and what installed packages read.
+"""Text files as streams of documents: .txt, .jsonl (plain, gzip, zstd), .parquet, .arrow (streams), .py, and what installed packages read.
 
 Never holds more than a block and a document in memory. What is wrong goes to a ProblemLog with file and line, and reading goes on where
 that makes sense; a reader never yields text that it had to repair.
@@ -10,8 +10,9 @@ import codecs
 import errno
 import gzip
 import io
+import mmap
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -22,10 +23,11 @@ import pyarrow.parquet as pq
 from phalanx.core.errors import ConfigError, Problem, first_line, nearest
 from phalanx.core.extensions import Extension, extensions
 from phalanx.core.reading import MOST_LINE, MalformedError, lines_of, open_regular, parse_json
+from phalanx.data.arrow_stream import StreamError, batch_ends
 from phalanx.data.parquet_pages import PageError, column_chunks, page_sizes
 from phalanx.data.problems import ProblemLog
 
-TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
 TOKEN_SUFFIXES = (".bin", ".idx")
 
 _BLOCK_BYTES = 1 << 20
@@ -54,6 +56,8 @@ class Document:
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
     text_field: str = "text"
+    field_hint: str = "set data.text_field"
+    """What to do where a file has no field of that name."""
     txt_document_chars: int = 1 << 16
     """A .txt file is cut into documents of at most this many characters, after a line end where there is one."""
 
@@ -80,13 +84,15 @@ def read_documents(path: Path, options: ReadOptions, log: ProblemLog) -> Iterato
     suffix = suffix_of(path)
     try:
         if suffix == ".parquet":
-            yield from _read_parquet(path, options.text_field, log)
+            yield from _read_parquet(path, options, log)
+        elif suffix == ".arrow":
+            yield from _read_arrow(path, options, log)
         elif suffix in (".txt", ".py"):
             yield from _read_text(path, options.txt_document_chars if suffix == ".txt" else None, log)
         elif suffix in added_formats():
             yield from _read_added(path, added_formats()[suffix], log)
         else:
-            yield from _read_jsonl(path, options.text_field, log)
+            yield from _read_jsonl(path, options, log)
     except OSError as error:
         log.add(_unreadable(path, error))
 
@@ -109,7 +115,7 @@ def _read_added(path: Path, extension: Extension, log: ProblemLog) -> Iterator[D
             where = f"{path}:document {number}"
             if isinstance(text, str) and len(text) > MOST_DOCUMENT:
                 raise OSError(errno.EFBIG, f"document {number} has more than {MOST_DOCUMENT} characters")
-            if _checked(text, where, "text", ["text"], log) is not None:
+            if _checked(text, where, ReadOptions(), ["text"], log) is not None:
                 yield Document(text, where, size)
     except ConfigError as error:
         for problem in error.problems:
@@ -175,7 +181,7 @@ def _broken_text(path: Path, data: bytes, *, at: int, base: int, line: int) -> P
 # --- .jsonl
 
 
-def _read_jsonl(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
+def _read_jsonl(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[Document]:
     number, budget = 0, _Budget(path)
     with open_regular(path) as raw, _decompressed(raw, suffix_of(path)) as lines:
         try:
@@ -185,7 +191,7 @@ def _read_jsonl(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if not line.strip():
                     continue
-                text = _field_of(line, f"{path}:{number}", field, log)
+                text = _field_of(line, f"{path}:{number}", options, log)
                 if text is not None:
                     yield Document(text, f"{path}:{number}", raw.tell())
         except (OSError, EOFError, zlib.error) as error:
@@ -221,7 +227,8 @@ def _decompressed(raw: BinaryIO, suffix: str) -> BinaryIO:
     return raw
 
 
-def _field_of(line: bytes, where: str, field: str, log: ProblemLog) -> str | None:
+def _field_of(line: bytes, where: str, options: ReadOptions, log: ProblemLog) -> str | None:
+    field = options.text_field
     try:
         record = parse_json(line.decode("utf-8"), where=where, plain=False)
     except UnicodeDecodeError as error:
@@ -241,18 +248,19 @@ def _field_of(line: bytes, where: str, field: str, log: ProblemLog) -> str | Non
             Problem(where=where, value=str(record)[:_SHOWN], rule=rule, hint='for example {"' + field + '": "..."}')
         )
         return None
-    return _checked(record.get(field), where, field, sorted(record), log)
+    return _checked(record.get(field), where, options, sorted(record), log)
 
 
-def _checked(text: object, where: str, field: str, names: list[str], log: ProblemLog) -> str | None:
+def _checked(text: object, where: str, options: ReadOptions, names: list[str], log: ProblemLog) -> str | None:
     """`text` if it is one that can be encoded."""
+    field = options.text_field
     if field not in names:
         log.add(
             Problem(
                 where=where,
                 value=names[:8],
                 rule=f"has no field {field!r}",
-                hint=f"set data.text_field; {nearest(field, names)}",
+                hint=f"{options.field_hint}; {nearest(field, names)}",
             )
         )
         return None
@@ -278,15 +286,15 @@ def _checked(text: object, where: str, field: str, names: list[str], log: Proble
 # --- .parquet
 
 
-def _read_parquet(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
-    largest = _largest_page(path, field, log)
+def _read_parquet(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[Document]:
+    largest = _largest_page(path, options.text_field, log)
     if largest is None:
         return
     rows = min(_MOST_ROWS, max(_ROWS, _ROWS * MOST_DOCUMENT // max(largest, 1)))
     try:
         with pq.ParquetFile(path) as file:
-            if _has_text_column(file, path, field, log):
-                yield from _rows(file, path, field, log, batch=rows)
+            if _has_text_column(file.schema_arrow, path, options, log):
+                yield from _rows(_columns(file, path, options, batch=rows), path, options, log)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         log.add(_no_parquet(path, error))
 
@@ -323,13 +331,16 @@ def _no_parquet(path: Path, error: Exception) -> Problem:
     return Problem(where=str(path), value=path.name, rule=rule, hint="copy the file again")
 
 
-def _has_text_column(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog) -> bool:
-    schema = file.schema_arrow
+def _has_text_column(schema: pa.Schema, path: Path, options: ReadOptions, log: ProblemLog) -> bool:
+    field = options.text_field
     if field not in schema.names:
         hint = (
-            f"set data.text_field; {nearest(field, schema.names)}" if schema.names else "write the text into a column"
+            f"{options.field_hint}; {nearest(field, schema.names)}" if schema.names else "write the text into a column"
         )
         log.add(Problem(where=str(path), value=schema.names[:8], rule=f"has no column {field!r}", hint=hint))
+        return False
+    if schema.names.count(field) > 1:
+        log.add(Problem(where=str(path), value=field, rule="is the name of several columns", hint="rename all but one"))
         return False
     kind = schema.field(field).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
@@ -340,11 +351,20 @@ def _has_text_column(file: pq.ParquetFile, path: Path, field: str, log: ProblemL
     return True
 
 
-def _rows(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog, *, batch: int) -> Iterator[Document]:
-    """`batch`: rows that are decoded at once."""
-    size, total, number, budget = path.stat().st_size, max(file.metadata.num_rows, 1), 0, _Budget(path)
-    for rows in file.iter_batches(batch_size=batch, columns=[field]):
-        for cell in rows.column(0):
+def _columns(file: pq.ParquetFile, path: Path, options: ReadOptions, *, batch: int) -> Iterator[tuple[pa.Array, int]]:
+    """The column in pieces of `batch` rows, which are decoded at once, each with how far into the file it reaches."""
+    size, total, number = path.stat().st_size, max(file.metadata.num_rows, 1), 0
+    for rows in file.iter_batches(batch_size=batch, columns=[options.text_field]):
+        number += rows.num_rows
+        yield rows.column(0), size * number // total
+
+
+def _rows(
+    columns: Iterable[tuple[pa.Array, int]], path: Path, options: ReadOptions, log: ProblemLog
+) -> Iterator[Document]:
+    number, budget = 0, _Budget(path)
+    for column, position in columns:
+        for cell in column:
             number += 1
             where = f"{path}:row {number}"
             data = cell.as_buffer()
@@ -361,5 +381,40 @@ def _rows(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog, *, batc
                     )
                 )
                 continue
-            if _checked(text, where, field, [field], log) is not None:
-                yield Document(text, where, size * number // total)
+            if _checked(text, where, options, [options.text_field], log) is not None:
+                yield Document(text, where, position)
+
+
+# --- .arrow
+
+
+def _read_arrow(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[Document]:
+    """A stream of record batches, mapped: what is read of it are views, so a batch takes no memory of its own."""
+    try:
+        with open_regular(path) as file:
+            if path.stat().st_size == 0:
+                raise StreamError("it is empty")
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        ends = batch_ends(memoryview(data))
+        next(ends)
+        schema = pa.ipc.read_schema(pa.py_buffer(data))
+        if _has_text_column(schema, path, options, log):
+            yield from _rows(_batches(data, ends, schema.names.index(options.text_field)), path, options, log)
+    except (pa.ArrowException, StreamError, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the library
+            raise
+        rule = f"is not a readable stream of Arrow ({first_line(error)})"
+        log.add(Problem(where=str(path), value=path.name, rule=rule, hint="copy the file, or save the dataset, again"))
+
+
+def _batches(data: mmap.mmap, ends: Iterator[int], column: int) -> Iterator[tuple[pa.Array, int]]:
+    """The column of each batch, with the byte where the batch ends. Offsets are compared with the bytes that are there before any is followed."""
+    only = pa.ipc.IpcReadOptions(included_fields=[column])
+    with pa.ipc.open_stream(pa.py_buffer(data), options=only) as reader:
+        for end in ends:
+            texts = reader.read_next_batch().column(0)
+            texts.view(_BYTES_OF[texts.type]).validate(full=True)  # as text, one broken row would end it
+            yield texts, end
+
+
+_BYTES_OF = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}

@@ -60,6 +60,8 @@ class PreparedData:
     seconds: float
     reused: bool
     """Nothing had to be tokenised by this call."""
+    notes: tuple[str, ...] = ()
+    """What a person should be told of it, in sentences."""
 
 
 def prepare(config: DataConfig, *, progress: CacheProgress = silent, resume: str | None = None) -> PreparedData:
@@ -89,7 +91,15 @@ def prepare(config: DataConfig, *, progress: CacheProgress = silent, resume: str
         text_bytes=sum(s.text_bytes for s in stores),
         seconds=time.monotonic() - began,
         reused=not built,
+        notes=_notes(config, tokenizer),
     )
+
+
+def _notes(config: DataConfig, tokenizer: Tokenizer) -> tuple[str, ...]:
+    asked, found = parse_choice(config), tokenizer.vocab_size
+    if not isinstance(asked, int) or found >= asked:
+        return ()
+    return (f"data.tokenizer = {config.tokenizer!r} came out with {found} tokens: the text has no more to learn",)
 
 
 def _resolve_all(config: DataConfig) -> tuple[Source, ...]:

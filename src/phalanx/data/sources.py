@@ -1,4 +1,4 @@
-"""What `data.sources` names: files, folders, globs, Megatron pairs, `builtin:python`; and the identity of what lies there.
+"""What `data.sources` names: files, folders, globs, Megatron pairs, `builtin:python`, each with a field's name behind a `#`; and the identity of what lies there.
 
 Decides which files belong to a source and in which order (sorted by name). A source's identity is a hash of its content, never of
 where it lies: moving a corpus keeps the prepared data and the runs made from it. Hashing reads everything once; afterwards the
@@ -31,6 +31,7 @@ from phalanx.data.formats import (
     text_suffixes,
 )
 from phalanx.data.problems import ProblemLog
+from phalanx.data.saved_datasets import MARKS, is_saved, saved_files
 
 BUILTIN = "builtin:python"
 READER_VERSION = 1
@@ -50,6 +51,8 @@ class Source:
     kind: Literal["text", "tokens", "builtin"]
     files: tuple[Path, ...] = ()
     text_field: str = "text"
+    own_field: bool = False
+    """Whether the entry itself names `text_field`."""
     builtin_bytes: int = corpus.DEFAULT_BYTES
     identity: str = ""
 
@@ -62,7 +65,14 @@ class Source:
         """A source of .txt files gives at least some 64 documents, so that small ones can be split into train and validation too."""
         low, high = _TXT_CHARS
         chars = min(max(self.num_bytes // _TXT_DOCUMENTS, low), high)
-        return ReadOptions(text_field=self.text_field, txt_document_chars=chars)
+        entry = f"{self.spec!r} in data.sources"
+        hint = f"change the field of {entry}" if self.own_field else f"set data.text_field, or add #FIELD to {entry}"
+        return ReadOptions(text_field=self.text_field, field_hint=hint, txt_document_chars=chars)
+
+    @property
+    def has_fields(self) -> bool:
+        """Whether a file of it holds records with named fields."""
+        return any(suffix_of(f) not in (".txt", *TOKEN_SUFFIXES, *added_formats()) for f in self.files)
 
 
 def documents(
@@ -95,7 +105,8 @@ def resolve(config: DataConfig) -> tuple[Source, ...]:
             problems.append(found)
         else:
             cap = config.builtin_bytes or corpus.DEFAULT_BYTES
-            sources.append(replace(found, text_field=config.text_field, builtin_bytes=cap))
+            field = found.text_field if found.own_field else config.text_field
+            sources.append(replace(found, text_field=field, builtin_bytes=cap))
     if not problems:
         problems += _effect_problems(config, sources)
     if problems:
@@ -135,25 +146,43 @@ def _effect_problems(config: DataConfig, sources: list[Source]) -> Iterator[Prob
     if config.builtin_bytes is not None and all(s.kind != "builtin" for s in sources):
         rule = f"has no effect without the source {BUILTIN!r}"
         yield Problem(where="data.builtin_bytes", value=config.builtin_bytes, rule=rule, hint="leave it out")
-    fielded = any(suffix_of(f) not in (".txt", *TOKEN_SUFFIXES, *added_formats()) for s in sources for f in s.files)
-    if config.text_field != "text" and not fielded:
-        rule = "has no effect: no source is a .jsonl or .parquet file"
+    fielded = [s for s in sources if s.has_fields]
+    if config.text_field != "text" and all(s.own_field for s in fielded):
+        why = "each source names its own field" if fielded else "no source is a .jsonl or .parquet file"
+        rule = f"has no effect: {why}"
         yield Problem(where="data.text_field", value=config.text_field, rule=rule, hint="leave it out")
 
 
 def _resolve(spec: str, where: str) -> Source | Problem:
+    """An entry of `data.sources`. What it says is a name first: where a file has that one, `#` is part of it."""
+    name, mark, own = spec.rpartition("#")
+    found = _named(spec, where)
+    if isinstance(found, Source) or not mark or "/" in own or os.path.lexists(spec):
+        return found
+    inner = _named(name, where)
+    if isinstance(inner, Problem):
+        return inner
+    if not own:
+        hint = f"write {name}#FIELD, or {name} alone"
+        return Problem(where=where, value=spec, rule="names no field behind its #", hint=hint)
+    source = replace(inner, spec=spec, text_field=own, own_field=True)
+    if not source.has_fields:
+        rule = f"names a field ({own!r}), and holds no records with fields (.jsonl, .parquet)"
+        return Problem(where=where, value=spec, rule=rule, hint=f"write {name} alone")
+    return source
+
+
+def _named(spec: str, where: str) -> Source | Problem:
+    """The files that a name without a field means."""
     if spec == BUILTIN:
         return Source(spec=spec, kind="builtin")
     if spec.startswith("builtin:"):
         return Problem(where=where, value=spec, rule="is not a built-in corpus", hint=nearest(spec, [BUILTIN]))
     path = Path(spec)
     if path.is_dir():
-        inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
-        files = [p for p in inside if suffix_of(p) in _suffixes()]
-        if not files:
-            seen = ", ".join(sorted({p.suffix or p.name for p in inside})[:8])
-            rule = f"is a folder without data files (it holds {seen})" if seen else "is an empty folder"
-            return Problem(where=where, value=spec, rule=rule, hint=f"readable: {', '.join(_suffixes())}")
+        files = saved_files(path, where) if is_saved(path) else _in_folder(path, spec, where)
+        if isinstance(files, Problem):
+            return files
     elif glob.has_magic(spec) and not path.exists():
         files = sorted(Path(p) for p in glob.glob(spec, recursive=True) if Path(p).is_file())
         if not files:
@@ -165,6 +194,21 @@ def _resolve(spec: str, where: str) -> Source | Problem:
     else:
         return Problem(where=where, value=spec, rule="does not exist", hint=_nearest_file(path))
     return _typed(spec, where, files)
+
+
+def _in_folder(path: Path, spec: str, where: str) -> list[Path] | Problem:
+    """All data files below a folder that is no saved dataset."""
+    inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+    saved = next((p.parent for p in inside if p.name in MARKS and is_saved(p.parent)), None)
+    if saved is not None:
+        rule = f"is a folder with a saved dataset in it ({saved.relative_to(path)})"
+        return Problem(where=where, value=spec, rule=rule, hint=f"list {saved} as a source of its own")
+    files = [p for p in inside if suffix_of(p) in _suffixes()]
+    if not files:
+        seen = ", ".join(sorted({p.suffix or p.name for p in inside})[:8])
+        rule = f"is a folder without data files (it holds {seen})" if seen else "is an empty folder"
+        return Problem(where=where, value=spec, rule=rule, hint=f"readable: {', '.join(_suffixes())}")
+    return files
 
 
 def _typed(spec: str, where: str, files: list[Path]) -> Source | Problem:

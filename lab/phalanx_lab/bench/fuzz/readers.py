@@ -594,6 +594,8 @@ def _texts() -> list[FuzzReader]:
     frames = [pa.compress(each * (16 << 20), codec="zstd", asbytes=True) * repeat for each in (b"0", b"\n")]
     tables = [_parquet(lines, c, d) for c in ("none", "snappy", "gzip", "zstd") for d in (True, False)]
 
+    streams = [_stream(lines, kind) for kind in (pa.string(), pa.large_string(), pa.string_view())]
+
     def inside(pack: Callable[[bytes], bytes]) -> Change:
         return lambda data, rng: pack(change_lines(lines, rng))
 
@@ -604,6 +606,7 @@ def _texts() -> list[FuzzReader]:
         FuzzReader(name=".jsonl.gz", seeds=[packed], changes=(change_bytes, change_bytes, inside(gz)), read=_file("a.jsonl.gz", _read_all)),
         FuzzReader(name=".jsonl.zst", seeds=[zipped], changes=(change_bytes, change_bytes, inside(zst)), read=_file("a.jsonl.zst", _read_all)),
         FuzzReader(name=".parquet", seeds=tables, changes=(change_bytes,), read=_file("a.parquet", _read_all)),
+        FuzzReader(name=".arrow", seeds=streams, changes=(change_bytes,), read=_file("a.arrow", _read_all)),
         FuzzReader(name="bombs of gz", every=50, seeds=zeros, changes=(_rarely,), read=_file("a.jsonl.gz", _read_all)),
         FuzzReader(name="bombs of zst", every=50, seeds=frames, changes=(_rarely,), read=_file("a.jsonl.zst", _read_all)),
         FuzzReader(name="bombs of parquet", every=50, seeds=_parquet_bombs(), changes=(change_bytes,), read=_file("a.parquet", _read_all)),
@@ -613,6 +616,15 @@ def _texts() -> list[FuzzReader]:
 def _rarely(data: bytes, rng: random.Random) -> bytes:
     """Most often the short begin of a bomb: a whole one takes a second."""
     return data if rng.random() < 0.02 else change_bytes(data[: rng.randrange(1, 20_000)], rng)
+
+
+def _stream(lines: bytes, kind: pa.DataType) -> bytes:
+    """An Arrow stream as `datasets` saves it, with several batches."""
+    rows, sink = [json.loads(line) for line in lines.splitlines()], pa.BufferOutputStream()
+    table = pa.table({"n": [r["n"] for r in rows], "text": pa.array([r["text"] for r in rows], kind)})
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return bytes(sink.getvalue())
 
 
 def _parquet(lines: bytes, codec: str, dictionary: bool) -> bytes:

@@ -408,7 +408,7 @@ def memory_notes(recipe: Recipe, estimates: list[MemoryEstimate], machine: Machi
         lines.append(f"             {format_bytes(most.peak_bytes)} if every token chose experts of the same rank")
     if _trains_tokenizer(recipe.data):
         lines.append(
-            f"             the first run also trains a tokenizer: {format_bytes(PREPARE_BYTES)} in one rank, before the first step"
+            f"             the first run also trains a tokenizer (short text yields fewer tokens): {format_bytes(PREPARE_BYTES)} in one rank, before the first step"
         )
     if len(estimates) > 1:
         stages = ", ".join(f"{i}: {format_bytes(e.peak_bytes)}" for i, e in enumerate(estimates))
