@@ -86,7 +86,7 @@ def test_both_contenders_have_the_same_model() -> None:
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baseline_transformers, "find_spec", lambda name: None)
-    with pytest.raises(RunError, match=r"pip install 'phalanx\[bench\]'"):
+    with pytest.raises(RunError, match=r"pip install -e '\.\[bench\]'"):
         baseline_transformers.transformers_version()
 
 

@@ -60,10 +60,10 @@ def predict_recipe(
             f'launch.device = "{recipe.launch.device}", but {cluster.name} computes with {device}: predicted as if it said so',
             file=sys.stderr,
         )
-    choice = choose_recovery(replace(recipe, launch=replace(recipe.launch, device=device)))
-    if device == "cpu":
+    choice = choose_recovery(replace(recipe, launch=replace(recipe.launch, device=device))) if device == "cpu" else None
+    if choice is not None:
         recipe = replace(recipe, folding=choice.recipe.folding)  # as a run there would have it
-    if device == "cpu" and choice.is_elastic:
+    if choice is not None and choice.is_elastic:
         print(
             "this run would be elastic (resilience.heal is not set): copies of shards and its votes are not in the prediction",
             file=sys.stderr,
