@@ -78,8 +78,8 @@ def choose_recovery(
 
 
 def _further_degrees(recipe: Recipe) -> list[int]:
-    """Degrees of expert parallelism that may be chosen, the largest first; none where the recipe says one."""
-    if recipe.folding.ep is not None or recipe.folding.stages is not None:
+    """Degrees of expert parallelism that may be chosen, the largest first; none where the recipe says one, or where other hosts, which have memory of their own, would have to choose the same."""
+    if recipe.folding.ep is not None or recipe.folding.stages is not None or recipe.resilience.service is not None:
         return []
     world = wanted_ranks(recipe)
     return [ep for ep in range(world // 2, 0, -1) if world % ep == 0]
