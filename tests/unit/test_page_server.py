@@ -428,26 +428,29 @@ def test_experts_with_replicas_are_in_no_order(tmp_path: Path) -> None:
         assert {row[-1] for row in get(server, "/run/r1/holders")["rows"]} == {""}
 
 
+SMALLER_TEAM = TeamFormed(
+    generation=2,
+    members=3,
+    step=5,
+    folding="dp3|edp3",
+    why="lost",
+    noticed_s=0.1,
+    formed_s=0.1,
+    built_s=0.1,
+    moved_s=0.1,
+    moved_bytes=9,
+    checked=1,
+)
+"""What was formed after a loss."""
+
+
 def test_what_a_member_tells_later_is_sent_again(tmp_path: Path) -> None:
     """Seconds of a recovery are those of its slowest member, whose log may be read last."""
-    team = TeamFormed(
-        generation=2,
-        members=3,
-        step=5,
-        folding="dp3|edp3",
-        why="lost",
-        noticed_s=0.1,
-        formed_s=0.1,
-        built_s=0.1,
-        moved_s=0.1,
-        moved_bytes=9,
-        checked=1,
-    )
-    folder = log(tmp_path / "run", started(), ended(5), team)
+    folder = log(tmp_path / "run", started(), ended(5), SMALLER_TEAM)
     view = RunView(folder, id="r1")
     view.open()
     before = view.snapshot()
-    log(folder, replace(team, moved_s=7.0), ended(6), rank=1)
+    log(folder, replace(SMALLER_TEAM, moved_s=7.0), ended(6), rank=1)
     view.advance()
     news = view.snapshot(known=before["version"], width=1)
     assert [r["moved_s"] for r in news["recoveries"]] == [7.0] and "notes" not in news and "checkpoints" not in news
@@ -482,20 +485,7 @@ def test_the_folding_is_drawn(server: PageServer) -> None:
 
 
 def test_a_recovery_shows_the_new_folding(tmp_path: Path) -> None:
-    team = TeamFormed(
-        generation=2,
-        members=3,
-        step=5,
-        folding="dp3|edp3",
-        why="lost",
-        noticed_s=0.1,
-        formed_s=0.1,
-        built_s=0.1,
-        moved_s=0.1,
-        moved_bytes=9,
-        checked=1,
-    )
-    folder = log(tmp_path / "run", started(), ended(5), team)
+    folder = log(tmp_path / "run", started(), ended(5), SMALLER_TEAM)
     view = RunView(folder, id="r1")
     view.open()
     assert (view.summary()["folding_now"], view.summary()["members"]) == ("dp3|edp3", 3)

@@ -8,19 +8,17 @@ from typing import Any, Literal
 
 from phalanx.api.recipe_words import RecipeLike, Settings, recipe_words
 from phalanx.cli.predicting.arguments import model_named
-from phalanx.cli.predicting.dry_run import Machine, describe, rank_estimates, tokenizer_vocab
+from phalanx.cli.predicting.dry_run import describe, machine_here, rank_estimates, tokenizer_vocab
 from phalanx.cli.predicting.recipe import predict_recipe
 from phalanx.cli.train import Request, read_recipe
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.processor import this_processor
 from phalanx.core.recipe import no_device
 from phalanx.plan import resolve_shape
 from phalanx.plan.mapping import AnyFolding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.recovery import wanted_ranks
-from phalanx.runtime.processes import threads_per_rank
 from phalanx.simulate.hardware import GpuCluster, parse_cluster
 from phalanx.simulate.mapping import Job, RouterModel
 from phalanx.simulate.search import RERANKED, SearchResult, base_mapping, search as search_mappings
@@ -71,12 +69,7 @@ def make_plan(recipe: RecipeLike = None, settings: Settings | None = None, *, ra
     found = load_recipe(recipe, settings, ranks=ranks)
     world = ranks or wanted_ranks(found)
     spec, folding = resolve_shape(found, world=world, tokenizer_vocab=tokenizer_vocab(found.data))
-    machine = Machine(
-        local_ranks=world,
-        threads=threads_per_rank(world, found.launch.threads),
-        available_bytes=None,
-        processor=this_processor(),
-    )
+    machine = machine_here(found, local_ranks=world)
     return RunPlan(
         recipe=found,
         ranks=world,

@@ -78,12 +78,10 @@ def read_args(args: list[str]) -> tuple[Asked, Path | None]:
 
 def _take(rest: list[str], name: str, problems: list[Problem]) -> str | None:
     """The value of an option, which is taken out of `rest`."""
-    at = next((i for i, word in enumerate(rest) if word == name or word.startswith(f"{name}=")), None)
-    if at is None:
-        return None
-    word = rest.pop(at)
-    value = word.partition("=")[2] if "=" in word else rest.pop(at) if at < len(rest) else ""
-    if not value:
+    from phalanx.cli.train import take_word
+
+    value = take_word(rest, name)
+    if value == "":
         problems.append(Problem(where=name, value=None, rule="has no value", hint=f"as in {name} 2"))
     return value
 

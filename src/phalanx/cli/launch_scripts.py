@@ -32,13 +32,9 @@ _COMMENT = re.compile(r"\s+#( |$)")
 def script_of(launch: Launch) -> str:
     """The filled template."""
     text = (TEMPLATES / NAMES[launch.where, launch.elastic]).read_text()
-    lines = _common(launch)
     if launch.where == "kubernetes":
-        text = with_recipe(text, _recipe_text(launch))
-        lines |= _kubernetes(launch)
-    else:
-        lines |= _shell(launch)
-    return fill(text, lines)
+        return fill(with_recipe(text, _recipe_text(launch)), _kubernetes(launch))
+    return fill(text, _shell(launch))
 
 
 def fill(text: str, lines: Mapping[str, str]) -> str:
@@ -74,10 +70,6 @@ def cpus_of(launch: Launch) -> int:
     return max(1, math.ceil(launch.ranks * each))
 
 
-def _common(launch: Launch) -> dict[str, str]:
-    return {} if launch.where != "kubernetes" else {"WAY=": f"WAY={'elastic' if launch.elastic else 'fixed'}"}
-
-
 def _shell(launch: Launch) -> dict[str, str]:
     lines = {
         "RECIPE=recipe": f"RECIPE={shlex.quote(launch.path)}",
@@ -104,6 +96,7 @@ def _shell(launch: Launch) -> dict[str, str]:
 
 def _kubernetes(launch: Launch) -> dict[str, str]:
     lines = {
+        "WAY=": f"WAY={'elastic' if launch.elastic else 'fixed'}",
         "completions: ": f"completions: {launch.nodes}",
         "parallelism: ": f"parallelism: {launch.nodes}",
         "DEVICE=": f"DEVICE={launch.device}",

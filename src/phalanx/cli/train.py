@@ -173,21 +173,18 @@ def _show(recipe: Recipe, launched: WorldInfo | None, card_gb: float | None) -> 
     from rich.console import Console
 
     from phalanx.cli.predicting.cards import card_here, card_sold_as
-    from phalanx.cli.predicting.dry_run import Machine, available_bytes, dry_run
-    from phalanx.core.processor import this_processor
-    from phalanx.runtime.processes import threads_per_rank
+    from phalanx.cli.predicting.dry_run import available_bytes, dry_run, machine_here
+    from phalanx.cli.predicting.room import has_room
 
     local = launched.local_world if launched else recipe.launch.ranks
     found = card_here() if card_gb is None and recipe.launch.device == "cuda" else None
-    machine = Machine(
-        local_ranks=local,
-        threads=threads_per_rank(local, recipe.launch.threads),
-        available_bytes=available_bytes(),
-        processor=this_processor(),
+    machine = replace(
+        machine_here(recipe, local_ranks=local, available_bytes=available_bytes()),
         launched=launched is not None,
         card=found if card_gb is None else card_sold_as(card_gb),
     )
-    dry_run(recipe, machine, world=launched.world if launched else wanted_ranks(recipe), console=Console())
+    world = launched.world if launched else wanted_ranks(recipe)
+    dry_run(recipe, machine, world=world, console=Console(), fits=has_room)
 
 
 def read_args(args: Sequence[str]) -> Request:
@@ -195,7 +192,7 @@ def read_args(args: Sequence[str]) -> Request:
     rest = [a for a in args if a not in ("--dry-run", "--trust", "--force")]
     is_dry = "--dry-run" in args
     card_gb = _take_card(rest, is_dry=is_dry)
-    cluster = _take_word(rest, "--cluster")
+    cluster = take_word(rest, "--cluster")
     if cluster is not None and (not is_dry or card_gb is not None):
         rule = "has its own cards: --card-gb has no effect" if is_dry else "goes with --dry-run alone"
         hint = "leave one of them out" if is_dry else "add --dry-run"
@@ -207,7 +204,7 @@ def read_args(args: Sequence[str]) -> Request:
 
 def _take_card(rest: list[str], *, is_dry: bool) -> float | None:
     """The number that follows `--card-gb`, if that is among the arguments; both are taken out of them."""
-    text = _take_word(rest, "--card-gb")
+    text = take_word(rest, "--card-gb")
     if text is None:
         return None
     try:
@@ -220,7 +217,7 @@ def _take_card(rest: list[str], *, is_dry: bool) -> float | None:
     return number
 
 
-def _take_word(rest: list[str], name: str) -> str | None:
+def take_word(rest: list[str], name: str) -> str | None:
     """What follows an argument, "" where nothing does, None where it is not there; both are taken out."""
     at = next((i for i, word in enumerate(rest) if word == name or word.startswith(f"{name}=")), None)
     if at is None:

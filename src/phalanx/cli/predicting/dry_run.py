@@ -16,7 +16,7 @@ from phalanx.cli.predicting.cards import Card, card_of, check_card
 from phalanx.cli.predicting.recipe import predict_on
 from phalanx.core.config import DataConfig, Recipe
 from phalanx.core.errors import ConfigError, DataError, PlanError
-from phalanx.core.processor import MULTIPLIES_BF16, Processor
+from phalanx.core.processor import MULTIPLIES_BF16, Processor, this_processor
 from phalanx.core.samples import num_rounds
 from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
 from phalanx.data import parse_choice, read_tokenizer_file, resolve, token_file_bytes
@@ -49,9 +49,16 @@ class Machine:
     """Where the run is predicted, which is not this machine; then `card` is that of its ranks."""
 
 
-def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -> None:
-    """Print everything. Raises `ConfigError` or `DataError` for what cannot run."""
-    choice = choose_recovery(recipe, launched=machine.launched, fits=_fits(machine))
+def dry_run(
+    recipe: Recipe,
+    machine: Machine,
+    *,
+    world: int,
+    console: Console,
+    fits: Callable[[Recipe], bool] = lambda recipe: True,
+) -> None:
+    """Print everything; `fits` is what a start would ask (`room.has_room`). Raises `ConfigError` or `DataError` for what cannot run."""
+    choice = choose_recovery(recipe, launched=machine.launched, fits=fits)
     recipe = choice.recipe  # copies of shards, too
     console.print(
         describe(recipe, world=world, local_ranks=machine.local_ranks), markup=False, highlight=False, soft_wrap=True
@@ -73,15 +80,14 @@ def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -
         console.print(told, highlight=False, soft_wrap=True)
 
 
-def _fits(machine: Machine) -> Callable[[Recipe], bool]:
-    """Whether the ranks of a machine have room there, as far as that is known."""
+def machine_here(recipe: Recipe, *, local_ranks: int, available_bytes: int | None = None) -> Machine:
+    """This machine's processors, shared by so many ranks of `recipe`."""
+    from phalanx.runtime.processes import threads_per_rank  # with torch, which a cluster that is not here does without
 
-    def fits(recipe: Recipe) -> bool:
-        estimates = rank_estimates(recipe, machine, world=recipe.launch.ranks)
-        available = machine.available_bytes
-        return available is None or machine.local_ranks * _fullest(estimates).peak_bytes <= available
-
-    return fits
+    threads = threads_per_rank(local_ranks, recipe.launch.threads)
+    return Machine(
+        local_ranks=local_ranks, threads=threads, available_bytes=available_bytes, processor=this_processor()
+    )
 
 
 def machine_of(cluster: GpuCluster) -> Machine:

@@ -9,13 +9,11 @@ import shlex
 from dataclasses import replace
 
 from phalanx.cli.predicting.cards import nearest_fit
-from phalanx.cli.predicting.dry_run import Machine, available_bytes, rank_estimates, tokenizer_vocab
+from phalanx.cli.predicting.dry_run import available_bytes, machine_here, peak_bytes, tokenizer_vocab
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PhalanxError, Problem
-from phalanx.core.processor import this_processor
 from phalanx.core.units import format_bytes
 from phalanx.plan import choose_recovery, resolve_shape
-from phalanx.runtime.processes import threads_per_rank
 
 DOUBT = 1.1
 """A prediction may be a tenth too high (`phalanx bench memory`): only what is beyond that is refused."""
@@ -26,14 +24,8 @@ def needed_bytes(recipe: Recipe) -> int | None:
     if recipe.launch.device == "cuda":
         return None
     ranks = recipe.launch.ranks
-    machine = Machine(
-        local_ranks=ranks,
-        threads=threads_per_rank(ranks, recipe.launch.threads),
-        available_bytes=None,
-        processor=this_processor(),
-    )
     try:
-        return ranks * max(e.peak_bytes for e in rank_estimates(recipe, machine, world=ranks))
+        return ranks * peak_bytes(recipe, machine_here(recipe, local_ranks=ranks), world=ranks)
     except PhalanxError:
         return None
 
