@@ -86,14 +86,25 @@ def test_three_commands_of_the_page_survive_a_node_that_goes_down(cluster: Slurm
             if e["kind"] == "StepEnded"
         ]
 
+    def teams() -> list[tuple[float, int]]:
+        """When each team formed, and of how many members."""
+        return [
+            (e["time_s"], e["members"])
+            for p in events.glob("rank-0.jsonl")
+            for e in read_events(p)
+            if e["kind"] == "TeamFormed"
+        ]
+
     try:
-        cluster.wait(lambda: max((s for _, s in steps()), default=0) >= 5, "step 5", limit_s=120.0)
+        cluster.wait(lambda: [m for _, m in teams()][-1:] == [2], "a team of both nodes", limit_s=120.0)
+        newest = max((s for _, s in steps()), default=0)
+        cluster.wait(lambda: max((s for _, s in steps()), default=0) >= newest + 3, "steps of both", limit_s=60.0)
         node, at_s = cluster.nodes_of(number)[1], time.time()
         cluster.set_down(node)
+        cluster.wait(lambda: teams()[-1][0] > at_s, "the survivors' team", limit_s=60.0)
         newest = max(s for _, s in steps())
         cluster.wait(lambda: max(s for _, s in steps()) >= newest + 3, "steps of the others", limit_s=60.0)
-        formed = [e for e in read_events(events / "rank-0.jsonl") if e["kind"] == "TeamFormed"]
-        assert formed[-1]["members"] < formed[0]["members"] and formed[-1]["time_s"] > at_s
+        assert teams()[-1][1] == 1
         assert cluster.job_state(number) == "RUNNING"
     finally:
         cluster.call("scancel", str(number))
