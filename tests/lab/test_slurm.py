@@ -88,12 +88,16 @@ def test_three_commands_of_the_page_survive_a_node_that_goes_down(cluster: Slurm
 
     def teams() -> list[tuple[float, int]]:
         """When each team formed, and of how many members."""
-        return [
+        return sorted(
             (e["time_s"], e["members"])
-            for p in events.glob("rank-0.jsonl")
+            for p in events.glob("rank-*.jsonl")
             for e in read_events(p)
             if e["kind"] == "TeamFormed"
-        ]
+        )
+
+    def rows() -> list[int]:
+        """Steps of the rows that the job's log shows."""
+        return [int(n) for n in re.findall(r"^ +(\d+) +\d+\.\d+ ", (tmp_path / f"tiny-{number}.log").read_text(), re.M)]
 
     try:
         cluster.wait(lambda: [m for _, m in teams()][-1:] == [2], "a team of both nodes", limit_s=120.0)
@@ -105,6 +109,9 @@ def test_three_commands_of_the_page_survive_a_node_that_goes_down(cluster: Slurm
         newest = max(s for _, s in steps())
         cluster.wait(lambda: max(s for _, s in steps()) >= newest + 3, "steps of the others", limit_s=60.0)
         assert teams()[-1][1] == 1
+        cluster.wait(
+            lambda: max(rows(), default=0) > newest, "rows in the log of the job, whichever node drew", limit_s=60.0
+        )
         assert cluster.job_state(number) == "RUNNING"
     finally:
         cluster.call("scancel", str(number))

@@ -18,8 +18,8 @@ from speed_help import slowness
 
 import phalanx.observe.sinks as sinks_module
 from phalanx.core.config import ObserveConfig
-from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import CheckpointSaved, Event, Note, RunEnded, StepEnded, TeamFormed, Validated
+from phalanx.core.errors import ConfigError, Problem, RunError
+from phalanx.core.events import CheckpointSaved, Event, Note, RunEnded, RunStarted, StepEnded, TeamFormed, Validated
 from phalanx.observe.console import ConsoleSink
 from phalanx.observe.event_log import log_path, read_events
 from phalanx.observe.metrics import METRICS, samples
@@ -82,6 +82,75 @@ def test_a_sink_that_keeps_failing_is_no_longer_called_and_one_that_recovers_is(
         sinks(ended(step))
     assert bad.calls == GIVE_UP_AFTER
     assert flaky.calls >= 3 * GIVE_UP_AFTER - 1
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.observe.sinks.PLACE_S", 0.0)
+
+
+def wait_for(there: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 20.0
+    while not there():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_place_of_a_lost_rank_is_taken_and_given_back() -> None:
+    log, screen, opens = Recording("log"), Recording("screen"), threading.Event()
+    sinks, events = Sinks([log]), list(a_run(5))
+
+    def open_late() -> list[Recording]:
+        opens.wait(20)
+        return [screen]
+
+    for event in events[:3]:
+        sinks(event)
+    assert not sinks.is_watched
+    sinks.take_place(open_late)
+    assert sinks.is_watched and sinks.has_taken_place
+    sinks(events[3])
+    opens.set()
+    wait_for(lambda: len(screen.events) == 2)
+    for event in events[4:]:
+        sinks(event)
+    assert isinstance(events[0], RunStarted) and screen.events == [events[0], *events[3:]]
+    sinks.give_place_back()
+    wait_for(lambda: screen.closed == 1)
+    sinks(events[3])
+    assert not sinks.is_watched and len(screen.events) == 1 + len(events[3:])
+    assert log.events == [*events, events[3]] and log.closed == 0
+    sinks.take_place(lambda: [screen])
+    wait_for(lambda: len(screen.events) > 1 + len(events[3:]))
+    sinks.close()
+    assert (log.closed, screen.closed) == (1, 2)
+
+
+def test_nothing_is_opened_where_the_lost_rank_is_back_soon() -> None:
+    sinks, screen = Sinks([Recording("log")]), Recording("screen")
+    sinks.take_place(lambda: [screen])
+    sinks.give_place_back()
+    for thread in threading.enumerate():
+        if thread.name == "sinks":
+            thread.join(20)
+    assert screen.calls == 0 and not sinks.is_watched
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_cannot_be_opened_in_the_place_of_another_costs_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> list[Recording]:
+        raise ConfigError([Problem(where="observe.sinks[0]", value="x", rule="is broken", hint="leave it out")])
+
+    log = Recording("log")
+    sinks = Sinks([log])
+    sinks.take_place(refuse)
+    said = ""
+    while "is broken" not in said:
+        said += capsys.readouterr().err
+        time.sleep(0.005)
+    sinks(ended(1))
+    assert log.events == [ended(1)]
 
 
 def test_interrupts_are_not_swallowed() -> None:

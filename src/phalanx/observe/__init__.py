@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from phalanx.observe.preparation import PreparationProgress as PreparationProgress
     from phalanx.observe.recipes import differences as differences, recipe_values as recipe_values
     from phalanx.observe.sinks import (
+        Sink as Sink,
         Sinks as Sinks,
         open_sinks as open_sinks,
+        open_watched as open_watched,
         warn_without_screen as warn_without_screen,
     )
     from phalanx.observe.summary import (

@@ -1,8 +1,8 @@
 """Where events go: the sinks of a run, opened from its recipe and called as one `Emit`.
 
-Decides which rank has which sink: every rank its event log, rank 0 everything that a person watches. Must never change: a sink that
-fails warns once and never stops training, and the others still get every event; but a sink that cannot be opened (a missing extra, a
-port in use) is a problem of the recipe and is reported before training starts.
+Decides which rank has which sink: every rank its event log, one of them everything that a person watches: rank 0, and where its host is lost another one that takes
+its place (`Sinks.take_place`). Must never change: a sink that fails warns once and never stops training, and the others still get every event; but a sink that cannot be
+opened (a missing extra, a port in use) is a problem of the recipe and is reported before training starts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ from typing import Protocol
 from rich.console import Console
 
 from phalanx.core.config import ObserveConfig
-from phalanx.core.errors import ConfigError, Problem, RunError, first_line, install_extra, nearest, raise_if
-from phalanx.core.events import Event, Note
+from phalanx.core.errors import (
+    ConfigError,
+    PhalanxError,
+    Problem,
+    RunError,
+    first_line,
+    install_extra,
+    nearest,
+    raise_if,
+)
+from phalanx.core.events import Event, Note, RunStarted
 from phalanx.core.extensions import extensions
 from phalanx.core.process import say
 from phalanx.observe.console import ConsoleSink, wants_live
@@ -30,6 +39,10 @@ from phalanx.observe.index import IndexSink
 
 GIVE_UP_AFTER = 20
 """Failures in a row after which a sink is no longer called: a dead network must not cost a timeout every step."""
+OPENING_EVENTS = 1000
+"""Events that are kept for sinks that open while training continues; later ones are in the event log alone."""
+PLACE_S = 10.0
+"""How long the place of a rank that is lost stays free: its host may start it anew, and then goes on with its own."""
 
 OWN = ("mlflow", "trackio")
 """Names in `observe.sinks` that are ours; also the names of packages and extras, which are imported when a sink is opened."""
@@ -61,14 +74,26 @@ class JsonLines:
 class Sinks:
     """All sinks of one rank behind one `Emit`. Threads may share it."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Sequence[Sink], *, watched: bool = False) -> None:
+        """`watched`: what a person watches is among them."""
         self._sinks = list(sinks)
         self._failures = dict.fromkeys((s.name for s in sinks), 0)
         self._warned: set[str] = set()
         self._lock = threading.RLock()
+        self._started: RunStarted | None = None
+        self._watched, self._taken = watched, False
+        self._opening: threading.Thread | None = None
+        self._not_needed = threading.Event()
+        self._waiting: list[Event] = []
+        """Events for the sinks that open."""
+        self._added: Sequence[Sink] = ()
 
     def __call__(self, event: Event, /) -> None:
         with self._lock:
+            if isinstance(event, RunStarted):
+                self._started = event
+            if self._opening is not None and len(self._waiting) < OPENING_EVENTS:
+                self._waiting.append(event)
             for sink in tuple(self._sinks):
                 self._guarded(sink, partial(sink.write, event))
 
@@ -77,9 +102,62 @@ class Sinks:
         """Whether a person sees what is emitted here."""
         return any(isinstance(sink, ConsoleSink | JsonLines) for sink in self._sinks)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether what a person watches is here, or being opened."""
+        return self._watched
+
+    @property
+    def has_taken_place(self) -> bool:
+        """Whether it is here in the place of another rank's."""
+        return self._taken
+
+    def take_place(self, open_watched: Callable[[], Sequence[Sink]]) -> None:
+        """Opens what a person watches in the place of a rank that is lost, in a thread, after `PLACE_S`. It is told how the run started, and all events from now on."""
+        with self._lock:
+            if self._watched:
+                return
+            self._watched = self._taken = True
+            self._waiting = [] if self._started is None else [self._started]
+            self._not_needed = threading.Event()
+            self._opening = threading.Thread(
+                target=self._open, args=(open_watched, self._not_needed), name="sinks", daemon=True
+            )
+            self._opening.start()
+
+    def _open(self, open_watched: Callable[[], Sequence[Sink]], not_needed: threading.Event) -> None:
+        added: Sequence[Sink] = ()
+        try:
+            if not not_needed.wait(PLACE_S):
+                added = open_watched()
+        except PhalanxError as error:
+            warn_without_screen(str(error))
+        with self._lock:
+            if not_needed.is_set():
+                _close_aside(added)
+                return
+            self._opening = None
+            self._failures |= dict.fromkeys((s.name for s in added), 0)
+            self._sinks += added
+            self._added = added
+            for event in self._waiting:
+                for sink in added:
+                    self._guarded(sink, partial(sink.write, event))
+            self._waiting = []
+
+    def give_place_back(self) -> None:
+        """Closes what `take_place` opened: the other rank is back."""
+        with self._lock:
+            self._not_needed.set()
+            self._watched, self._taken, self._opening, self._waiting = False, False, None, []
+            self._sinks = [sink for sink in self._sinks if sink not in self._added]
+            _close_aside(self._added)
+            self._added = ()
+
     def close(self) -> None:
         """Close every sink; the second call does nothing."""
         with self._lock:
+            self._not_needed.set()
             while self._sinks:
                 sink = self._sinks.pop()
                 self._guarded(sink, sink.close)
@@ -113,6 +191,19 @@ class Sinks:
             self._guarded(sink, partial(sink.write, Note(level="warning", text=text)))
         if not any(isinstance(s, ConsoleSink | JsonLines) for s in others):
             warn_without_screen(text)
+
+
+def _close_aside(sinks: Sequence[Sink]) -> None:
+    """Nobody waits for a network that some of them speak to."""
+
+    def close() -> None:
+        for sink in sinks:
+            try:
+                sink.close()
+            except Exception as error:
+                warn_without_screen(f"{sink.name} could not be closed ({type(error).__name__}: {error})")
+
+    threading.Thread(target=close, name="sinks", daemon=True).start()
 
 
 def warn_without_screen(text: str) -> None:
@@ -218,30 +309,41 @@ def open_sinks(
     Raises `ConfigError` with all sinks that cannot be opened, `RunError` where the run folder cannot be written.
     """
     try:
-        opened: list[Sink] = [JsonlSink(folder, rank=rank)]
+        log = JsonlSink(folder, rank=rank)
     except OSError as error:
         path = log_path(folder, rank)
         raise RunError(f"{path}: cannot be written ({error.strerror}); choose another run.folder") from error
     if rank != 0:
-        return Sinks(opened)
-    added, problems = open_added(config, folder)
-    opened += added
+        return Sinks([log])
+    try:
+        opened = open_watched(config, folder=folder, console=console, patient=patient)
+    except ConfigError:
+        log.close()
+        raise
+    sinks = Sinks([log, *opened], watched=True)
+    for missing in filter(None, (getattr(sink, "missing", "") for sink in opened)):
+        text = f"metrics are not served at {missing}: the process that had the port before may still have it; it will be tried again while training continues"
+        sinks(Note(level="warning", text=text))
+    return sinks
+
+
+def open_watched(
+    config: ObserveConfig, *, folder: Path, console: Console | None = None, patient: bool = False
+) -> list[Sink]:
+    """What a person watches of the run in `folder`, and its index: all that the recipe asks for. Raises `ConfigError` with all of it that cannot be opened."""
+    opened, problems = open_added(config, folder)
     problems += sink_problems(config)
-    missing = {p.where for p in problems}
+    lacking = {p.where for p in problems}
     for setting, make in _rank_zero(config, folder, console, patient=patient).items():
         try:
-            if setting not in missing:
+            if setting not in lacking:
                 opened.append(make())
         except ConfigError as error:
             problems += error.problems
     if problems:
         Sinks(opened).close()
     raise_if(problems, ConfigError, subject="the recipe")
-    sinks = Sinks([*opened[:1], IndexSink(folder), *opened[1:]])
-    for missing in filter(None, (getattr(sink, "missing", "") for sink in opened)):
-        text = f"metrics are not served at {missing}: the process that had the port before may still have it; it will be tried again while training continues"
-        sinks(Note(level="warning", text=text))
-    return sinks
+    return [IndexSink(folder), *opened]
 
 
 def _rank_zero(

@@ -127,6 +127,8 @@ class StateReport:
     """Kernels that it computes with."""
     flops_per_s: float = 0.0
     """Measured rate of its processor; 0: not measured."""
+    watched: bool = False
+    """Whether what a person watches of the run is in it."""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StateReport:

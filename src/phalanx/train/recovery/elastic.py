@@ -28,7 +28,7 @@ from phalanx.core.errors import CheckpointError, PlanError, RunError
 from phalanx.core.events import Event, Note
 from phalanx.data import PreparedData
 from phalanx.kernels.native import compiled_rows
-from phalanx.observe import Sinks
+from phalanx.observe import Sinks, open_watched
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.recovery import (
     Fact,
@@ -206,6 +206,7 @@ class ElasticMember:
             idle=self._idle,
             history=self.progress.history,
             flops_per_s=self.flops_per_s,
+            watched=self.sinks.is_watched,
         )
 
     def order(self, generation: Generation, reports: Sequence[MemberReport]) -> Sequence[str]:
@@ -243,6 +244,7 @@ class ElasticMember:
             raise RunError("a generation was formed without the plan of its ranks")
         if self.holds and team.uid not in resolution.holders:
             self._forget()  # what it holds belongs to an abandoned history
+        self._keep_watched(team)
         held = self._keep_state(plan.members[team.rank].descriptor)
         held.begin(f"{team.generation.epoch}/{team.generation.number}")
         self._everyone = everyone = self._connect(team)
@@ -277,6 +279,17 @@ class ElasticMember:
             folding=plan.folding.label(), plan=plan.decision, built_s=built_s, moved_s=time.perf_counter() - begin_s, moved=moved,
             wanted=wanted_ranks(self.recipe), holders=self._signs.holders, holders_wanted=self.run.planner.floor,
         )  # fmt: skip
+
+    def _keep_watched(self, team: GroupEpoch) -> None:
+        """A run whose first host is lost goes on being watched: at the first rank, until that host is back. On one host its supervisor starts the process anew."""
+        watched = [rank for rank, report in enumerate(team.reports) if report.about.watched]
+        if self.sinks.has_taken_place and watched != [team.rank]:
+            self.sinks.give_place_back()
+        elif not watched and team.rank == 0 and team.begun and self.recipe.resilience.service is not None:
+            observe, folder = self.recipe.observe, self.run.folder.path
+            if observe.is_for_people:
+                observe = replace(observe, console="plain")  # the terminal of this host is not this process's
+            self.sinks.take_place(lambda: open_watched(observe, folder=folder, patient=True))
 
     def _connect(self, team: GroupEpoch) -> Everyone:
         """What all members talk over, those that are idle too."""

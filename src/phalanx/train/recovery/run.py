@@ -206,7 +206,7 @@ def _prepare_text(recipe: Recipe, folder: RunFolder) -> PreparedData:
 
 
 def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, watch: Watch | None = None) -> int:
-    """One worker, in its own process; returns its exit code. Its log has the number `first` + slot, and number 0 is the one that a person watches."""
+    """One worker, in its own process; returns its exit code. Its log has the number `first` + slot; number 0 is the one that a person watches, as long as its host is there."""
     recipe = run.recipe
     torch.set_num_threads(threads)
     on_cpu = recipe.launch.device != "cuda"
@@ -234,8 +234,8 @@ def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, w
         if slot == 0:
             _keep_recipe(run, sinks)
         why = run_member(agent, body, tell=body.tell, order=body.order, own_threads=not on_cpu)
-        end.reason = {"stopped": "interrupted"}.get(why, why)
-    if number == 0 and recipe.observe.is_for_people and body.outcome is not None:
+        end.reason, is_watched = {"stopped": "interrupted"}.get(why, why), sinks.is_watched
+    if is_watched and recipe.observe.is_for_people and body.outcome is not None:
         end.summarize(run.folder.path, body.outcome)
     return 0
 

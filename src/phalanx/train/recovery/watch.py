@@ -5,12 +5,12 @@ A run without a watch asks for nothing of this: every place that could tell look
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from phalanx.core.events import Event
 from phalanx.core.op_ids import read_op_id
-from phalanx.observe import Sinks
+from phalanx.observe import Sink, Sinks
 
 Phase = Literal[
     "waits", "data", "forward", "all-to-all", "backward", "reduction", "vote", "commit", "migration", "checkpoint"
@@ -59,6 +59,20 @@ class WatchedSinks(Sinks):
     @property
     def has_screen(self) -> bool:
         return self._inner.has_screen
+
+    @property
+    def is_watched(self) -> bool:
+        return self._inner.is_watched
+
+    @property
+    def has_taken_place(self) -> bool:
+        return self._inner.has_taken_place
+
+    def take_place(self, open_watched: Callable[[], Sequence[Sink]]) -> None:
+        self._inner.take_place(open_watched)
+
+    def give_place_back(self) -> None:
+        self._inner.give_place_back()
 
     def __call__(self, event: Event, /) -> None:
         self._inner(event)
