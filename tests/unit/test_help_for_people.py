@@ -12,6 +12,7 @@ import pytest
 
 from phalanx.cli import doctor
 from phalanx.cli.main import COMMANDS, main
+from phalanx.core.arguments import WIDTH, wrapped
 from phalanx.core.recipe import PACKAGED
 from phalanx.core.settings import describe_settings
 
@@ -87,3 +88,30 @@ def test_the_schema_takes_every_recipe_of_the_wheel_and_names_every_setting(tmp_
             for key, value in content.items():
                 of = found[f"{section}.{key}"]
                 assert value in of["enum"] if "enum" in of else "anyOf" in of or isinstance(value, kinds[of["type"]])
+
+
+OTHERS = [["plan", "model"], ["plan", "placement"], ["simulate", "goodput"], ["simulate", "flops"], ["testbed", "run"], ["bench", "trace"], ["bench", "train"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [[], *([c.name] for c in COMMANDS), *OTHERS], ids=" ".join)
+@pytest.mark.parametrize("columns", [80, 180])
+def test_every_help_looks_alike_and_fits_the_terminal(
+    words: list[str], columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*words, "--help"]) == 0
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert said.err == "" and lines[0].startswith("usage: " + " ".join(["phalanx", *words]))
+    assert max(map(len, lines)) <= min(columns - 1, WIDTH), max(lines, key=len)
+    assert not set(said.out) & set("│╭╰") and "None" not in said.out and "MISSING" not in said.out
+    assert (len(lines) > 3 and lines[1].startswith(" ")) or lines[1] == ""
+
+
+def test_what_is_set_in_stays_in_its_column() -> None:
+    text = "phalanx x\n\nA paragraph\nof two lines.\n\n  --one N   first\n            goes on\n  --longer  second of many words\n"
+    assert wrapped(text, 24).split("\n\n") == [
+        "phalanx x",
+        "A paragraph of two\nlines.",
+        "  --one N   first goes\n            on\n  --longer  second of\n            many words",
+    ]

@@ -37,6 +37,7 @@ COMMANDS = {
     "bench reshard": ("phalanx_lab.bench.reshard.command", "measure"),
     "bench reshard-plan --nine": ("phalanx_lab.bench.reshard.plan", "measure_nine"),
     "sync . --to tp1 --out served": ("phalanx.train.sync", "plan_sync"),
+    "eval .": ("phalanx.cli.eval", "evaluate"),
     "search --model tiny --cluster h100x8": ("phalanx.cli.search", "search"),
     "simulate a.toml --cluster h100x8": ("phalanx.cli.simulate", "predict_recipe"),
     "calibrate --out cluster.toml": ("phalanx.cli.calibrate", "measure"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
+from phalanx.core.arguments import print_usage
 from phalanx.core.errors import nearest
 
 BENCHMARKS = {
@@ -56,7 +57,7 @@ BENCHMARKS = {
 def main(args: list[str]) -> int:
     """Run a benchmark by its name, or list them."""
     if not args or args[0] in ("-h", "--help"):
-        print(_list())
+        _print_list()
         return 0
     name = args[0]
     if name not in BENCHMARKS:
@@ -65,15 +66,8 @@ def main(args: list[str]) -> int:
     return int(importlib.import_module(f"phalanx_lab.bench.{BENCHMARKS[name][0]}").main(args[1:]))
 
 
-def _list() -> str:
+def _print_list() -> None:
     width = max(map(len, BENCHMARKS))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in BENCHMARKS.items()]
-    return "\n".join(
-        [
-            "usage: phalanx bench NAME [--json FILE] [options]",
-            "",
-            *lines,
-            "",
-            "phalanx bench NAME --help lists its options",
-        ]
-    )
+    text = "\n".join(["phalanx bench NAME [--json FILE] [options]", "", *lines, "", "phalanx bench NAME --help lists its options"])  # fmt: skip
+    print_usage(text)

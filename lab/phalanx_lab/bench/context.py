@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.config import OptimConfig
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
@@ -112,7 +113,7 @@ class ContextResult:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench context ARGS...`; exit status 1 where memory does not fall or a number is not finite."""
-    options = tyro.cli(ContextArgs, args=args, prog="phalanx bench context", description=__doc__)
+    options = read_words(ContextArgs, args, prog="phalanx bench context", description=__doc__)
     check_writable(options.json)
     result = measure(options)
     if options.json is not None:

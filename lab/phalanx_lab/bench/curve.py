@@ -15,6 +15,7 @@ from typing import Annotated
 import torch
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.files import check_writable, write_json
 from phalanx_lab.bench.ours import OurRun
 from phalanx_lab.bench.workload import WorkloadShape
@@ -59,7 +60,7 @@ class CurveResult:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench curve ARGS...`; exit status 1 where the curves part."""
-    options = tyro.cli(CurveArgs, args=args, prog="phalanx bench curve", description=__doc__)
+    options = read_words(CurveArgs, args, prog="phalanx bench curve", description=__doc__)
     check_writable(options.json)
     torch.set_num_threads(options.threads)
     result = compare(options)

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.config import ModelConfig, OptimConfig, ResilienceConfig, RouterConfig, TrainConfig
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
@@ -66,7 +67,7 @@ class ExactArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench exact ARGS...`; 1 where the bar is missed."""
-    options = tyro.cli(ExactArgs, args=args, prog="phalanx bench exact", description=__doc__)
+    options = read_words(ExactArgs, args, prog="phalanx bench exact", description=__doc__)
     raise_if(_problems(options.case), ConfigError, subject="the options")
     check_writable(options.json)
     report = measure(options.case)

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.config import ModelConfig, OptimConfig, RouterConfig
 from phalanx.core.errors import ConfigError, Problem, UnsoundError, raise_if
 from phalanx.core.files import check_writable, write_json
@@ -91,7 +92,7 @@ class FlipsArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench flips ARGS...`; 1 where a bar is missed."""
-    options = tyro.cli(FlipsArgs, args=args, prog="phalanx bench flips", description=__doc__)
+    options = read_words(FlipsArgs, args, prog="phalanx bench flips", description=__doc__)
     raise_if(_problems(options.case), ConfigError, subject="the options")
     check_writable(options.json)
     report = measure(options.case)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.config import (
     CheckpointConfig,
     DataConfig,
@@ -97,7 +98,7 @@ class CostArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench heal-cost ARGS...`; 1 where a bar is missed."""
-    options = tyro.cli(CostArgs, args=args, prog="phalanx bench heal-cost", description=__doc__)
+    options = read_words(CostArgs, args, prog="phalanx bench heal-cost", description=__doc__)
     raise_if(_problems(options.case), ConfigError, subject="the options")
     check_writable(options.json)
     report = measure(options.case)

@@ -25,6 +25,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import RunError
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_rate
@@ -92,7 +93,7 @@ def main(args: list[str]) -> int:
     """Run `phalanx bench hiding ARGS...` (or, with `--rank-of FILE`, one rank of it)."""
     if args[:1] == ["--rank-of"]:
         return _rank(Path(args[1]))
-    options = tyro.cli(HidingArgs, args=args, prog="phalanx bench hiding", description=__doc__)
+    options = read_words(HidingArgs, args, prog="phalanx bench hiding", description=__doc__)
     check_writable(options.json)
     result = measure(options)
     print(

@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import RunError
 from phalanx.core.files import check_writable, write_json
 from phalanx.observe.event_log import log_path, read_events
@@ -76,7 +77,7 @@ class KillResult:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench kill ARGS...`; exit status 0 if everything held."""
-    options = tyro.cli(KillArgs, args=args, prog="phalanx bench kill", description=__doc__)
+    options = read_words(KillArgs, args, prog="phalanx bench kill", description=__doc__)
     check_writable(options.json)
     with contextlib.ExitStack() as stack:
         folder = options.folder

@@ -12,7 +12,6 @@ The scripts are those that `phalanx launch slurm` writes. The seed decides when 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -28,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import RunError, TestbedError
 from phalanx.observe.event_log import read_events
 from phalanx_lab.bench.cluster import write_text
@@ -253,7 +253,7 @@ def next_step_s(logs: Sequence[Sequence[Record]], at_s: float, *, joins: bool) -
 
 def main() -> int:
     """Every event with every seed; prints a line for each, and all of them as JSON."""
-    parser = argparse.ArgumentParser(
+    parser = WordParser(
         prog="python -m phalanx_lab.bench.slurm", description="Jobs that are hurt under a SLURM of emulated nodes."
     )
     parser.add_argument("--events", nargs="+", choices=EVENTS, default=EVENTS)

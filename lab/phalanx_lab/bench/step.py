@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_rate
@@ -80,7 +81,7 @@ def main(args: list[str]) -> int:
     """Run `phalanx bench step ARGS...` (or, with `--rank-of FILE`, one rank of it)."""
     if args[:1] == ["--rank-of"]:
         return _rank(Path(args[1]))
-    options = tyro.cli(StepArgs, args=args, prog="phalanx bench step", description=__doc__)
+    options = read_words(StepArgs, args, prog="phalanx bench step", description=__doc__)
     raise_if(_problems(options), ConfigError, subject="the options")
     check_writable(options.json)
     result = measure(options)

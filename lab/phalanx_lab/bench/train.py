@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import RunError
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.processor import this_processor
@@ -78,7 +79,7 @@ class TrainResult:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench train ARGS...`."""
-    options = tyro.cli(TrainArgs, args=args, prog="phalanx bench train", description=__doc__)
+    options = read_words(TrainArgs, args, prog="phalanx bench train", description=__doc__)
     check_writable(options.json)
     result = measure(options, tell=print)
     print(report(result))

@@ -17,6 +17,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable
 from phalanx_lab.gpu_check.checks import GpuCheck
@@ -52,9 +53,7 @@ def main(args: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="phalanx gpu-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = WordParser(prog="phalanx gpu-check", description=__doc__)
     parser.add_argument("--stage", nargs="+", choices=list(STAGES), metavar="STAGE", help="A, B, C, D; default: A")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="checks whose names begin so")
     parser.add_argument("--json", type=Path, metavar="FILE", help="lines are appended to it")

@@ -5,7 +5,6 @@ Reads any CSV of the shared columns (default: the one that comes with Phalanx).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from rich.progress import Progress
 
 from phalanx.cli.tables import markdown_table, replace_part
+from phalanx.core.arguments import WordParser
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.observe.pictures.plots import Series, plot
 from phalanx_lab.publications.bars import bars_markdown, table3
@@ -26,7 +26,7 @@ COLUMNS = ("mape", "median", "worst", "kendall_tau", "oom_right", "false_oom", "
 
 def validation(argv: Sequence[str]) -> int:
     """Predict every row and say how far off."""
-    parser = argparse.ArgumentParser(prog="phalanx simulate validate", description="Predictions beside measurements.")
+    parser = WordParser(prog="phalanx simulate validate", description="Predictions beside measurements.")
     parser.add_argument("--data", type=Path, metavar="CSV", help="measurements (default: those that come with Phalanx)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write errors by family and in all, and every row")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw predicted against measured")

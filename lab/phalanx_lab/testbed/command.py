@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from phalanx.core.arguments import run_subcommand
 from phalanx.core.errors import Problem, TestbedError
 from phalanx.core.files import check_writable, write_json
 from phalanx_lab.testbed.cluster import ClusterSpec, parse_rate
@@ -94,9 +95,7 @@ def main(args: list[str]) -> int:
         rule = "only `phalanx testbed run` takes a command"
         raise TestbedError([Problem(where="--", value=" ".join(command), rule=rule)], subject="arguments")
     commands: dict[str, Callable[..., int]] = {"run": run, "measure": measure, "clean": clean}
-    return tyro.extras.subcommand_cli_from_dict(
-        commands, prog="phalanx testbed", description=__doc__, args=args[:cut], config=(tyro.conf.OmitArgPrefixes,)
-    )
+    return run_subcommand(commands, args[:cut], prog="phalanx testbed", description=__doc__)
 
 
 def _spec(args: BedArgs, *, ranks_per_host: int = 1) -> ClusterSpec:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.calibration import JobMeasured, measure, measure_job
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_rate, format_seconds
@@ -19,7 +20,7 @@ from phalanx.simulate.calibration import Calibration, calibrate
 
 def main(argv: Sequence[str]) -> int:
     """Run `phalanx calibrate ARGV...`."""
-    parser = argparse.ArgumentParser(prog="phalanx calibrate", description=__doc__)
+    parser = WordParser(prog="phalanx calibrate", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the cluster file: .json or .toml")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write constants, errors and all measured rows")
     parser.add_argument("--ranks", type=int, help="local ranks that work at once (default: one for each core)")

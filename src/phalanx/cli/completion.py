@@ -1,4 +1,6 @@
-"""`phalanx completion bash|zsh|fish`: prints a script that completes commands, settings and recipes.
+"""phalanx completion bash|zsh|fish
+
+Prints a script that completes commands, settings and recipes.
 
     source <(phalanx completion bash)        in ~/.bashrc
     source <(phalanx completion zsh)         in ~/.zshrc, after compinit
@@ -12,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from phalanx.core.arguments import print_usage
 from phalanx.core.errors import ConfigError, Problem, nearest
 from phalanx.core.recipe import PACKAGED
 from phalanx.core.settings import Setting, describe_settings
@@ -24,11 +27,11 @@ WITH_SETTINGS = ("train", "verify", "simulate", "import-hf")
 def main(args: Sequence[str]) -> int:
     """Run `phalanx completion SHELL`."""
     if args and args[0] in ("-h", "--help"):
-        print(__doc__.strip())
+        print_usage(__doc__)
         return 0
     if len(args) != 1 or args[0] not in SHELLS:
-        given = args[0] if args else None
-        hint = nearest(given, SHELLS) if given else "phalanx completion bash"
+        given = " ".join(args) or None
+        hint = "phalanx completion bash" if given is None or len(args) > 1 else nearest(given, SHELLS)
         problem = Problem(where="SHELL", value=given, rule=f"must be one of {', '.join(SHELLS)}", hint=hint)
         raise ConfigError([problem], subject="the arguments")
     sys.stdout.write(fish() if args[0] == "fish" else bash(is_zsh=args[0] == "zsh"))

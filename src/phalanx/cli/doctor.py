@@ -5,7 +5,6 @@ Decides nothing: it reports what runs decide by. Exits 1 where no run could star
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import shutil
@@ -24,6 +23,7 @@ from rich.text import Text
 
 from phalanx.cli.predicting.dry_run import available_bytes
 from phalanx.cli.train import LEAST_OPEN_FILES
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import first_line, install_extra
 from phalanx.core.process import most_open_files
 from phalanx.core.processor import data_sheet_flops_per_s, this_processor
@@ -55,7 +55,7 @@ class MachineFact:
 
 def main(argv: Sequence[str]) -> int:
     """Run `phalanx doctor`."""
-    parser = argparse.ArgumentParser(
+    parser = WordParser(
         prog="phalanx doctor", description="Say what this machine has, what a run would use of it, and what is missing."
     )
     parser.parse_args(list(argv))

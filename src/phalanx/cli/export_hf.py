@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, raise_if
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class ExportArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx export-hf ARGS...`; returns the exit status."""
-    options = tyro.cli(ExportArgs, args=args, prog="phalanx export-hf", description=__doc__)
+    options = read_words(ExportArgs, args, prog="phalanx export-hf", description=__doc__)
     plan = export(options)
     for caution in plan.cautions:
         print(f"phalanx export-hf: warning: {caution}", file=sys.stderr)

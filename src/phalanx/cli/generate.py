@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, printable, raise_if
 from phalanx.data import Tokenizer
 
@@ -37,7 +38,7 @@ class GenerateArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx generate ARGS...`; returns the exit status."""
-    options = tyro.cli(GenerateArgs, args=args, prog="phalanx generate", description=__doc__)
+    options = read_words(GenerateArgs, args, prog="phalanx generate", description=__doc__)
     shown = None
     for text in continuation(options):
         print(

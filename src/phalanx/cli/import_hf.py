@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from phalanx.core.arguments import print_usage
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.reading import is_count
 
@@ -27,7 +28,7 @@ from phalanx.core.reading import is_count
 def main(args: Sequence[str]) -> int:
     """Run `phalanx import-hf ARGS...`; returns the exit status."""
     if "-h" in args or "--help" in args:
-        print(__doc__.strip())
+        print_usage(__doc__)
         return 0
     folder, overrides = read_args(args)
     from phalanx.runtime.processes import WorldInfo, run_local, run_one, threads_per_rank

@@ -25,6 +25,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from phalanx.core.arguments import print_usage
 from phalanx.core.errors import ConfigError, Problem, nearest, printable, raise_if
 from phalanx.core.files import check_writable, write_text
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 def main(args: list[str]) -> int:
     """Run `phalanx launch ARGS...`; returns the exit status."""
     if not args or "-h" in args or "--help" in args:
-        print((__doc__ or "").strip())
+        print_usage(__doc__)
         return 0
     from phalanx.cli.launch_choice import choose
     from phalanx.cli.launch_scripts import NAMES, script_of

@@ -36,6 +36,7 @@ COMMANDS = (
     Command("generate", "continue a prompt with the model of a run"),
     Command("import-hf", "make a run of a Hugging Face checkpoint"),
     Command("export-hf", "write the model of a run as a Hugging Face checkpoint"),
+    Command("eval", "say how good the model of a run is, by tasks of lm-evaluation-harness"),
     Command("sync", "deliver the weights of a run to an inference mesh of another layout"),
     Command("verify", "prove a mapping against one rank: loss, every gradient, norm and step"),
     Command("bench", "measure speed against a baseline in the same run", in_lab=True),
@@ -138,7 +139,9 @@ def help_text() -> str:
         "",
         "phalanx COMMAND --help says more. --version prints versions. PHALANX_DEBUG=1 shows tracebacks of errors.",
     ]
-    return "\n".join(lines)
+    from phalanx.core.arguments import wrapped
+
+    return wrapped("\n".join(lines))
 
 
 def version_text() -> str:

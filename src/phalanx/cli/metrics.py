@@ -5,7 +5,6 @@ Reads `events/rank-N.jsonl` alone: no torch, and a run that is being written is 
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.tables import markdown_table, replace_part
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import DataError, Problem, printable
 from phalanx.core.events import Event, StepEnded, Validated
 from phalanx.core.files import check_writable, write_json
@@ -48,7 +48,7 @@ SETTLED = 0.1
 
 def main(argv: Sequence[str]) -> int:
     """Show a run, or list the metrics."""
-    parser = argparse.ArgumentParser(
+    parser = WordParser(
         prog="phalanx metrics", description="Show the course of a run from its event log, or compare several runs."
     )
     parser.add_argument(

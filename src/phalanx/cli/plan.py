@@ -1,8 +1,6 @@
-"""Print what would happen, with no process and no torch.
+"""Print what would happen, with no process and no torch: a mapping of both rank grids, a model's parameters and FLOPs, a pipeline, a move between layouts, replicas on hosts.
 
-`plan folding` checks a mapping of both rank grids (and a model and a sequence, if given); `plan model` prints a preset's parameters and
-FLOPs; `plan schedule` draws a pipeline (`planning/schedule.py`), `plan reshard` a move between layouts (`planning/reshard.py`); `plan placement` puts replicas of
-experts on hosts (`planning/placement.py`). What is illegal exits 2, prints every problem, and still writes the JSON file.
+What is illegal exits 2, prints every problem, and still writes the JSON file.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import tyro
 from phalanx.cli.planning.placement import placement
 from phalanx.cli.planning.reshard import reshard
 from phalanx.cli.planning.schedule import schedule
+from phalanx.core.arguments import run_subcommand
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_count, format_rate
@@ -92,9 +91,7 @@ def main(args: list[str]) -> int:
     }
     if args[:2] == ["model", "--preset"]:  # what `plan folding` calls it
         args = ["model", *args[2:]]
-    return tyro.extras.subcommand_cli_from_dict(
-        commands, prog="phalanx plan", description=__doc__, args=args, config=(tyro.conf.OmitArgPrefixes,)
-    )
+    return run_subcommand(commands, args, prog="phalanx plan", description=__doc__)
 
 
 def folding(args: FoldingArgs) -> int:

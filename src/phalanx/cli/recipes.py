@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.cli.predicting.packaged import packaged_recipes, read_predicted
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, Problem, nearest
 from phalanx.core.files import check_writable, write_text
 from phalanx.core.recipe import load_recipe
@@ -20,7 +20,7 @@ EPILOG = "phalanx train NAME trains one. Step, MFU (causal) and memory of a GPU 
 
 def main(argv: Sequence[str]) -> int:
     """Run `phalanx recipes ARGV...`."""
-    parser = argparse.ArgumentParser(
+    parser = WordParser(
         prog="phalanx recipes",
         description="List the recipes that come with Phalanx, show one, or copy it.",
         epilog=EPILOG,

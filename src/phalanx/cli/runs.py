@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_count
@@ -21,7 +21,7 @@ STYLES = {"training": "green", "failed": "red", "silent": "yellow"}
 
 def main(argv: Sequence[str]) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(
+    parser = WordParser(
         prog="phalanx runs", description="List the runs of a folder: what they do, how far they are, how good."
     )
     parser.add_argument(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rich.progress import Progress
 
 from phalanx.cli.predicting.arguments import model_and_cluster
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_seconds
@@ -99,14 +100,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _first(find: Find, cluster: GpuCluster, *, writes: bool) -> SearchResult:
-    """The search. Raises `PlanError` where nothing fits, and where a recipe is to be written with how many more GPUs would."""
+    """The search. Raises `PlanError` where nothing fits, with how many more GPUs would."""
     try:
         return find(cluster, 1.0)
     except PlanError as error:
-        if not writes:
-            raise
         found = [replace(problem, hint=_more_gpus(cluster, find)) for problem in error.problems]
-        raise PlanError(found, subject="the search, so no recipe was written") from error
+        raise PlanError(found, subject=f"the search{', so no recipe was written' if writes else ''}") from error
 
 
 def _find(args: argparse.Namespace, job: Job, cluster: GpuCluster, room: float) -> SearchResult:
@@ -128,9 +127,7 @@ def _find(args: argparse.Namespace, job: Job, cluster: GpuCluster, room: float) 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="phalanx search", description="Find the best mapping of a model on a cluster."
-    )
+    parser = WordParser(prog="phalanx search", description="Find the best mapping of a model on a cluster.")
     add = parser.add_argument
     add(
         "--model",

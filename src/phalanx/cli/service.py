@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from phalanx.core.arguments import print_usage
 from phalanx.core.errors import ConfigError, Problem, printable
 from phalanx.core.service_address import ServiceAddress, parse_service
 
@@ -27,7 +28,7 @@ DEFAULT = "127.0.0.1:29400"
 def main(args: list[str]) -> int:
     """Run `phalanx service ARGS...`; returns the exit status."""
     if "-h" in args or "--help" in args:
-        print((__doc__ or "").strip())
+        print_usage(__doc__)
         return 0
     if args[:1] == ["--new-credentials"] and len(args) == 2:
         from phalanx.runtime.membership import make_credentials

@@ -5,7 +5,6 @@ The list is read from the config dataclasses and the rule tables of `core`, so i
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from phalanx.cli.schema import recipe_schema
 from phalanx.cli.tables import markdown_table, replace_part
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.files import write_text
 from phalanx.core.rules import EFFECTS, LIMITS
@@ -23,7 +23,7 @@ from phalanx.core.settings import Setting, describe_settings, section_docs
 
 def main(argv: Sequence[str]) -> int:
     """Print the settings asked for."""
-    parser = argparse.ArgumentParser(prog="phalanx settings", description="List the settings of a recipe.")
+    parser = WordParser(prog="phalanx settings", description="List the settings of a recipe.")
     parser.add_argument("name", nargs="*", help="a section (train), or a setting (train.steps, or steps); default: all")
     parser.add_argument("--markdown", action="store_true", help="as Markdown tables")
     parser.add_argument(
@@ -65,7 +65,10 @@ def settings_text(settings: Sequence[Setting], *, width: int) -> str:
     for s in settings:
         if s.section != section:
             section = s.section
-            lines += ["", f"[{section}]  {docs[section]}"]
+            lines += [
+                "",
+                *textwrap.wrap(f"[{section}]  {docs[section]}", width=max(40, width - 1), subsequent_indent="    "),
+            ]
         default = "" if s.default is None else f" = {s.default_text}"
         lines.append(f"  --{s.name}  {s.type_text}{default}{_range_text(s)}")
         meaning = " ".join(filter(None, [s.doc, _effect_text(s), _presets(s)]))

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from phalanx.cli.lab import lab_part
 from phalanx.cli.predicting.recipe import predict_recipe
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
@@ -55,7 +56,7 @@ def _part(name: str) -> Callable[[Sequence[str]], int] | None:
 
 def step(argv: Sequence[str]) -> int:
     """One step of a recipe on a cluster."""
-    parser = argparse.ArgumentParser(
+    parser = WordParser(
         prog="phalanx simulate",
         description="Predict a step of a recipe on a cluster; also: validate, goodput, flops, traced, clusters (each with --help).",
         epilog="Settings of the recipe may follow: --folding.ep 8 --train.micro_batch 2 ...",
@@ -81,7 +82,7 @@ def step(argv: Sequence[str]) -> int:
     parser.add_argument("--against", type=Path, metavar="RUN", help="compare with recorded steps of a run, id by id")
     parser.add_argument("--steps", metavar="A:B", help="with --against: which of them (default: all)")
     parser.add_argument("--learn", metavar="A:B", help="with --against: steps whose medians come before the formulas")
-    args, overrides = parser.parse_known_args(list(argv))
+    args, overrides = parser.parse_with_settings(argv)
     for path in (args.json, args.trace, args.svg):
         check_writable(path)
     raise_if(_without_effect(args), ConfigError, subject="the arguments")
@@ -169,7 +170,7 @@ def _shown(p: Prediction) -> list[StageMemory]:
 
 def clusters(argv: Sequence[str]) -> int:
     """List known hardware, or the constants of one with their sources."""
-    parser = argparse.ArgumentParser(prog="phalanx simulate clusters", description="Known hardware and its constants.")
+    parser = WordParser(prog="phalanx simulate clusters", description="Known hardware and its constants.")
     parser.add_argument("name", nargs="?", help="one of them, or a file of yours: every constant with its source")
     args = parser.parse_args(list(argv))
     if args.name is None:

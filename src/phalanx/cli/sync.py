@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes
@@ -44,7 +45,7 @@ class SyncArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx sync ARGS...`; returns the exit status."""
-    options = tyro.cli(SyncArgs, args=args, prog="phalanx sync", description=__doc__)
+    options = read_words(SyncArgs, args, prog="phalanx sync", description=__doc__)
     check_writable(options.json)
     from phalanx.runtime.processes import read_world, run_local, run_one
     from phalanx.train.sync import plan_sync

@@ -5,7 +5,6 @@ Reads the event logs of all ranks alone: no torch, and a run that is being writt
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.predicting.arguments import read_steps
+from phalanx.core.arguments import WordParser
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.recorded import (
@@ -39,7 +39,7 @@ HOW = "open it at https://ui.perfetto.dev (it stays in your browser) or in chrom
 
 def main(argv: Sequence[str]) -> int:
     """Write the trace, or print its summary."""
-    parser = argparse.ArgumentParser(
+    parser = WordParser(
         prog="phalanx trace",
         description="What each rank did in the steps that --observe.trace_steps recorded, and how an elastic run recovered: a file for https://ui.perfetto.dev.",
     )

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import signal
 import threading
 import warnings
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from phalanx.cli.settings import settings_text
+from phalanx.core.arguments import help_width, print_usage
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, PhalanxError, Problem, printable, raise_if
 from phalanx.core.process import most_open_files
@@ -67,8 +67,9 @@ class Request:
 def main(args: list[str]) -> int:
     """Run `phalanx train ARGS...`; returns the exit status."""
     if "-h" in args or "--help" in args:
-        print(f"{__doc__.strip()}\n\nSettings, with type, default and range\n")
-        print(settings_text(describe_settings(), width=shutil.get_terminal_size((100, 24)).columns))
+        print_usage(__doc__)
+        print("\nSettings, with type, default and range\n")
+        print(settings_text(describe_settings(), width=help_width()))
         return 0
     with _stopped_as_by_ctrl_c():
         return _train(read_args(args))
@@ -213,7 +214,10 @@ def _take_card(rest: list[str], *, is_dry: bool) -> float | None:
         number = math.nan
     rule = "must be the memory of a GPU in GB" if is_dry else "goes with --dry-run alone"
     if not is_dry or not 1 <= number <= 10_000:
-        raise ConfigError([Problem(where="--card-gb", value=text, rule=rule, hint="80")], subject="the arguments")
+        raise ConfigError(
+            [Problem(where="--card-gb", value=text, rule=rule, hint="use 80" if is_dry else "add --dry-run")],
+            subject="the arguments",
+        )
     return number
 
 

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from phalanx.cli.lab import lab_part
+from phalanx.core.arguments import read_words
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
@@ -60,7 +61,7 @@ class VerifyArgs:
 def main(args: list[str]) -> int:
     """Run `phalanx verify ARGS...`; returns the exit status."""
     own, overrides = split_overrides(args)
-    parsed = tyro.cli(VerifyArgs, prog="phalanx verify", description=__doc__, args=own)
+    parsed = read_words(VerifyArgs, own, prog="phalanx verify", description=__doc__)
     raise_if(_problems(parsed, overrides), ConfigError, subject="arguments")
     check_writable(parsed.json)
     if parsed.plant == "all":

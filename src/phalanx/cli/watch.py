@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import socket
 import time
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.observe.page import PageServer, is_loopback
 
@@ -23,7 +23,7 @@ TRIED = 20
 
 def main(argv: Sequence[str]) -> int:
     """Serve the page until Ctrl-C."""
-    parser = argparse.ArgumentParser(
+    parser = WordParser(
         prog="phalanx watch",
         description="Show runs in a browser: curves, loads of experts, the mapping, recoveries, recorded steps; several runs beside one another.",
     )

@@ -25,6 +25,7 @@ Scalar = bool | int | float | str
 Value = Scalar | tuple[Scalar, ...] | None
 
 _TYPE_WORDS: Mapping[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_EXAMPLES: Mapping[type, str] = {bool: "true", int: "8", float: "3e-4", str: '"name"'}
 
 
 class IllegalValueError(Exception):
@@ -109,8 +110,15 @@ class Setting:
             try:
                 return self._finite(float(text))
             except ValueError:
-                raise IllegalValueError(self.rule, "write it like 3e-4") from None
+                raise IllegalValueError(self.rule, self._example) from None
         return self._text(text)
+
+    @property
+    def _example(self) -> str:
+        """A value that would be read, as a hint."""
+        if self.default is not None and not self.many:
+            return f"the default is {show(self.default)}"
+        return f"write it like {_EXAMPLES[self.base]}"
 
     def _int_from_text(self, text: str) -> int:
         try:
@@ -121,7 +129,7 @@ class Setting:
             number = float(text)
         except ValueError:
             number = math.nan
-        raise IllegalValueError(self.rule, f"write {number:.0f}" if number.is_integer() else "")
+        raise IllegalValueError(self.rule, f"write {number:.0f}" if abs(number) < 2**53 and number.is_integer() else self._example)  # fmt: skip
 
     def from_toml(self, value: object) -> Value:
         """The value that a TOML value means. Raises `IllegalValueError`."""
@@ -153,8 +161,8 @@ class Setting:
             try:
                 return f"write {show(self._scalar_from_text(value))} without quotes"
             except IllegalValueError:
-                return ""
-        return ""
+                return self._example
+        return self._example
 
     def _choice(self, found: Scalar | None, text: str) -> Scalar:
         if found is None:
@@ -163,7 +171,7 @@ class Setting:
 
     def _finite(self, value: float) -> float:
         if not math.isfinite(value):
-            raise IllegalValueError("must be a finite number")
+            raise IllegalValueError("must be a finite number", self._example)
         return value
 
     def _text(self, value: Scalar) -> Scalar:

@@ -59,7 +59,7 @@ def writing(cache: Path) -> Iterator[None]:
             where="data.cache",
             value=str(cache),
             rule=f"must be a folder that can be written ({reason}: {error.filename or cache})",
-            hint="free some space, or name another folder with --data.cache",
+            hint=f"{'free some space, or ' if error.errno in _FULL else ''}name another folder with --data.cache",
         )
         raise DataError([problem], subject="the cache folder") from error
 

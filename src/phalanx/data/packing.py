@@ -51,6 +51,10 @@ class TokenStream:
     def num_windows(self, seq_len: int) -> int:
         return -(-(self.num_tokens - 1) // seq_len) if self.num_tokens > 1 else 0
 
+    def document(self, number: int) -> Ints:
+        """Its tokens, the closing EOS among them."""
+        return gather(self, np.arange(self.offset[number], self.offset[number + 1]))[0]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packed:

@@ -29,6 +29,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from phalanx.core import messages
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, PhalanxError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx_lab.bench.fuzz.readers import FuzzReader, all_readers
@@ -96,7 +97,7 @@ class FuzzResult:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench fuzz ARGS...`; exit status 0 where every case was read or refused."""
-    options = tyro.cli(FuzzArgs, args=args, prog="phalanx bench fuzz", description=__doc__)
+    options = read_words(FuzzArgs, args, prog="phalanx bench fuzz", description=__doc__)
     check_writable(options.json)
     with tempfile.TemporaryDirectory(prefix="phalanx-fuzz-") as folder:
         readers = chosen(all_readers(Path(folder) / "seeds"), options)

@@ -36,6 +36,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, DataError, Problem, raise_if
 from phalanx.core.files import check_writable, read_json, write_json
 from phalanx.core.units import format_bytes, format_rate
@@ -89,7 +90,7 @@ def main(args: list[str]) -> int:
     """Run `phalanx bench layer ARGS...` (or, with `--rank-of FILE`, one rank of it)."""
     if args[:1] == ["--rank-of"]:
         return _rank(Path(args[1]))
-    options = tyro.cli(LayerArgs, args=args, prog="phalanx bench layer", description=__doc__)
+    options = read_words(LayerArgs, args, prog="phalanx bench layer", description=__doc__)
     options = replace(options, methods=options.methods or METHODS)
     raise_if(_problems(options), ConfigError, subject="the options")
     load_vector(options.shape.load, num_experts=options.shape.experts, top_k=options.shape.top_k)

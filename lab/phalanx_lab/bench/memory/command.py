@@ -23,6 +23,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from phalanx.core.arguments import read_words
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
@@ -67,9 +68,7 @@ class MemoryResult:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench memory ARGS...`; exit status 1 where a tolerance was given and missed."""
-    options, rest = tyro.cli(
-        MemoryArgs, args=args, prog="phalanx bench memory [RECIPE]", description=__doc__, return_unknown_args=True
-    )
+    options, rest = read_words(MemoryArgs, args, prog="phalanx bench memory [RECIPE]", description=__doc__, others=True)
     raise_if(_problems(options), ConfigError, subject="the options")
     check_writable(options.json)
     if options.foldings:

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx_lab.bench.parity.compare import Compared, compare
@@ -47,7 +48,7 @@ class TransformersArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench transformers ARGS...`; 1 where a case is a mismatch."""
-    options = tyro.cli(TransformersArgs, args=args, prog="phalanx bench transformers", description=__doc__)
+    options = read_words(TransformersArgs, args, prog="phalanx bench transformers", description=__doc__)
     wrong = Problem(where="--drawn", value=options.drawn, rule="must not be negative", hint="use 300")
     raise_if([wrong] if options.drawn < 0 else [], ConfigError, subject="the options")
     check_writable(options.json)

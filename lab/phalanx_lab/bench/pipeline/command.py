@@ -32,6 +32,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import RunError
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_seconds
@@ -93,7 +94,7 @@ def main(args: list[str]) -> int:
     """Run `phalanx bench pipeline ARGS...` (or, with `--rank-of FILE`, one rank of it)."""
     if args[:1] == ["--rank-of"]:
         return _rank(Path(args[1]))
-    options = tyro.cli(PipelineArgs, args=args, prog="phalanx bench pipeline", description=__doc__)
+    options = read_words(PipelineArgs, args, prog="phalanx bench pipeline", description=__doc__)
     check_writable(options.json)
     found: dict[str, Any] = {name: measure(options, MODELS[name]) for name in options.models}
     for name, result in found.items():

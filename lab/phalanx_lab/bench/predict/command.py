@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_seconds, read_rate
@@ -79,7 +80,7 @@ class PredictArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench predict ARGS...`; 1 where a bar is missed."""
-    options = tyro.cli(PredictArgs, args=args, prog="phalanx bench predict", description=__doc__)
+    options = read_words(PredictArgs, args, prog="phalanx bench predict", description=__doc__)
     if options.rank_of is not None:
         return _rank_of(options.rank_of)
     raise_if(_problems(options), ConfigError, subject="the options")

@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.simulate.failures.goodput import read_nodes
@@ -134,7 +135,7 @@ class TraceCase:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench recovery ARGS...`; exit status 0 if no sample was trained on twice."""
-    options = tyro.cli(RecoveryArgs, args=args, prog="phalanx bench recovery", description=__doc__)
+    options = read_words(RecoveryArgs, args, prog="phalanx bench recovery", description=__doc__)
     check_writable(options.json)
     raise_if(problems(options), ConfigError, subject="the arguments")
     with contextlib.ExitStack() as stack:

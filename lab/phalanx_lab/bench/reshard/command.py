@@ -29,6 +29,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes, format_rate
@@ -110,7 +111,7 @@ def main(args: list[str]) -> int:
     """Run `phalanx bench reshard ARGS...` (or, with `--host-of FILE`, one host of it)."""
     if args[:1] == ["--host-of"]:
         return host_main(Path(args[1]))
-    options = tyro.cli(BenchReshardArgs, args=args, prog="phalanx bench reshard", description=__doc__)
+    options = read_words(BenchReshardArgs, args, prog="phalanx bench reshard", description=__doc__)
     raise_if(_problems(options), ConfigError, subject="the options")
     check_writable(options.json)
     result = measure(options)

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.process import peak_resident_bytes
@@ -56,7 +57,7 @@ class ReshardPlanArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench reshard-plan ARGS...`."""
-    options = tyro.cli(ReshardPlanArgs, args=args, prog="phalanx bench reshard-plan", description=__doc__)
+    options = read_words(ReshardPlanArgs, args, prog="phalanx bench reshard-plan", description=__doc__)
     raise_if(_problems(options), ConfigError, subject="arguments")
     check_writable(options.json)
     import scipy.optimize

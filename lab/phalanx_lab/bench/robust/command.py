@@ -30,6 +30,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes
@@ -136,7 +137,7 @@ class RobustResult:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench robust ARGS...`; exit status 0 if everything held."""
-    options = tyro.cli(RobustArgs, args=args, prog="phalanx bench robust", description=__doc__)
+    options = read_words(RobustArgs, args, prog="phalanx bench robust", description=__doc__)
     check_writable(options.json)
     result = measure(options)
     print(report(result))

@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx_lab.bench.cluster import write_text
@@ -59,7 +60,7 @@ class StormArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench storm ARGS...`; exit status 0 if everything held."""
-    options = tyro.cli(StormArgs, args=args, prog="phalanx bench storm", description=__doc__)
+    options = read_words(StormArgs, args, prog="phalanx bench storm", description=__doc__)
     check_writable(options.json)
     with contextlib.ExitStack() as stack:
         folder = options.folder

@@ -24,6 +24,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from phalanx.core.arguments import read_words
 from phalanx.core.events import Emit
 from phalanx.core.files import check_writable, write_json
 from phalanx.runtime.membership.keys import Service
@@ -78,7 +79,7 @@ class ToyStormResult:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench storm-members ARGS...`; exit status 0 if everything held."""
-    options = tyro.cli(ToyStormArgs, args=args, prog="phalanx bench storm-members", description=__doc__)
+    options = read_words(ToyStormArgs, args, prog="phalanx bench storm-members", description=__doc__)
     check_writable(options.json)
     with tempfile.TemporaryDirectory(prefix="phalanx-storm-") as folder:
         result = storm(options, Path(folder), tell=print)

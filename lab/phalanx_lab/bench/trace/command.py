@@ -25,6 +25,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
@@ -67,9 +68,7 @@ class TraceArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx bench trace ARGS...`; exit status 1 where calls are not in one order."""
-    options, rest = tyro.cli(
-        TraceArgs, args=args, prog="phalanx bench trace", description=__doc__, return_unknown_args=True
-    )
+    options, rest = read_words(TraceArgs, args, prog="phalanx bench trace", description=__doc__, others=True)
     check_writable(options.json)
     raise_if(_problems(options), ConfigError, subject="the options")
     report = measure(options, rest)

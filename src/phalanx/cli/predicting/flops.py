@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.predicting.arguments import model_and_cluster
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_count, format_rate, format_seconds
@@ -35,7 +36,7 @@ def flops(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = WordParser(
         prog="phalanx simulate flops",
         description="FLOPs of a model, and a published rate in the other units. A rate in FLOPs needs the convention that its source counts by.",
     )

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.recipe import load_recipe
@@ -47,7 +48,7 @@ SWEPT = 4000
 
 def goodput(argv: Sequence[str]) -> int:
     """Monte Carlo over failures."""
-    args, overrides = _parser().parse_known_args(list(argv))
+    args, overrides = _parser().parse_with_settings(argv)
     for path in (args.json, args.svg):
         check_writable(path)
     raise_if(_recipe_problems(args, overrides), ConfigError, subject="the arguments")
@@ -207,8 +208,8 @@ def _rate(args: argparse.Namespace) -> float:
     return LLAMA3_FAILURES_PER_RANK_HOUR if args.rate is None else float(args.rate)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="phalanx simulate goodput", description="Progress under failures.")
+def _parser() -> WordParser:
+    parser = WordParser(prog="phalanx simulate goodput", description="Progress under failures.")
     add = parser.add_argument
     add(
         "--recipe",

@@ -48,7 +48,7 @@ def memory_problems(recipe: Recipe, *, with_hint: bool = True) -> list[Problem]:
 
 
 def _way_out(recipe: Recipe, available: int) -> str:
-    """Settings with which it would fit; empty where there are none."""
+    """Settings with which it would fit, or which could."""
     whole = choose_recovery(recipe).recipe
     spec, folding = resolve_shape(whole, world=whole.launch.ranks, tokenizer_vocab=tokenizer_vocab(whole.data))
     if whole.folding.ep is None:
@@ -56,4 +56,8 @@ def _way_out(recipe: Recipe, available: int) -> str:
     found = nearest_fit(
         whole, spec, world=whole.launch.ranks, room=available, peak=lambda other: needed_bytes(other) or available + 1
     )
-    return f"{shlex.join(found.words.split())} takes {format_bytes(found.peak_bytes)}; " if found is not None else ""
+    return (
+        f"{shlex.join(found.words.split())} takes {format_bytes(found.peak_bytes)}; "
+        if found is not None
+        else "lower train.seq_len, or take a smaller model; "
+    )

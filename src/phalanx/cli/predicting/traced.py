@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, read_json, write_json
 from phalanx.core.recipe import load_recipe
@@ -25,7 +25,7 @@ EVEN = ("--router.force", "balanced", "--launch.device", "cuda")
 
 def traced(argv: Sequence[str]) -> int:
     """Print a table with a line for each file."""
-    parser = argparse.ArgumentParser(prog="phalanx simulate traced", description=__doc__)
+    parser = WordParser(prog="phalanx simulate traced", description=__doc__)
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="written by phalanx bench trace --json FILE"
     )

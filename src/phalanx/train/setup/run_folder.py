@@ -198,7 +198,8 @@ class RunFolder:
         except OSError as err:
             where = err.filename or self.path
             rule = f"the run folder cannot be written ({err.strerror})"
-            raise RunError(f"{where}: {rule}; free some space there, or choose another run.folder") from err
+            space = "free some space there, or " if err.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise RunError(f"{where}: {rule}; {space}choose another run.folder") from err
 
     def write_status(self, status: RunStatus) -> None:
         write_flushed(self.path / STATUS_FILE, json.dumps(asdict(status), indent=1) + "\n")

@@ -1,0 +1,197 @@
+"""How good the model of a run is: tasks of lm-evaluation-harness on the model as `phalanx export-hf` writes it.
+
+Without --tasks: the validation documents of the run, by the harness's perplexity, beside the validation loss of training. Tasks are YAML files of yours, with data in local files:
+nothing is fetched, and nothing that a file names is run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.cli.evaluating import OFFLINE, HarnessJob, read_tasks, task_files
+from phalanx.cli.export_hf import ExportArgs, export
+from phalanx.core.arguments import read_words
+from phalanx.core.errors import ConfigError, DataError, Problem, RunError, install_extra, printable, raise_if
+from phalanx.core.files import check_writable, write_json
+from phalanx.core.reading import parse_json, read_text
+from phalanx.observe import read_history
+from phalanx.train.setup import RunFolder
+
+OWN = "validation"
+"""The task of the run's own text."""
+OWN_DOCUMENTS = 200
+"""Documents of it, where --limit does not say."""
+NEEDED = ("lm_eval", "transformers", "accelerate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalArgs:
+    """Say how good the model of a run is."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder of the run, such as runs/laptop."""
+    tasks: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE.yaml [FILE.yaml ...]")] = ()
+    """Tasks, or folders of them. Default: the run's own validation text."""
+    limit: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Documents of each task. Default: all, of the run's own text 200."""
+    batch: int = 8
+    """Sequences that the model works on at a time."""
+    step: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Checkpoint to read. Default: the newest."""
+    threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Compute threads. Default: all cores."""
+    allow_functions: bool = False
+    """Let the harness read the files alone, and run the functions that they name: for files that you trust."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File for the results."""
+
+
+def main(args: list[str]) -> int:
+    """Run `phalanx eval ARGS...`; returns the exit status."""
+    options = read_words(EvalArgs, args, prog="phalanx eval", description=__doc__)
+    check_writable(options.json)
+    results = evaluate(options, Console())
+    show(results, Console())
+    if options.json is not None:
+        write_json(options.json, results)
+    return 0
+
+
+def evaluate(options: EvalArgs, console: Console) -> dict[str, Any]:
+    """What `--json` writes: {"run", "step", "tasks": {task: {"metrics", "errors", "documents"}}}, and for the run's own text its tokens and loss.
+
+    Raises `ConfigError` with all that is wrong with the arguments, and `RunError` where the harness fails.
+    """
+    raise_if(problems(options), ConfigError, subject="the arguments")
+    tasks = () if options.allow_functions else tuple(read_tasks(options.tasks))
+    files = tuple(str(path.resolve()) for path in task_files(options.tasks)) if options.allow_functions else ()
+    recipe = RunFolder(options.run).read_recipe()
+    with tempfile.TemporaryDirectory(prefix="phalanx-eval-") as name:
+        folder = Path(name)
+        with console.status("exporting the model"):
+            plan = export(ExportArgs(run=options.run, dir=folder / "model", step=options.step, dtype="float32"))
+        own = None
+        if not options.tasks:
+            with console.status("reading the validation text"):
+                own = own_text(options, folder)
+            tasks = (own["task"],)
+        job = HarnessJob(
+            model=str(folder / "model"), tasks=tasks, files=files, window=recipe.train.seq_len, batch=options.batch, limit=options.limit,
+            threads=options.threads or os.cpu_count() or 1, device=_device(), out=str(folder / "results.json"),
+        )  # fmt: skip
+        with console.status("evaluating"):
+            found = run_harness(job, folder)
+    results = {"run": str(options.run), "step": plan.step, "tasks": found}
+    return results if own is None else {**results, "own_text": _compared(found[OWN], own, options, plan.step)}
+
+
+def problems(options: EvalArgs) -> list[Problem]:
+    """What is wrong with the arguments, and what is not installed."""
+    found = [
+        Problem(where=name, value=value, rule="must be at least 1", hint="leave it out")
+        for name, value in {"--limit": options.limit, "--batch": options.batch, "--threads": options.threads}.items()
+        if value is not None and value < 1
+    ]
+    if options.allow_functions and not options.tasks:
+        found.append(Problem(where="--allow-functions", value=None, rule="has no effect without --tasks", hint="leave it out"))  # fmt: skip
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        found.append(Problem(where="phalanx eval", value=None, rule=f"needs {', '.join(missing)}, which is not installed", hint=install_extra("eval")))  # fmt: skip
+    return found
+
+
+def own_text(options: EvalArgs, folder: Path) -> dict[str, Any]:
+    """{"task", "tokens", "bytes"} of the first validation documents, as a task of the harness. Raises `DataError` where the run's text is not there any more."""
+    from phalanx.data import prepare
+
+    prepared = prepare(RunFolder(options.run).read_recipe().data)
+    tokenizer, texts = prepared.tokenizer, list[str]()
+    for stream in (s for pool in prepared.validation.pools for s in pool):
+        for number in range(min(stream.num_documents, (options.limit or OWN_DOCUMENTS) - len(texts))):
+            text = tokenizer.decode(stream.document(number).tolist())
+            if text.strip():
+                texts.append(text)
+    if not texts:
+        raise ConfigError([Problem(where="data.validation_fraction", value=None, rule="left no document for validation", hint="give tasks with --tasks")], subject="the run")  # fmt: skip
+    tokens = sum(len(ids) for ids in tokenizer.encode_batch(texts))
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "validation.jsonl").write_text(lines, encoding="utf-8")
+    task = {
+        "task": OWN, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "validation.jsonl")}}, "test_split": "test",
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text",
+        "metric_list": [{"metric": m} for m in ("bits_per_byte", "byte_perplexity", "word_perplexity")],
+    }  # fmt: skip
+    return {"task": task, "tokens": tokens, "bytes": sum(len(text.encode()) for text in texts)}
+
+
+def run_harness(job: HarnessJob, folder: Path) -> dict[str, Any]:
+    """What the harness finds, in a process of its own. Raises `RunError` with the end of what that said."""
+    job.write(folder / "job.json")
+    (folder / "home").mkdir()
+    environ = {**os.environ, **OFFLINE, "HF_HOME": str(folder / "home")}
+    command = [sys.executable, "-m", "phalanx.cli.evaluating.harness", str(folder / "job.json")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace")
+    if done.returncode != 0:
+        said = [line for line in done.stderr.strip().splitlines() if line.strip()][-12:]
+        raise RunError("lm-evaluation-harness failed:\n  " + "\n  ".join(said))
+    return dict(parse_json(read_text(job.out), where="results of the harness", plain=False))
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _compared(found: dict[str, Any], own: dict[str, Any], options: EvalArgs, step: int) -> dict[str, Any]:
+    """The harness's loss in our unit, and ours."""
+    nats = found["metrics"]["bits_per_byte"] * math.log(2) * own["bytes"]
+    validated = [(at, r["loss"]) for at, r in sorted(_validations(options.run).items()) if at <= step]
+    return {
+        "tokens": own["tokens"],
+        "loss_per_token": nats / own["tokens"],
+        "validation_loss": validated[-1][1] if validated else None,
+        "validation_step": validated[-1][0] if validated else None,
+    }
+
+
+def _validations(run: Path) -> dict[int, Any]:
+    """By step; none of a run that was imported and not trained."""
+    try:
+        return dict(read_history(run).validations)
+    except DataError:
+        return {}
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """A table of what was found, and how the run's own text compares."""
+    table = Table(title=f"{results['run']}, step {results['step']}", title_justify="left")
+    for name in ("task", "metric"):
+        table.add_column(name)
+    for name in ("value", "± error", "documents"):
+        table.add_column(name, justify="right")
+    for task, found in results["tasks"].items():
+        for metric, value in found["metrics"].items():
+            error = found["errors"].get(metric)
+            shown = f"{error:.4g}" if error is not None and math.isfinite(error) else ""
+            table.add_row(printable(task), printable(metric), f"{value:.4f}", shown, str(found["documents"]))
+    console.print(table)
+    if "own_text" in results:
+        own = results["own_text"]
+        said = f"{own['loss_per_token']:.4f} nats a token by the harness"
+        if own["validation_loss"] is not None:
+            said += f"; validation loss in training {own['validation_loss']:.4f} (step {own['validation_step']})"
+        console.print(f"{said}. The harness also counts the first token of each document, and not its end.", highlight=False)  # fmt: skip

@@ -1,0 +1,106 @@
+"""`phalanx eval`: the harness sees the model that was trained, its loss is ours, and templates of tasks are enclosed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from train_help import phalanx, train_args
+
+from phalanx.cli.eval import EvalArgs, evaluate, own_text, run_harness
+from phalanx.cli.evaluating.harness import HarnessJob
+from phalanx.cli.evaluating.tasks import read_tasks
+from phalanx.cli.export_hf import ExportArgs, export
+from phalanx.core.errors import RunError
+from phalanx.observe.event_log import read_history
+from phalanx.train.generation import LoadedModel, load_model, next_logits
+
+pytest.importorskip("lm_eval", reason="the extra eval is not installed (phalanx[eval])")
+pytestmark = pytest.mark.ranks
+WINDOW = 512
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose validation text fits one window."""
+    base = tmp_path_factory.mktemp("eval")
+    lines = (json.dumps({"text": f"{n} times {n % 7} makes {n * (n % 7)}, said number {n}."}) for n in range(60))
+    (base / "text.jsonl").write_text("\n".join(lines) + "\n")
+    changes = {"launch__ranks": 1, "train__steps": 12, "train__seq_len": WINDOW, "train__global_batch": 2, "train__micro_batch": 2, "checkpoint__interval": 12}  # fmt: skip
+    done = phalanx("train", *train_args(base, data__sources=f'["{base / "text.jsonl"}"]', **changes))
+    assert done.returncode == 0, done.stderr
+    return base / "runs/run"
+
+
+def loss_of(loaded: LoadedModel, context: list[int], then: list[int]) -> float:
+    """Nats that the model needs for `then` after `context`, token by token."""
+    total = 0.0
+    for number, token in enumerate(then):
+        logits = next_logits(loaded.runner, [*context, *then[:number]])
+        total -= float(torch.log_softmax(logits.double(), 0)[token])
+    return total
+
+
+@pytest.mark.core
+def test_its_loss_is_the_one_of_training(run: Path, tmp_path: Path) -> None:
+    loaded = load_model(run)
+    tokenizer = loaded.tokenizer
+    own = own_text(EvalArgs(run=run), tmp_path)
+    texts = [json.loads(line)["text"] for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    assert len(texts) > 3
+    # a task of one's own: what follows the first token, as the loss of training counts it
+    rows = "".join(json.dumps({"first": text[0], "rest": text[1:]}) + "\n" for text in texts)
+    (tmp_path / "rest.jsonl").write_text(rows)
+    (tmp_path / "rest.yaml").write_text(
+        "task: rest\ndataset_path: json\ndataset_kwargs: {data_files: {test: rest.jsonl}}\ntest_split: test\noutput_type: loglikelihood\n"
+        "doc_to_text: '{{first}}'\ndoc_to_target: '{{rest}}'\ntarget_delimiter: ''\nmetric_list: [{metric: perplexity}]\n"
+    )
+    export(ExportArgs(run=run, dir=tmp_path / "model", dtype="float32"))
+    tasks = (own["task"], *read_tasks([tmp_path / "rest.yaml"]))
+    job = HarnessJob(model=str(tmp_path / "model"), tasks=tasks, files=(), window=WINDOW, batch=4, limit=None, threads=1, device="cpu", out=str(tmp_path / "out.json"))  # fmt: skip
+    found = run_harness(job, tmp_path)
+    ids = [tokenizer.encode(text).tolist() for text in texts]
+    assert own["tokens"] == sum(map(len, ids)) and own["bytes"] == sum(len(t.encode()) for t in texts)
+    # all tokens of each document, after its beginning
+    nats = sum(loss_of(loaded, [tokenizer.eos_id], of) for of in ids)
+    theirs = found["validation"]["metrics"]["bits_per_byte"] * math.log(2) * own["bytes"]
+    assert theirs == pytest.approx(nats, rel=1e-4)
+    # what training calls validation loss: the first token left out, the end counted
+    ends = sum(loss_of(loaded, of, [tokenizer.eos_id]) for of in ids)
+    rest = math.log(found["rest"]["metrics"]["perplexity"]) * len(texts)  # the harness means over documents
+    validated = read_history(run).validations[12]
+    assert validated["tokens"] == own["tokens"]
+    assert validated["loss"] == pytest.approx((rest + ends) / own["tokens"], rel=2e-3), "training rounds to its dtype"
+
+
+def test_the_command(run: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "data.jsonl").write_text("".join(json.dumps({"q": f"{n}?", "of": ["yes", "no"], "right": n % 2}) + "\n" for n in range(6)))  # fmt: skip
+    head = "dataset_path: json\ndataset_kwargs: {data_files: {test: data.jsonl}}\ntest_split: test\noutput_type: multiple_choice\ndoc_to_choice: '{{of}}'\ndoc_to_target: '{{right}}'\n"
+    (tasks / "a.yaml").write_text(f"task: a\n{head}doc_to_text: '{{{{q}}}}'\nmetric_list: [{{metric: acc}}, {{metric: acc_norm}}]\n")  # fmt: skip
+    done = phalanx("eval", str(run), "--tasks", str(tasks), "--limit", "4", "--threads", "1", "--json", str(tmp_path / "e.json"))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "e.json").read_text())
+    assert found["step"] == 12 and found["tasks"]["a"]["documents"] == 4
+    assert 0 <= found["tasks"]["a"]["metrics"]["acc"] <= 1 and "acc_norm" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "template",
+    ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ 'a' * 100000000 }}", "{% for i in range(1000000) %}x{% endfor %}"],
+)  # fmt: skip
+def test_a_template_is_enclosed(run: Path, tmp_path: Path, template: str) -> None:
+    from rich.console import Console
+
+    (tmp_path / "d.jsonl").write_text('{"q": "a"}\n')
+    (tmp_path / "t.yaml").write_text(
+        "task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: d.jsonl}}\ntest_split: test\noutput_type: loglikelihood\n"
+        f"doc_to_text: {json.dumps(template)}\ndoc_to_target: q\nmetric_list: [{{metric: acc}}]\n"
+    )
+    with pytest.raises(RunError, match=r"SecurityError|OverflowError"):
+        evaluate(EvalArgs(run=run, tasks=(tmp_path / "t.yaml",), threads=1), Console())

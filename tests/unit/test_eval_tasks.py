@@ -1,0 +1,95 @@
+"""Tasks of `phalanx eval`: what a stranger's YAML may say, and that reading it runs nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import eval as command
+from phalanx.cli.evaluating.tasks import MOST_BYTES, read_tasks
+from phalanx.cli.main import main
+from phalanx.core.errors import ConfigError
+
+pytest.importorskip("yaml")
+pytestmark = pytest.mark.unit
+GOOD = "task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: d.jsonl}}\ntest_split: test\noutput_type: multiple_choice\ndoc_to_text: q\ndoc_to_choice: '{{of}}'\ndoc_to_target: right\nmetric_list:\n  - metric: acc\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "d.jsonl").write_text('{"q": "a", "of": ["b"], "right": 0}\n')
+    return tmp_path
+
+
+def told(folder: Path, text: str) -> str:
+    (folder / "t.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_tasks([folder / "t.yaml"])
+    assert all(p.hint for p in error.value.problems)
+    return str(error.value)
+
+
+def test_a_task_is_plain_data_with_its_file_found(folder: Path) -> None:
+    (folder / "t.yaml").write_text(GOOD)
+    (task,) = read_tasks([folder])
+    assert task["task"] == "t" and task["dataset_kwargs"]["data_files"] == {"test": str(folder / "d.jsonl")}
+
+
+def test_code_is_refused_and_not_run(folder: Path) -> None:
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w').write('x')\ndef f(doc): return doc\n")
+    said = told(folder, GOOD + "process_docs: !function evil.f\ndoc_to_text: !function evil.f\n")
+    assert "t.yaml:11 = 'evil.f': names code to be run (!function)" in said and "t.yaml:12" in said
+    assert "--allow-functions" in said and not (folder / "ran").exists()
+    assert "has a tag (tag:yaml.org,2002:python/name:os.system)" in told(folder, GOOD + "description: !!python/name:os.system x\n")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (GOOD.replace("dataset_path: json", "dataset_path: allenai/ai2_arc"), "dataset_path = 'allenai/ai2_arc': must be one of json, csv, parquet, text: nothing is fetched"),
+        (GOOD.replace("{data_files: {test: d.jsonl}}", "{trust_remote_code: true}"), "dataset_kwargs: must be data_files alone"),
+        (GOOD.replace("d.jsonl", "none.jsonl"), "data_files.test = 'none.jsonl': is no file here"),
+        (GOOD + "include: other.yaml\n", "include = 'other.yaml': takes in another file"),
+        (GOOD + "unsafe_code: true\n", "unsafe_code = 'True': asks for code"),
+        (GOOD + "doc_to_txt: x\n", "doc_to_txt: is not taken here; did you mean 'doc_to_text'"),
+        (GOOD.replace("metric: acc", "metric: rouge"), "metric_list[0] = 'rouge': is no metric of the harness for multiple_choice"),
+        (GOOD.replace("multiple_choice", "multiple"), "output_type = 'multiple': must be one of"),
+        (GOOD.replace("task: t\n", ""), "task: must be the name of the task; write task: t"),
+        (GOOD + "filter_list: [{name: x, filter: [{function: custom}]}]\n", "filter_list[0] = 'custom': must be one of"),
+        (GOOD + "num_fewshot: -1\n", "num_fewshot = -1: must be a whole number from 0 to 1000"),
+        (GOOD + "description: [a]\n", "description = ['a']: must be text"),
+        (GOOD + "metadata: &a [x]\ntag: *a\n", "t.yaml:12 = '*a': refers to another place of the file"),
+        (GOOD + "metadata: [x\n", "is not YAML"),
+        ("- a\n", "must be keys with values"),
+        ("a: " + "[" * 100_000, "is nested too deeply"),
+        ("a: " + "x" * MOST_BYTES, f"is larger than {MOST_BYTES} bytes"),
+        ("a: \x00", "is not YAML"),
+    ],
+    ids=range(18),
+)  # fmt: skip
+def test_what_a_task_may_not_say(folder: Path, text: str, says: str) -> None:
+    assert says in told(folder, text)
+
+
+def test_all_is_told_at_once(folder: Path) -> None:
+    (folder / "a.yaml").write_text(GOOD + "include: x\n")
+    (folder / "b.yaml").write_text(GOOD.replace("json", "csv", 1).replace("d.jsonl", "e.csv"))
+    with pytest.raises(ConfigError) as error:
+        read_tasks([folder])
+    assert len(error.value.problems) == 2
+    (folder / "a.yaml").write_text(GOOD)
+    (folder / "b.yaml").write_text(GOOD)
+    with pytest.raises(ConfigError, match="'t': is the name of several tasks"):
+        read_tasks([folder])
+
+
+def test_the_extra_that_is_missing_and_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "lm_eval" else importlib.util.find_spec(name))  # fmt: skip
+    assert main(["eval", str(tmp_path), "--limit", "0", "--allow-functions"]) == 2
+    said = capsys.readouterr().err
+    assert "needs lm_eval, which is not installed; in a checkout of Phalanx: pip install -e '.[eval]'" in said
+    assert "--limit = 0: must be at least 1" in said and "--allow-functions: has no effect without --tasks" in said
