@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from phalanx.cli.predicting.cards import card_sold_as, check_card, nearest_fit, room_of, with_settings
+from phalanx.cli.predicting.cards import card_sold_as, check_card, nearest_fit, room_of, smallest_card, with_settings
+from phalanx.cli.predicting.room import has_room, memory_problems
 from phalanx.cli.train import read_args
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError
@@ -111,3 +114,44 @@ def test_the_size_of_a_card_is_an_argument_of_a_dry_run(words: list[str]) -> Non
 def test_a_size_that_is_none_is_refused(words: list[str], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         read_args(words)
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for `nvidia-smi`: cards of 80, 24 and 80 GB."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '0, 81559\\n1, 24564\\n2, 81559\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return program
+
+
+@pytest.mark.usefixtures("smi")
+def test_the_smallest_card_that_may_be_used() -> None:
+    def room(named: str | None) -> int:
+        card = smallest_card({} if named is None else {"CUDA_VISIBLE_DEVICES": named})
+        assert card is not None
+        return card.room_bytes
+
+    assert room(None) == room("0,1") == room("GPU-8f") < room("2, 0") == room("0")
+    assert 0.9 < room("0") / (81_559 * 2**20) < 0.95
+
+
+def test_no_card_is_known_without_the_program(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert smallest_card({}) is None
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert smallest_card({}) is None
+
+
+@pytest.mark.usefixtures("smi")
+def test_a_start_refuses_what_no_card_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = load_recipe(None, ["--model.preset", "mixtral-8x7b", "--launch.ranks", "2", "--launch.device", "cuda", "--data.tokenizer", "byte", "--folding.ep", "2"])  # fmt: skip
+    (problem,) = memory_problems(large)
+    assert problem.where == "memory of a rank" and "a card of 24 GB leaves for tensors" in problem.rule
+    assert problem.hint.endswith("--force starts it all the same")
+    assert has_room(large), "of processors"
+    small = load_recipe(None, ["--model.preset", "tiny", "--launch.ranks", "2", "--launch.device", "cuda"])
+    assert memory_problems(small) == []
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert memory_problems(large) == [], "nothing is known"

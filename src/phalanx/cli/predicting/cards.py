@@ -6,6 +6,8 @@ The nearest run that fits has the fewest changes: of what the optimizer and the 
 from __future__ import annotations
 
 import itertools
+import re
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +30,8 @@ CHANGES: Mapping[str, tuple[tuple[Any, int], ...]] = {
 """Setting -> values, each of which takes less memory than those before it, and how far it is from the first."""
 GB = 0.985 * 2**30
 """Bytes that torch finds for a GB in a card's name: 0.9875 GiB of an A100 (39.5 of 40), 0.989 or more of an H100 (81,559 MiB of 80; 93.0 GiB of 94), 0.991 of an H200 (150.1e9 bytes of 141)."""
+SMI_S = 20.0
+"""Longest wait for `nvidia-smi`."""
 Peak = Callable[[Recipe], int]
 """Bytes of tensors of the fullest rank."""
 
@@ -76,6 +80,19 @@ def card_here() -> Card | None:
     import torch
 
     return card_sold_as(torch.cuda.get_device_properties(0).total_memory / GB) if torch.cuda.is_available() else None
+
+
+def smallest_card(environ: Mapping[str, str]) -> Card | None:
+    """The one with the least memory of those that this process may use, as `nvidia-smi` says; None where that says nothing. CUDA is not initialised: ranks are to be forked."""
+    command = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = dict(re.findall(r"^\s*(\d+),\s*(\d+)\s*$", said, re.M))
+    named = environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
+    mib = [int(found[name]) for name in named if name in found] or [int(each) for each in found.values()]
+    return card_sold_as(min(mib) * 2**20 / GB) if mib else None
 
 
 def check_card(recipe: Recipe, spec: ModelSpec, *, world: int, peak_bytes: int, card: Card | None, peak: Peak) -> str:

@@ -1,19 +1,18 @@
-"""Whether a run fits the memory of this machine, asked before it starts: ranks that fill it are killed by the system, after minutes.
-
-Only processors: the memory of a GPU is asked by the dry run.
-"""
+"""Whether a run fits the memory of this machine, or of its GPUs, asked before it starts: ranks that fill it are ended, after minutes."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import replace
 
-from phalanx.cli.predicting.cards import nearest_fit
+from phalanx.cli.predicting.cards import nearest_fit, smallest_card
 from phalanx.cli.predicting.dry_run import available_bytes, machine_here, peak_bytes, tokenizer_vocab
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PhalanxError, Problem
 from phalanx.core.units import format_bytes
 from phalanx.plan import choose_recovery, resolve_shape
+from phalanx.plan.recovery import wanted_ranks
 
 DOUBT = 1.1
 """A prediction may be a tenth too high (`phalanx bench memory`): only what is beyond that is refused."""
@@ -31,12 +30,36 @@ def needed_bytes(recipe: Recipe) -> int | None:
 
 
 def has_room(recipe: Recipe) -> bool:
-    """Whether the run fits, as far as that is known."""
-    return not memory_problems(recipe, with_hint=False)
+    """Whether the run fits the processors' memory, as far as that is known."""
+    return recipe.launch.device == "cuda" or not memory_problems(recipe, with_hint=False)
+
+
+def _card_problems(recipe: Recipe) -> list[Problem]:
+    card, world = smallest_card(os.environ), wanted_ranks(recipe)
+    if card is None:
+        return []
+
+    def peak(other: Recipe) -> int:
+        return peak_bytes(other, machine_here(other, local_ranks=recipe.launch.ranks), world=world)
+
+    try:
+        needed = peak(recipe)
+        spec, _ = resolve_shape(recipe, world=world, tokenizer_vocab=tokenizer_vocab(recipe.data))
+    except PhalanxError:
+        return []  # it cannot run, and whoever runs it says why
+    if needed <= DOUBT * card.room_bytes:
+        return []
+    found = nearest_fit(recipe, spec, world=world, room=card.room_bytes, peak=peak)
+    way = f"{found.words} takes {format_bytes(found.peak_bytes)}" if found else "use more GPUs, or a smaller model"
+    rule = f"is more than the {format_bytes(card.room_bytes)} that {card.name} leaves for tensors (predicted)"
+    where = "memory of a rank"
+    return [Problem(where=where, value=format_bytes(needed), rule=rule, hint=f"{way}; --force starts it all the same")]
 
 
 def memory_problems(recipe: Recipe, *, with_hint: bool = True) -> list[Problem]:
-    """That the ranks of this machine need more memory than it has left, with the nearest run that would fit."""
+    """That the ranks of this machine need more memory than it has left, or one than its GPU has, with the nearest run that would fit."""
+    if recipe.launch.device == "cuda":
+        return _card_problems(recipe)
     needed, available = needed_bytes(recipe), available_bytes()
     if needed is None or available is None or needed <= DOUBT * available:
         return []
