@@ -38,7 +38,8 @@ case $(.venv/bin/python -c 'from importlib.metadata import requires, version; pr
 "True "*+*) echo "make-env: what this build of torch needs of CUDA is not locked" >&2 && $pip "torch==$(sed -n 's/^torch==//p' constraints.txt)" ;;
 True*) $pip --no-deps --require-hashes --requirement requirements/cuda.txt ;;
 esac
-$pip --require-hashes --requirement "$lock"
+# All that is needed is in the lock (`pip check` below): nothing is looked for beside it.
+$pip --no-deps --require-hashes --requirement "$lock"
 # This project and its lab, built by the locked setuptools.
 $pip --no-deps --no-build-isolation --editable . --editable lab
 .venv/bin/python -m pip check
