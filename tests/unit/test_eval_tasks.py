@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx.cli import eval as command
+from phalanx.cli.evaluating.harness import OFFLINE, HarnessJob
 from phalanx.cli.evaluating.tasks import MOST_BYTES, read_tasks
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
@@ -57,20 +60,63 @@ def test_code_is_refused_and_not_run(folder: Path) -> None:
         (GOOD.replace("metric: acc", "metric: rouge"), "metric_list[0] = 'rouge': is no metric of the harness for multiple_choice"),
         (GOOD.replace("multiple_choice", "multiple"), "output_type = 'multiple': must be one of"),
         (GOOD.replace("task: t\n", ""), "task: must be the name of the task; write task: t"),
-        (GOOD + "filter_list: [{name: x, filter: [{function: custom}]}]\n", "filter_list[0] = 'custom': must be one of"),
+        (GOOD + "filter_list: [{name: x, filter: [{function: custom}]}]\n", "t.yaml:11: filter_list[0].filter[0] = 'custom': must be one of"),
+        (GOOD.replace("metric: acc", "{metric: acc, hf_evaluate: true}"), "t.yaml:9: metric_list[0].hf_evaluate: is not taken here"),
+        (GOOD.replace("metric: acc", "{metric: acc, aggregation: other}"), "metric_list[0].aggregation = 'other': must be one of mean"),
+        (GOOD.replace("  - metric: acc", "  metric: acc"), "metric_list: must be a list"),
+        (GOOD + "filter_list: 5\n", "filter_list: must be a list"),
+        (GOOD + "filter_list: [{name: x, filter: [{function: regex, path: x}]}]\n", "filter_list[0].filter[0].path: is not taken here"),
+        (GOOD + "generation_kwargs: {custom_generate: ./folder}\n", "generation_kwargs = 'custom_generate': must be until"),
+        (GOOD + "metadata: 2020-01-01\n", "t.yaml:11 = '2020-01-01': is a date"),
+        (GOOD + "metadata: !!binary aGk=\n", "has a tag (tag:yaml.org,2002:binary)"),
+        (GOOD.replace("multiple_choice", "[multiple_choice]"), "output_type = ['multiple_choice']: must be one of"),
+        (GOOD.replace("d.jsonl", "zip://d.jsonl::https://example.com/d.zip"), "is no file here"),
         (GOOD + "num_fewshot: -1\n", "num_fewshot = -1: must be a whole number from 0 to 1000"),
         (GOOD + "description: [a]\n", "description = ['a']: must be text"),
         (GOOD + "metadata: &a [x]\ntag: *a\n", "t.yaml:12 = '*a': refers to another place of the file"),
         (GOOD + "metadata: [x\n", "is not YAML"),
         ("- a\n", "must be keys with values"),
         ("a: " + "[" * 100_000, "is nested too deeply"),
-        ("a: " + "x" * MOST_BYTES, f"is larger than {MOST_BYTES} bytes"),
+        ("a: " + "x" * MOST_BYTES, f"cannot be read (has more than {MOST_BYTES} bytes)"),
         ("a: \x00", "is not YAML"),
     ],
-    ids=range(18),
+    ids=range(28),
 )  # fmt: skip
 def test_what_a_task_may_not_say(folder: Path, text: str, says: str) -> None:
     assert says in told(folder, text)
+
+
+def test_a_pipe_and_other_bytes_are_no_tasks(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.yaml")
+    (folder / "bytes.yaml").write_bytes(b"task: \xff\n")
+    for name, says in (("pipe.yaml", "not a regular file"), ("bytes.yaml", "is not UTF-8")):
+        with pytest.raises(ConfigError, match=says):
+            read_tasks([folder / name])
+
+
+def test_the_harness_is_offline_gets_no_secrets_and_takes_no_module_of_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    for name in ("yaml", "torch", "lm_eval", "datasets"):
+        (tmp_path / "here" / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("HF_TOKEN", "HF_ALLOW_CODE_EVAL", "RANK"):
+        monkeypatch.setenv(name, "1")
+    seen: dict[str, Any] = {}
+    real = command.subprocess.run
+
+    def run(words: list[str], **more: Any) -> Any:
+        seen.update(more["env"])
+        return real([*words[:-3], "-c", "import torch, yaml"], **more)
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    job = HarnessJob(model="m", tasks=(), files=(), window=1, batch=1, limit=None, threads=1, device="cpu", out=str(tmp_path / "out.json"))  # fmt: skip
+    (tmp_path / "out.json").write_text("{}")
+    command.run_harness(job, tmp_path)
+    assert not (tmp_path / "ran").exists()
+    assert all(seen[name] == value for name, value in OFFLINE.items()) and seen["HF_HOME"] == str(tmp_path / "home")
+    assert not {"HF_TOKEN", "HF_ALLOW_CODE_EVAL", "RANK"} & seen.keys()
 
 
 def test_all_is_told_at_once(folder: Path) -> None:

@@ -34,6 +34,8 @@ OWN = "validation"
 """The task of the run's own text."""
 OWN_DOCUMENTS = 200
 """Documents of it, where --limit does not say."""
+NOT_PASSED_ON = ("HF_", "LM_HARNESS_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_")
+"""Beginnings of variables: tokens and caches of the Hub, `HF_ALLOW_CODE_EVAL`, and what makes a process a rank of `torchrun`."""
 NEEDED = ("lm_eval", "transformers", "accelerate")
 
 
@@ -138,11 +140,12 @@ def own_text(options: EvalArgs, folder: Path) -> dict[str, Any]:
 
 
 def run_harness(job: HarnessJob, folder: Path) -> dict[str, Any]:
-    """What the harness finds, in a process of its own. Raises `RunError` with the end of what that said."""
+    """What the harness finds, in a process of its own, to which a module in this folder (`datasets.py` beside the tasks) is nothing. Raises `RunError` with the end of what that said."""
     job.write(folder / "job.json")
     (folder / "home").mkdir()
-    environ = {**os.environ, **OFFLINE, "HF_HOME": str(folder / "home")}
-    command = [sys.executable, "-m", "phalanx.cli.evaluating.harness", str(folder / "job.json")]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(NOT_PASSED_ON)}
+    environ |= {**OFFLINE, "HF_HOME": str(folder / "home")}
+    command = [sys.executable, "-P", "-m", "phalanx.cli.evaluating.harness", str(folder / "job.json")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
         said = [line for line in done.stderr.strip().splitlines() if line.strip()][-12:]

@@ -8,11 +8,13 @@ Must never change: reading a task imports, fetches and executes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import ConfigError, Problem, first_line, nearest
+from phalanx.core.reading import MalformedError, read_text
 
 MOST_BYTES = 1 << 20
 MOST_TASKS = 1000
@@ -25,6 +27,10 @@ METRICS = {
     "generate_until": ("exact_match", "bleu", "chrf", "ter"),
 }
 """Output types, and the metrics of each that come with the harness."""
+AGGREGATIONS = ("mean", "median", "nanmean", "perplexity", "weighted_perplexity", "bits_per_byte", "f1", "matthews_corrcoef", "bleu", "chrf", "ter", "brier_score")  # fmt: skip
+OF_METRIC = ("metric", "aggregation", "higher_is_better", "ignore_case", "ignore_punctuation", "ignore_numbers", "regexes_to_ignore")  # fmt: skip
+"""Keys of an entry of `metric_list`. (`hf_evaluate` runs NAME/NAME.py of the folder that the command runs in.)"""
+OF_FILTER = ("function", "regex_pattern", "group_select", "fallback", "ignore_case", "ignore_punctuation", "regexes_to_ignore", "k")  # fmt: skip
 FILTERS = ("take_first", "take_first_k", "majority_vote", "remove_whitespace", "lowercase", "uppercase", "regex", "multi_choice_regex")  # fmt: skip
 TEXTS = frozenset(("task", "task_alias", "dataset_path", "training_split", "validation_split", "test_split", "fewshot_split", "output_type", "doc_to_text", "description", "target_delimiter", "fewshot_delimiter", "gen_prefix"))  # fmt: skip
 OTHERS = frozenset(("dataset_kwargs", "doc_to_target", "doc_to_choice", "num_fewshot", "repeats", "metric_list", "generation_kwargs", "filter_list", "metadata", "tag"))  # fmt: skip
@@ -74,15 +80,16 @@ def task_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _problems_of(file: Path) -> tuple[dict[str, Any], list[Problem]]:
+    lines: dict[str, int] = {}
     try:
-        table = _read_yaml(file)
+        table = _read_yaml(file, lines)
     except ConfigError as error:
         return {}, list(error.problems)
-    return _checked(table, file)
+    return _checked(table, file, lines)
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
-    """A mapping of plain values: no tags, no references. Raises `ConfigError`."""
+def _read_yaml(file: Path, lines: dict[str, int]) -> dict[str, Any]:
+    """A mapping of plain values: no tags, no references; `lines` gets the line of each key. Raises `ConfigError`."""
     import yaml  # comes with the harness
 
     problems: list[Problem] = []
@@ -99,17 +106,24 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         value = node.value if isinstance(node.value, str) else None
         function = node.tag == "!function"
         rule = "names code to be run (!function)" if function else f"has a tag ({node.tag}), which plain data has not"
-        problems.append(Problem(where=f"{file}:{node.start_mark.line + 1}", value=value, rule=rule, hint=TRUST if function else "leave the tag out"))  # fmt: skip
+        if node.tag == "tag:yaml.org,2002:timestamp":
+            rule = "is a date"
+        problems.append(Problem(where=f"{file}:{node.start_mark.line + 1}", value=value, rule=rule, hint=TRUST if function else "put the value into quotes"))  # fmt: skip
 
+    kept = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "int", "map", "null", "seq", "str"))
+    PlainLoader.yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in kept}
     PlainLoader.add_multi_constructor("", refuse)
-    for tag in ("bool", "float", "int", "map", "null", "seq", "str", "timestamp"):
-        PlainLoader.add_constructor(f"tag:yaml.org,2002:{tag}", yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{tag}"])  # fmt: skip
     try:
-        if file.stat().st_size > MOST_BYTES:
-            raise ConfigError([Problem(where=str(file), value=file.stat().st_size, rule=f"is larger than {MOST_BYTES} bytes", hint="data belong into files of their own")], subject="the tasks")  # fmt: skip
-        table = yaml.load(file.read_text(encoding="utf-8"), Loader=PlainLoader)
+        loader = PlainLoader(read_text(file, most=MOST_BYTES))
+        node = loader.get_single_node()
+        if isinstance(node, yaml.MappingNode):
+            lines.update({key.value: key.start_mark.line + 1 for key, _ in node.value if isinstance(key.value, str)})
+        table = None if node is None else loader.construct_document(node)
+    except MalformedError as error:
+        problems += error.problems
     except (OSError, ValueError) as error:
-        problems.append(Problem(where=str(file), value=None, rule=f"cannot be read: {first_line(error)}", hint="give a YAML file of UTF-8"))  # fmt: skip
+        why = getattr(error, "strerror", None) or first_line(error)
+        problems.append(Problem(where=str(file), value=None, rule=f"cannot be read ({why})", hint="give a YAML file of UTF-8"))  # fmt: skip
     except RecursionError:
         problems.append(Problem(where=str(file), value=None, rule="is nested too deeply", hint="give a YAML file of a task"))  # fmt: skip
     except yaml.YAMLError as error:
@@ -125,12 +139,14 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return dict(table)
 
 
-def _checked(table: Mapping[Any, Any], file: Path) -> tuple[dict[str, Any], list[Problem]]:
+def _checked(table: Mapping[Any, Any], file: Path, lines: Mapping[str, int]) -> tuple[dict[str, Any], list[Problem]]:
     """The task with absolute paths of its data, and what is wrong."""
     problems: list[Problem] = []
 
     def wrong(key: str, value: Any, rule: str, hint: str) -> None:
-        problems.append(Problem(where=f"{file}: {key}", value=value, rule=rule, hint=hint))
+        line = lines.get(re.split(r"[.\[]", key)[0])
+        place = str(file) if line is None else f"{file}:{line}"
+        problems.append(Problem(where=f"{place}: {key}", value=value, rule=rule, hint=hint))
 
     for key, value in table.items():
         if key in WHY_NOT:
@@ -145,7 +161,7 @@ def _checked(table: Mapping[Any, Any], file: Path) -> tuple[dict[str, Any], list
     if not isinstance(task.get("task"), str):
         wrong("task", task.get("task"), "must be the name of the task", f"write task: {file.stem}")
     kind = task.setdefault("output_type", "generate_until")
-    if kind not in METRICS:
+    if not isinstance(kind, str) or kind not in METRICS:
         wrong("output_type", kind, f"must be one of {', '.join(METRICS)}", nearest(str(kind), METRICS))
     if not any(isinstance(task.get(f"{split}_split"), str) for split in ("test", "validation")):
         wrong("test_split", None, "is missing", "write test_split: test, a key of dataset_kwargs.data_files")
@@ -172,16 +188,19 @@ def _check_data(task: dict[str, Any], file: Path, wrong: Any) -> None:
 
 
 def _check_lists(task: Mapping[str, Any], kind: str, wrong: Any) -> None:
-    for number, entry in enumerate(task.get("metric_list") or ()):
-        name = entry.get("metric") if isinstance(entry, dict) else entry
+    for where, entry in _entries(task, "metric_list", wrong):
+        name = entry.get("metric")
         if name not in METRICS.get(kind, ()):
-            wrong(f"metric_list[{number}]", name, f"is no metric of the harness for {kind}", nearest(str(name), METRICS.get(kind, ())))  # fmt: skip
-    for number, entry in enumerate(task.get("filter_list") or ()):
-        steps = entry.get("filter") if isinstance(entry, dict) else None
-        for step in steps if isinstance(steps, list) else [None]:
-            name = step.get("function") if isinstance(step, dict) else None
-            if name not in FILTERS:
-                wrong(f"filter_list[{number}]", name, f"must be one of {', '.join(FILTERS)}", nearest(str(name), FILTERS))  # fmt: skip
+            wrong(where, name, f"is no metric of the harness for {kind}", nearest(str(name), METRICS.get(kind, ())))
+        if (how := entry.get("aggregation", "mean")) not in AGGREGATIONS:
+            wrong(f"{where}.aggregation", how, f"must be one of {', '.join(AGGREGATIONS)}", nearest(str(how), AGGREGATIONS))  # fmt: skip
+        _check_keys(entry, where, OF_METRIC, wrong)
+    for where, entry in _entries(task, "filter_list", wrong):
+        _check_keys(entry, where, ("name", "filter"), wrong)
+        for step_where, step in _entries(entry, "filter", wrong, within=where):
+            if (name := step.get("function")) not in FILTERS:
+                wrong(step_where, name, f"must be one of {', '.join(FILTERS)}", nearest(str(name), FILTERS))
+            _check_keys(step, step_where, OF_FILTER, wrong)
     generation = task.get("generation_kwargs")
     if generation is not None:
         for key in generation if isinstance(generation, dict) else ["generation_kwargs"]:
@@ -191,6 +210,26 @@ def _check_lists(task: Mapping[str, Any], kind: str, wrong: Any) -> None:
         value = task.get(key)
         if value is not None and not _is_plain(value):
             wrong(key, None, "must be text, a number, or a list of them", "write a template")
+
+
+def _entries(
+    table: Mapping[str, Any], key: str, wrong: Any, *, within: str = ""
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The tables of a list, each with its place."""
+    place, listed = f"{within}.{key}".lstrip("."), table.get(key)
+    if listed is not None and not isinstance(listed, list):
+        wrong(place, None, "must be a list", "begin each entry with -")
+    for number, entry in enumerate(listed if isinstance(listed, list) else ()):
+        if isinstance(entry, dict):
+            yield f"{place}[{number}]", entry
+        else:
+            wrong(f"{place}[{number}]", entry, "must be keys with values", "write KEY: VALUE")
+
+
+def _check_keys(entry: Mapping[Any, Any], where: str, known: Sequence[str], wrong: Any) -> None:
+    for key in entry:
+        if key not in known:
+            wrong(f"{where}.{key}", None, "is not taken here", nearest(str(key), known))
 
 
 def _is_plain(value: Any) -> bool:
