@@ -14,7 +14,7 @@ from phalanx.cli.eval import EvalArgs, evaluate, own_text, run_harness
 from phalanx.cli.evaluating.harness import HarnessJob
 from phalanx.cli.evaluating.tasks import read_tasks
 from phalanx.cli.export_hf import ExportArgs, export
-from phalanx.core.errors import RunError
+from phalanx.core.errors import ConfigError, RunError
 from phalanx.observe.event_log import read_history
 from phalanx.train.generation import LoadedModel, load_model, next_logits
 
@@ -25,7 +25,7 @@ WINDOW = 512
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose validation text fits one window."""
+    """A run whose validation text is a window and a little more: one document is cut."""
     base = tmp_path_factory.mktemp("eval")
     lines = (json.dumps({"text": f"{n} times {n % 7} makes {n * (n % 7)}, said number {n}."}) for n in range(60))
     (base / "text.jsonl").write_text("\n".join(lines) + "\n")
@@ -60,20 +60,23 @@ def test_its_loss_is_the_one_of_training(run: Path, tmp_path: Path) -> None:
     )
     export(ExportArgs(run=run, dir=tmp_path / "model", dtype="float32"))
     tasks = (own["task"], *read_tasks([tmp_path / "rest.yaml"]))
-    job = HarnessJob(model=str(tmp_path / "model"), tasks=tasks, files=(), window=WINDOW, batch=4, limit=None, threads=1, device="cpu", out=str(tmp_path / "out.json"))  # fmt: skip
+    job = HarnessJob(model=str(tmp_path / "model"), tasks=tasks, files=(), pieces=own["pieces"], window=WINDOW, batch=4, limit=None, threads=1, device="cpu", out=str(tmp_path / "out.json"))  # fmt: skip
     found = run_harness(job, tmp_path)
     ids = [tokenizer.encode(text).tolist() for text in texts]
     assert own["tokens"] == sum(map(len, ids)) and own["bytes"] == sum(len(t.encode()) for t in texts)
     # all tokens of each document, after its beginning
     nats = sum(loss_of(loaded, [tokenizer.eos_id], of) for of in ids)
     theirs = found["validation"]["metrics"]["bits_per_byte"] * math.log(2) * own["bytes"]
-    assert theirs == pytest.approx(nats, rel=1e-4)
+    assert theirs == pytest.approx(nats, rel=1e-6)
     # what training calls validation loss: the first token left out, the end counted
     ends = sum(loss_of(loaded, of, [tokenizer.eos_id]) for of in ids)
     rest = math.log(found["rest"]["metrics"]["perplexity"]) * len(texts)  # the harness means over documents
     validated = read_history(run).validations[12]
     assert validated["tokens"] == own["tokens"]
-    assert validated["loss"] == pytest.approx((rest + ends) / own["tokens"], rel=2e-3), "training rounds to its dtype"
+    assert own["tokens"] + len(texts) > WINDOW + 1, "no document is cut by the windows of training"
+    assert validated["loss"] == pytest.approx((rest + ends) / own["tokens"], rel=2e-3), "but for the cut one"
+    # the very tokens of training, cut as they are there
+    assert found["validation"]["loss"] == pytest.approx(validated["loss"], rel=2e-6)
 
 
 def test_the_command(run: Path, tmp_path: Path) -> None:
@@ -87,6 +90,20 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "e.json").read_text())
     assert found["step"] == 12 and found["tasks"]["a"]["documents"] == 4
     assert 0 <= found["tasks"]["a"]["metrics"]["acc"] <= 1 and "acc_norm" in done.stdout
+
+
+def test_without_tasks_it_tells_both_losses(run: Path, tmp_path: Path) -> None:
+    done = phalanx("eval", str(run), "--threads", "1", "--json", str(tmp_path / "e.json"))
+    assert done.returncode == 0, done.stderr
+    own = json.loads((tmp_path / "e.json").read_text())["own_text"]
+    assert own["exported_loss"] == pytest.approx(read_history(run).validations[12]["loss"], rel=2e-6)
+    said = f"validation loss {own['validation_loss']:.4f} in training (step 12), {own['exported_loss']:.4f} of the exported model"
+    assert said in " ".join(done.stdout.split())
+
+
+def test_another_text_than_that_of_training_is_no_validation(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.sources = .*: is not the text that the run was trained on"):
+        own_text(EvalArgs(run=run), tmp_path, trained_on="another")
 
 
 @pytest.mark.slow

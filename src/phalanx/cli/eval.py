@@ -15,7 +15,7 @@ import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -29,6 +29,10 @@ from phalanx.core.files import check_writable, write_json
 from phalanx.core.reading import parse_json, read_text
 from phalanx.observe import read_history
 from phalanx.train.setup import RunFolder
+
+if TYPE_CHECKING:
+    from phalanx.core.config import Recipe
+    from phalanx.data import Dataset
 
 OWN = "validation"
 """The task of the run's own text."""
@@ -73,7 +77,7 @@ def main(args: list[str]) -> int:
 
 
 def evaluate(options: EvalArgs, console: Console) -> dict[str, Any]:
-    """What `--json` writes: {"run", "step", "tasks": {task: {"metrics", "errors", "documents"}}}, and for the run's own text its tokens and loss.
+    """What `--json` writes: {"run", "step", "tasks": {task: {"metrics", "errors", "documents"}}}, and for the run's own text what `_compared` gives.
 
     Raises `ConfigError` with all that is wrong with the arguments, and `RunError` where the harness fails.
     """
@@ -88,10 +92,10 @@ def evaluate(options: EvalArgs, console: Console) -> dict[str, Any]:
         own = None
         if not options.tasks:
             with console.status("reading the validation text"):
-                own = own_text(options, folder)
+                own = own_text(options, folder, trained_on=plan.run.trained_text(plan.step))
             tasks = (own["task"],)
         job = HarnessJob(
-            model=str(folder / "model"), tasks=tasks, files=files, window=recipe.train.seq_len, batch=options.batch, limit=options.limit,
+            model=str(folder / "model"), tasks=tasks, files=files, pieces=own["pieces"] if own else None, window=recipe.train.seq_len, batch=options.batch, limit=options.limit,
             threads=options.threads or os.cpu_count() or 1, device=_device(), out=str(folder / "results.json"),
         )  # fmt: skip
         with console.status("evaluating"):
@@ -115,11 +119,17 @@ def problems(options: EvalArgs) -> list[Problem]:
     return found
 
 
-def own_text(options: EvalArgs, folder: Path) -> dict[str, Any]:
-    """{"task", "tokens", "bytes"} of the first validation documents, as a task of the harness. Raises `DataError` where the run's text is not there any more."""
+def own_text(options: EvalArgs, folder: Path, *, trained_on: str | None = None) -> dict[str, Any]:
+    """{"task", "tokens", "bytes"} of the first validation documents, as a task of the harness, and the file of the "pieces" that training validates on (not with --limit).
+
+    Raises `DataError` or `ConfigError` where the run's text (`trained_on`, its fingerprint) is not there any more.
+    """
     from phalanx.data import prepare
 
-    prepared = prepare(RunFolder(options.run).read_recipe().data)
+    recipe = RunFolder(options.run).read_recipe()
+    prepared = prepare(recipe.data, resume=trained_on)
+    if trained_on not in (None, prepared.train.fingerprint):
+        raise ConfigError([Problem(where="data.sources", value=recipe.data.sources, rule="is not the text that the run was trained on", hint="put it back, or give tasks with --tasks")], subject="the run")  # fmt: skip
     tokenizer, texts = prepared.tokenizer, list[str]()
     for stream in (s for pool in prepared.validation.pools for s in pool):
         for number in range(min(stream.num_documents, (options.limit or OWN_DOCUMENTS) - len(texts))):
@@ -136,7 +146,27 @@ def own_text(options: EvalArgs, folder: Path) -> dict[str, Any]:
         "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text",
         "metric_list": [{"metric": m} for m in ("bits_per_byte", "byte_perplexity", "word_perplexity")],
     }  # fmt: skip
-    return {"task": task, "tokens": tokens, "bytes": sum(len(text.encode()) for text in texts)}
+    pieces = None if options.limit else write_pieces(prepared.validation, recipe, folder / "pieces.npz")
+    return {"task": task, "tokens": tokens, "bytes": sum(len(text.encode()) for text in texts), "pieces": pieces}
+
+
+def write_pieces(validation: Dataset, recipe: Recipe, path: Path) -> str:
+    """The tokens that training validates on, by documents within windows, each with the token that its last one predicts. Returns the path."""
+    import numpy as np
+
+    from phalanx.data import ValidationLoader
+
+    t = recipe.train
+    loader = ValidationLoader(validation, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch, batches=t.eval_batches)  # fmt: skip
+    pieces: list[Any] = []
+    for micro in (m for number in range(loader.num_batches) for m in loader.microbatches(number)):
+        for tokens, labels, lengths in zip(micro.tokens, micro.labels, micro.segments, strict=True):
+            ends = np.cumsum(lengths)
+            for begin, end in zip(ends - lengths, ends, strict=True):
+                predicted = labels[begin:end][labels[begin:end] >= 0]
+                pieces += [np.append(tokens[begin], predicted)] if len(predicted) else []
+    np.savez(path, tokens=np.concatenate(pieces), lengths=np.asarray([len(piece) for piece in pieces]))
+    return str(path)
 
 
 def run_harness(job: HarnessJob, folder: Path) -> dict[str, Any]:
@@ -160,12 +190,13 @@ def _device() -> str:
 
 
 def _compared(found: dict[str, Any], own: dict[str, Any], options: EvalArgs, step: int) -> dict[str, Any]:
-    """The harness's loss in our unit, and ours."""
+    """The harness's loss in our unit; the loss of the exported model on what training validates on, and what training found."""
     nats = found["metrics"]["bits_per_byte"] * math.log(2) * own["bytes"]
     validated = [(at, r["loss"]) for at, r in sorted(_validations(options.run).items()) if at <= step]
     return {
         "tokens": own["tokens"],
         "loss_per_token": nats / own["tokens"],
+        "exported_loss": found["loss"],
         "validation_loss": validated[-1][1] if validated else None,
         "validation_step": validated[-1][0] if validated else None,
     }
@@ -190,11 +221,12 @@ def show(results: dict[str, Any], console: Console) -> None:
         for metric, value in found["metrics"].items():
             error = found["errors"].get(metric)
             shown = f"{error:.4g}" if error is not None and math.isfinite(error) else ""
-            table.add_row(printable(task), printable(metric), f"{value:.4f}", shown, str(found["documents"]))
+            table.add_row(printable(task), printable(metric), f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}", shown, str(found["documents"]))  # fmt: skip
     console.print(table)
     if "own_text" in results:
         own = results["own_text"]
-        said = f"{own['loss_per_token']:.4f} nats a token by the harness"
         if own["validation_loss"] is not None:
-            said += f"; validation loss in training {own['validation_loss']:.4f} (step {own['validation_step']})"
-        console.print(f"{said}. The harness also counts the first token of each document, and not its end.", highlight=False)  # fmt: skip
+            exported = f", {own['exported_loss']:.4f} of the exported model" if own["exported_loss"] is not None else ""
+            console.print(f"validation loss {own['validation_loss']:.4f} in training (step {own['validation_step']}){exported}", highlight=False)  # fmt: skip
+        said = f"{own['loss_per_token']:.4f} nats a token by the harness, which counts the first token of each document, not its end, and cuts longer ones only"
+        console.print(said, highlight=False)

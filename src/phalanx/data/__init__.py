@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
+    from phalanx.data.dataset import Dataset as Dataset
     from phalanx.data.loader import Loader as Loader, MicroBatch as MicroBatch, ValidationLoader as ValidationLoader
     from phalanx.data.prefetch import Prefetch as Prefetch
     from phalanx.data.preparation import PreparedData as PreparedData, prepare as prepare

@@ -7,10 +7,13 @@ never change: no template is made before `enclose_templates`.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from phalanx.core.reading import load_json, typed
 
@@ -35,6 +38,8 @@ class HarnessJob:
     threads: int
     device: str
     out: str
+    pieces: str | None = None
+    """File of the tokens that training validates on: their loss is told with the first task."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -49,23 +54,37 @@ def main(path: str) -> int:
 
 
 def evaluate(job: HarnessJob) -> dict[str, Any]:
-    """{task: {"metrics": {name: value}, "errors": {name: standard error}, "documents": n}}."""
+    """{task: {"metrics": {name: value}, "errors": {name: standard error}, "documents": n, "loss": that of `HarnessJob.pieces`}}."""
     import torch
 
     torch.set_num_threads(job.threads)
     enclose_templates()
     import lm_eval
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
+    model = HFLM(
+        pretrained=job.model, tokenizer=job.model, dtype="float32" if job.device == "cpu" else "auto", max_length=job.window, trust_remote_code=False,
+        batch_size=job.batch, device=job.device,
+    )  # fmt: skip
     tasks = [*job.tasks, *map(_with_functions, job.files)]
     found = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": job.model, "tokenizer": job.model, "dtype": "float32" if job.device == "cpu" else "auto", "max_length": job.window, "trust_remote_code": False},
-        tasks=tasks, task_manager=TaskManager(include_defaults=False), batch_size=job.batch, device=job.device, limit=job.limit,
-        log_samples=False, bootstrap_iters=1000,
+        model=model, tasks=tasks, task_manager=TaskManager(include_defaults=False), limit=job.limit, log_samples=False, bootstrap_iters=1000,
     )  # fmt: skip
     assert found is not None
-    return {name: _figures(row, found["n-samples"].get(name, {})) for name, row in found["results"].items()}
+    results = {name: _figures(row, found["n-samples"].get(name, {})) for name, row in found["results"].items()}
+    if job.pieces is not None:
+        results[job.tasks[0]["task"]]["loss"] = loss_of(model, job.pieces)
+    return results
+
+
+def loss_of(model: Any, path: str) -> float:
+    """Nats a token that the harness's model needs for all but the first token of each piece: what our validation loss is the mean of."""
+    with np.load(path) as file:
+        pieces = np.split(file["tokens"], np.cumsum(file["lengths"])[:-1])
+    requests = [(("", ""), piece[:1].tolist(), piece[1:].tolist()) for piece in pieces]
+    nats = -math.fsum(found[0] for found in model._loglikelihood_tokens(requests, disable_tqdm=True))
+    return nats / sum(len(predicted) for _, _, predicted in requests)
 
 
 def _figures(row: dict[str, Any], samples: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +92,7 @@ def _figures(row: dict[str, Any], samples: dict[str, Any]) -> dict[str, Any]:
     return {
         "metrics": {_name(key): value for key, value in numbers.items() if "_stderr" not in key},
         "errors": {_name(key.replace("_stderr", "")): value for key, value in numbers.items() if "_stderr" in key},
+        "loss": None,
         "documents": samples.get("effective", samples.get("original", 0)),
     }
 
