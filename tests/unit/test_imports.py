@@ -122,7 +122,6 @@ WAYS_IN = {
     "cli/allocator.py": "this program once more, with another allocator of memory",
     "cli/eval.py": "a module of this package, as a process of its own",
     "cli/evaluating/tasks.py": "tasks of strangers, by a loader that makes plain values only and refuses every tag",
-    "cli/evaluating/harness.py": "models without code of their own (trust_remote_code is False), and functions of a user's own tasks with --allow-functions",
     "cli/predicting/cards.py": "nvidia-smi, and of what it says whole numbers",
     "cli/lab.py": "the laboratory, where it is installed",
     "verify/session.py": "modules that hold planted faults, by name of the lab",

@@ -34,6 +34,7 @@ Verdict = Literal["ok", "note", "missing"]
 OLDEST_TORCH = (2, 11)
 EXTRAS = (
     ("transformers", "hf", "`phalanx export-hf` and parity tests read its models"),
+    ("lm_eval", "eval", "`phalanx eval`"),
     ("wandb", "wandb", "observe.wandb_project"),
     ("trackio", "trackio", "observe.sinks"),
     ("mlflow", "mlflow", "observe.sinks"),

@@ -136,7 +136,8 @@ def _read_yaml(file: Path, lines: dict[str, int]) -> dict[str, Any]:
         )
     if problems:
         raise ConfigError(problems, subject="the tasks")
-    return dict(table)
+    assert isinstance(table, dict)
+    return table
 
 
 def _checked(table: Mapping[Any, Any], file: Path, lines: Mapping[str, int]) -> tuple[dict[str, Any], list[Problem]]:
