@@ -122,6 +122,7 @@ WAYS_IN = {
     "cli/allocator.py": "this program once more, with another allocator of memory",
     "cli/eval.py": "a module of this package, as a process of its own",
     "cli/evaluating/tasks.py": "tasks of strangers, by a loader that makes plain values only and refuses every tag",
+    "cli/evaluating/harness.py": "functions of a user's own tasks, with --allow-functions",
     "cli/predicting/cards.py": "nvidia-smi, and of what it says whole numbers",
     "cli/lab.py": "the laboratory, where it is installed",
     "verify/session.py": "modules that hold planted faults, by name of the lab",
@@ -133,7 +134,7 @@ WAYS_IN = {
 }
 """Files in which data may become code, and whose data it is."""
 DANGEROUS = {
-    "pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "runpy", "subprocess", "import_module", "spec_from_file_location", "SourceFileLoader", "CDLL",
+    "pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "load_yaml", "runpy", "subprocess", "import_module", "spec_from_file_location", "SourceFileLoader", "CDLL",
     "FileSystemReader", "cpp_extension", "load_library", "load_inline", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list", "recv_object_list",
 }  # fmt: skip
 """Modules, and what has such names in any module."""

@@ -170,7 +170,7 @@ def write_pieces(validation: Dataset, recipe: Recipe, path: Path) -> str:
 
 
 def run_harness(job: HarnessJob, folder: Path) -> dict[str, Any]:
-    """What the harness finds, in a process of its own, to which a module in this folder (`datasets.py` beside the tasks) is nothing. Raises `RunError` with the end of what that said."""
+    """What the harness finds, in a process of its own, which takes no module from the folder that this command runs in. Raises `RunError` with the end of what that said."""
     job.write(folder / "job.json")
     (folder / "home").mkdir()
     environ = {k: v for k, v in os.environ.items() if not k.startswith(NOT_PASSED_ON)}

@@ -118,7 +118,7 @@ def _read_yaml(file: Path, lines: dict[str, int]) -> dict[str, Any]:
         node = loader.get_single_node()
         if isinstance(node, yaml.MappingNode):
             lines.update({key.value: key.start_mark.line + 1 for key, _ in node.value if isinstance(key.value, str)})
-        table = None if node is None else loader.construct_document(node)
+        table: Any = None if node is None else loader.construct_document(node)
     except MalformedError as error:
         problems += error.problems
     except (OSError, ValueError) as error:
