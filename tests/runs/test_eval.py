@@ -92,6 +92,27 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     assert 0 <= found["tasks"]["a"]["metrics"]["acc"] <= 1 and "acc_norm" in done.stdout
 
 
+def test_functions_of_own_tasks_run_where_asked_for(run: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "data.jsonl").write_text("".join(json.dumps({"q": f"{n}?", "of": ["yes", "no"]}) + "\n" for n in range(4)))
+    (tasks / "_all.yaml").write_text(
+        "dataset_path: json\ndataset_kwargs: {data_files: {test: data.jsonl}}\ntest_split: test\noutput_type: multiple_choice\n"
+        "doc_to_text: q\ndoc_to_choice: of\ndoc_to_target: !function own.first\nmetric_list: [{metric: acc}]\n"
+    )
+    (tasks / "a.yaml").write_text("include: _all.yaml\ntask: first\n")
+    (tasks / "b.yaml").write_text("include: _all.yaml\ntask: last\ndoc_to_target: !function own.last\n")
+    (tasks / "own.py").write_text("def first(row):\n    return 0\n\ndef last(row):\n    return 1\n")
+    done = phalanx("eval", str(run), "--tasks", str(tasks), "--allow-functions", "--threads", "1", "--json", str(tmp_path / "e.json"))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "e.json").read_text())["tasks"]
+    assert found["first"]["metrics"]["acc"] + found["last"]["metrics"]["acc"] == 1  # one of two answers is the likelier
+    loaded = load_model(run)
+    row = loaded.tokenizer.encode("0?").tolist()
+    yes, no = (loss_of(loaded, row, loaded.tokenizer.encode(f" {word}").tolist()) for word in ("yes", "no"))
+    assert found["first"]["metrics"]["acc"] in ((0.25, 0.5, 0.75, 1.0) if yes < no else (0.0, 0.25, 0.5, 0.75))
+
+
 def test_without_tasks_it_tells_both_losses(run: Path, tmp_path: Path) -> None:
     done = phalanx("eval", str(run), "--threads", "1", "--json", str(tmp_path / "e.json"))
     assert done.returncode == 0, done.stderr

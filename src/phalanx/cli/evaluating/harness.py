@@ -104,10 +104,17 @@ def _name(key: str) -> str:
 
 
 def _with_functions(file: str) -> dict[str, Any]:
-    """A task that the harness reads itself."""
+    """A task that the harness reads itself, with whatever it includes. Paths of data begin in the folder of the file, as in all tasks here."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    return dict(load_yaml(file, resolve_func=True))
+    task = dict(load_yaml(file, resolve_func=True))
+    data = task.get("dataset_kwargs") or {}
+    if isinstance(files := data.get("data_files"), dict):
+        found = {
+            split: str(Path(file).parent / name) if isinstance(name, str) else name for split, name in files.items()
+        }
+        task["dataset_kwargs"] = {**data, "data_files": found}
+    return task
 
 
 def enclose_templates() -> None:

@@ -64,10 +64,10 @@ def read_tasks(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def task_files(paths: Sequence[Path]) -> list[Path]:
-    """Files, and those of folders. Raises `ConfigError`."""
+    """Files, and those of folders but what others include (`_NAME.yaml`, as the harness has it). Raises `ConfigError`."""
     found, problems = list[Path](), list[Problem]()
     for path in paths:
-        files = sorted(path.glob("*.y*ml")) if path.is_dir() else [path]
+        files = sorted(p for p in path.glob("*.y*ml") if p.name[0] != "_") if path.is_dir() else [path]
         if not path.exists() or not files:
             rule = "has no .yaml file" if path.exists() else "does not exist"
             problems.append(Problem(where="--tasks", value=str(path), rule=rule, hint="give YAML files of tasks, or a folder of them"))  # fmt: skip
