@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_help import phalanx, train_args
+from train_help import phalanx, start_program, train_args
 
 from phalanx.cli.eval import EvalArgs, evaluate, own_text, run_harness
 from phalanx.cli.evaluating.harness import HarnessJob
@@ -127,18 +127,50 @@ def test_another_text_than_that_of_training_is_no_validation(run: Path, tmp_path
         own_text(EvalArgs(run=run), tmp_path, trained_on="another")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "template",
-    ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ 'a' * 100000000 }}", "{% for i in range(1000000) %}x{% endfor %}"],
+ENCLOSED = """
+import json, sys
+from phalanx.cli.evaluating.harness import enclose_templates
+from lm_eval import utils
+enclose_templates()
+row = {"q": " a ", "of": ["x", "y"], "right": 1, "names": ["__class__", "__mro__"]}
+for template in json.loads(sys.argv[1]):
+    try:
+        print(utils.apply_template(template, row))
+    except Exception as error:
+        print(type(error).__name__)
+"""
+HARMLESS = {
+    "{{ q.strip() }}{{ of[right] }}": "ay",
+    "{% for each in of %}{{ each|upper }}{% endfor %}": "XY",
+    "{{ q|regex_replace('a', 'b') }}{{ 'ab' * 2 }}{{ 2 * 3 }}": " b abab6",
+}
+HARMFUL = (
+    "{{ ''.__class__.__mro__ }}", "{{ q[names[0]][names[1]] }}", "{{ q|attr(names[0])|attr(names[1]) }}", "{{ ('{0.__class__.__mro__}'|attr('format'))(q) }}",
+    "{{ '{0.__class__}'.format(q) }}", "{{ utils.__init__ }}", "{{ of.append('z') }}", "{{ 'a' * 100000000 }}", "{{ 9 ** 9 ** 9 }}", "{{ '%1000000000d' % 1 }}",
+    "{% for i in range(1000000) %}x{% endfor %}", "{% include '/etc/hostname' %}",
 )  # fmt: skip
-def test_a_template_is_enclosed(run: Path, tmp_path: Path, template: str) -> None:
+
+
+@pytest.mark.core
+def test_templates_fill_in_fields_and_reach_no_python() -> None:
+    out, err = start_program(ENCLOSED, json.dumps([*HARMLESS, *HARMFUL])).communicate(timeout=120)
+    lines = out.splitlines()
+    assert lines[: len(HARMLESS)] == list(HARMLESS.values()), err
+    for template, line in zip(HARMFUL, lines[len(HARMLESS) :], strict=True):
+        assert line in ("SecurityError", "UndefinedError", "OverflowError", "TemplateNotFound"), (
+            template,
+            line,
+        )
+
+
+@pytest.mark.slow
+def test_a_template_is_enclosed(run: Path, tmp_path: Path) -> None:
     from rich.console import Console
 
     (tmp_path / "d.jsonl").write_text('{"q": "a"}\n')
     (tmp_path / "t.yaml").write_text(
         "task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: d.jsonl}}\ntest_split: test\noutput_type: loglikelihood\n"
-        f"doc_to_text: {json.dumps(template)}\ndoc_to_target: q\nmetric_list: [{{metric: acc}}]\n"
+        f"doc_to_text: {json.dumps(HARMFUL[0])}\ndoc_to_target: q\nmetric_list: [{{metric: acc}}]\n"
     )
-    with pytest.raises(RunError, match=r"SecurityError|OverflowError"):
+    with pytest.raises(RunError, match="SecurityError"):
         evaluate(EvalArgs(run=run, tasks=(tmp_path / "t.yaml",), threads=1), Console())
