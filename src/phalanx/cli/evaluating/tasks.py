@@ -64,7 +64,7 @@ def read_tasks(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def task_files(paths: Sequence[Path]) -> list[Path]:
-    """Files, and those of folders but what others include (`_NAME.yaml`, as the harness has it). Raises `ConfigError`."""
+    """Files, and those of folders but parts, whose names begin with `_` as in the harness. Raises `ConfigError`."""
     found, problems = list[Path](), list[Problem]()
     for path in paths:
         files = sorted(p for p in path.glob("*.y*ml") if p.name[0] != "_") if path.is_dir() else [path]
