@@ -170,7 +170,7 @@ def test_all_problems_of_a_launch_come_together(capsys: pytest.CaptureFixture[st
     assert main(["launch", "slurm", "recipes/tiny.toml", *asked]) == 2
     said = capsys.readouterr().err
     for words in (
-        "--nodes = 0: must be at least 1",
+        "--nodes = 0: must be from 1 to 100,000",
         "uses none",
         "--launch.ranks = '3'",
         "did you mean '--train.steps'",

@@ -12,6 +12,7 @@ from phalanx.cli.train import Request, read_recipe
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.recipe import load_recipe
+from phalanx.core.rules import RANKS
 from phalanx.plan import choose_recovery
 
 Where = Literal["local", "torchrun", "slurm", "kubernetes"]
@@ -20,6 +21,10 @@ GPUS = 8
 """Of a node, where neither the command line nor the recipe says otherwise."""
 OWN = ("launch.ranks", "launch.device", "resilience.heal", "resilience.mode")
 """Settings that the script gives by its own lines."""
+
+
+MOST = 100_000
+"""Nodes, and GPUs of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,8 @@ def choose(asked: Asked) -> Launch:
     """Raises `ConfigError` with all that is wrong."""
     problems = _problems(asked)
     found: Launch | list[Problem] = []
+    if problems:  # the next ones would be of numbers that nobody means
+        asked = replace(asked, nodes=None, gpus=None)
     try:
         read = load_recipe(asked.path, asked.settings)
         found = (_local if asked.where == "local" else _several)(asked, read)
@@ -84,10 +91,9 @@ def _problems(asked: Asked) -> list[Problem]:
     found = []
     for name, value in (("--nodes", asked.nodes), ("--gpus-per-node", asked.gpus)):
         least = 1 if name == "--nodes" else 0
-        if value is not None and value < least:
-            found.append(
-                Problem(where=name, value=value, rule=f"must be at least {least}", hint=f"use {least} or more")
-            )
+        if value is not None and not least <= value <= MOST:
+            near = least if value < least else MOST
+            found.append(Problem(where=name, value=value, rule=f"must be from {least} to {MOST:,}", hint=f"use {near}"))
     if asked.where == "local" and asked.nodes not in (None, 1):
         found.append(
             Problem(where="--nodes", value=asked.nodes, rule="local is one machine", hint="use torchrun or slurm")
@@ -183,6 +189,9 @@ def _without(words: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _checked(launch: Launch, words: list[str], *, world: int | None) -> Launch | list[Problem]:
     """`launch` with the recipe as its ranks read it, or what is wrong with that."""
+    if not RANKS.allows(launch.nodes * launch.ranks):
+        rule = f"makes {launch.nodes * launch.ranks:,} ranks, more than any cluster has"
+        return [Problem(where="--nodes", value=launch.nodes, rule=rule, hint="use fewer nodes")]
     pods = launch.where == "kubernetes"
     more = [*words, "--checkpoint.fall_back", "true", "--launch.device", launch.device]
     more += ["--run.folder", "/runs", "--data.cache", "/runs/cache"] if pods else []

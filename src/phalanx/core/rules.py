@@ -48,10 +48,15 @@ class Limit:
     def hint(self, value: float, default: object) -> str:
         """A legal value nearby: the bound that was passed, or the default where the bound itself is illegal."""
         if self.least is not None and value < self.least:
-            return f"use {self.least:g}"
+            return f"use {_plain(self.least)}"
         if value > (top := self.ceiling if self.most is None else self.most):
-            return f"use {top:g}"
+            return f"use {_plain(top)}"
         return f"the default is {show(default)}" if default is not None else "leave it out"
+
+
+def _plain(bound: float) -> str:
+    """As a setting takes it: a whole number without an exponent."""
+    return str(int(bound)) if bound == int(bound) else f"{bound:g}"
 
 
 POSITIVE = Limit(above=0)

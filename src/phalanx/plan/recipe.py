@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
-from phalanx.core.rules import value_of
+from phalanx.core.rules import RANKS, value_of
 from phalanx.core.samples import num_rounds
 from phalanx.core.settings import describe_settings
 from phalanx.plan.mapping import AnyFolding, Folding, StagedFolding, folding_problems, parse_stages, resolve_mapping
@@ -37,7 +37,7 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
 
     Meant as the `check` of `core.recipe.load_recipe`: ``load_recipe(path, overrides, check=lambda r: run_problems(r, world=4))``.
     """
-    if world < 1:
+    if not RANKS.allows(world):
         return []  # launch.ranks has its own problem
     try:
         spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
