@@ -296,6 +296,17 @@ def test_kubernetes_objects_fit_together(tmp_path: Path, which: str) -> None:
     assert loaded.resilience.wanted == loaded.launch.ranks * job["completions"] and loaded.launch.keep_service
 
 
+@pytest.mark.skipif(find_spec("yaml") is None, reason="no YAML parser here")
+def test_the_recipe_of_a_config_map_is_the_file(tmp_path: Path) -> None:
+    """With its indentation and its comments; what is "auto" is for the pods to say, not for the machine that writes it."""
+    text = '  [model]\n  preset = "tiny"\n# nvidia.com/gpu: as many as ranks\n\n[train]\nsteps = 5\n'
+    (tmp_path / "own.toml").write_text(text)
+    launch = launch_of(where="kubernetes", path=str(tmp_path / "own.toml"), gpus=4)
+    assert objects_of(script_of(launch))["ConfigMap"]["data"]["recipe.toml"].rstrip() == text.rstrip()
+    launch = launch_of(where="kubernetes", path="laptop", gpus=4, settings=("--train.global_batch", "64"))
+    assert 'dtype = "auto"' in objects_of(script_of(launch))["ConfigMap"]["data"]["recipe.toml"]
+
+
 def started_by(script: str, recipe: Path) -> list[str]:
     """The words of what pod 0 becomes."""
     shown = script.replace("exec ", "printf '%s\\n' ").replace("/recipe/recipe.toml", shlex.quote(str(recipe)))

@@ -21,7 +21,7 @@ from page_help import serving
 
 from phalanx.cli import runs as runs_command, watch as watch_command
 from phalanx.cli.main import main
-from phalanx.core.events import Collective, ExpertLoads, Operation, StepRecorded, TeamFormed
+from phalanx.core.events import Collective, ExpertLoads, Note, Operation, StepRecorded, TeamFormed, WentBack
 from phalanx.observe import JsonlSink, differences, recipe_values
 from phalanx.observe.page import PageServer, find_runs, is_loopback
 from phalanx.observe.page.mapping import holders, read_label
@@ -201,6 +201,7 @@ def test_no_address_reaches_the_disk(server: PageServer, path: str) -> None:
         "/changes?of=r1:a:b:c:d",
         "/?" + "&".join(f"a{i}=1" for i in range(50)),
         "/run/r1/experts?layer=1e3",
+        "http://[",
     ],
 )
 def test_what_cannot_be_asked_is_refused(server: PageServer, path: str) -> None:
@@ -308,6 +309,28 @@ def test_what_is_new_and_what_was_there_is_the_whole(tmp_path: Path, steps: int)
         assert joined(curves, news["curves"]) == whole["curves"]["mean"]
     else:
         assert news["curves"] == whole["curves"], "of another width all is sent"
+
+
+@pytest.mark.parametrize("went_back", [True, False])
+def test_what_is_another_now_is_sent_again(tmp_path: Path, went_back: bool) -> None:
+    """Steps that training went back behind, and a run that began anew in the same folder."""
+    folder = log(tmp_path / "run", *list(a_run(40))[:-1], Note(level="info", text="before"))
+    view = RunView(folder, id="r1")
+    view.open()
+    before = view.snapshot()
+    if went_back:
+        back = WentBack(history=1, step=20, from_step=40, why="", damaged=(), abandoned=())
+        log(folder, back, *(replace(ended(s), loss=9.0) for s in range(21, 31)))
+    else:
+        (folder / "events" / "rank-0.jsonl").unlink()
+        log(folder, started(), *(replace(ended(s), loss=9.0) for s in range(1, 11)), Note(level="info", text="after"))
+    while view.advance():
+        pass
+    news = view.snapshot(known=before["version"], width=1, first=40)
+    whole = view.snapshot()
+    assert news["version"] > before["version"]
+    assert news["curves"] == whole["curves"] and whole["curves"]["mean"]["loss"][-10:] == [9.0] * 10
+    assert news["notes"] == whole["notes"] and (went_back or [n["text"] for n in news["notes"]] == ["after"])
 
 
 def test_a_browser_waits_for_news(server: PageServer) -> None:
@@ -537,6 +560,20 @@ def test_runs_are_found_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["runs", str(tmp_path / "empty")]) == 0
 
 
+def test_a_log_that_says_odd_things_leaves_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder without a log yet, and validations that are no numbers."""
+    log(tmp_path / "one", *a_run(30))
+    (tmp_path / "begun" / "events").mkdir(parents=True)
+    for name, loss in (("text", '"bad"'), ("list", "[1]")):
+        log(tmp_path / name, started(), ended(1))
+        with (tmp_path / name / "events" / "rank-0.jsonl").open("a") as file:
+            file.write(f'{{"kind":"Validated","time_s":{time.time()},"step":1,"loss":{loss},"seconds":1}}\n')
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "30/30" in capsys.readouterr().out
+    with serving(below=tmp_path) as server:
+        assert {r["folder"] for r in get(server, "/runs")["runs"]} == {"one", "begun", "text", "list"}
+
+
 def test_long_texts_do_not_squeeze_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log(tmp_path / ("a" * 60), started(folding="tp8.cp4.dp64.pp16|etp2.ep64.edp16.pp16"), ended(123456))
     runs_command.main([str(tmp_path)])
@@ -596,6 +633,13 @@ def test_the_command_prints_what_to_open_and_warns(
     assert main(["watch", str(folder), "--port", "0", "--address", address]) == 0
     said = capsys.readouterr().out
     assert "/?token=" in said and ("not encrypted" in said) is warned
+
+
+def test_a_run_that_is_named_twice_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log(tmp_path / "runs" / "one", *a_run(3))
+    monkeypatch.chdir(tmp_path)
+    with serving(Path("runs/one"), tmp_path / "runs" / "one", below=Path("runs")) as server:
+        assert get(server, "/first") == {"ids": ["r1"], "all": ["r1"]}
 
 
 def test_runs_that_appear_later_are_found(tmp_path: Path) -> None:

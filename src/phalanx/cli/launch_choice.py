@@ -59,10 +59,8 @@ class Launch:
     """Why it is elastic or not, in a line."""
     settings: tuple[str, ...]
     """What is handed on to `phalanx train`, without what the script says by itself."""
-    read: Recipe
-    """The recipe with the command line's settings."""
     recipe: Recipe
-    """The same as the ranks will get it."""
+    """As the ranks will get it."""
 
     @property
     def mode(self) -> str:
@@ -179,7 +177,7 @@ def _launch(asked: Asked, read: Recipe, *, elastic: bool) -> Launch:
     device = "cuda" if gpus else read.launch.device if here and asked.gpus is None else "cpu"
     return Launch(
         where=asked.where, path=asked.path, nodes=asked.nodes or (1 if here else 2), gpus=gpus, ranks=gpus or read.launch.ranks,
-        device=device, elastic=elastic, why="", settings=_without(asked.settings, OWN if elastic else OWN[:3]), read=read, recipe=read,
+        device=device, elastic=elastic, why="", settings=_without(asked.settings, OWN if elastic else OWN[:3]), recipe=read,
     )  # fmt: skip
 
 

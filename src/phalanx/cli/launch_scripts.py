@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx.cli.launch_choice import Launch
-from phalanx.core.recipe import dump_recipe
+from phalanx.core.recipe import recipe_file
 
 TEMPLATES = Path(__file__).parents[1] / "launch"
 NAMES = {
@@ -33,7 +33,8 @@ def script_of(launch: Launch) -> str:
     """The filled template."""
     text = (TEMPLATES / NAMES[launch.where, launch.elastic]).read_text()
     if launch.where == "kubernetes":
-        return fill(with_recipe(text, _recipe_text(launch)), _kubernetes(launch))
+        recipe = recipe_file(Path(launch.path)).read_text(encoding="utf-8")
+        return with_recipe(fill(text, _kubernetes(launch)), recipe)
     return fill(text, _shell(launch))
 
 
@@ -56,11 +57,11 @@ def fill(text: str, lines: Mapping[str, str]) -> str:
 
 def with_recipe(text: str, recipe: str) -> str:
     """`text` with `recipe` as the block of `recipe.toml`."""
-    head, mark, rest = text.partition("  recipe.toml: |\n")
+    head, mark, rest = text.partition("  recipe.toml: |2\n")
     _, end, rest = rest.partition("---\n")
     if not mark or not end:
         raise ValueError("the template has no block recipe.toml")
-    block = "".join(f"    {line}".rstrip() + "\n" for line in recipe.splitlines())
+    block = "".join(f"    {line}".rstrip() + "\n" for line in recipe.split("\n"))
     return head + mark + block + end + rest
 
 
@@ -109,9 +110,3 @@ def _kubernetes(launch: Launch) -> dict[str, str]:
     if launch.gpus:
         lines["# nvidia.com/gpu: "] = f"nvidia.com/gpu: {launch.gpus}"
     return lines
-
-
-def _recipe_text(launch: Launch) -> str:
-    """The file as it is, with its comments; of one that comes with Phalanx what it says."""
-    path = Path(launch.path)
-    return path.read_text() if path.is_file() else dump_recipe(launch.read)

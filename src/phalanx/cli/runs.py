@@ -71,7 +71,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _number(value: Any) -> str:
-    return "" if value is None else f"{value:.4f}"
+    return f"{value:.4f}" if isinstance(value, int | float) else ""  # what a log says may be anything
 
 
 def _short(seconds: float) -> str:

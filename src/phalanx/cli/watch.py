@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     below = args.folder if args.folder is not None else None if args.run else Path("runs")
     raise_if(_problems(args.run, below, args.port), ConfigError, subject="the arguments")
-    server = _listen(args.address, args.port, folders=[p.absolute() for p in args.run], below=below)
+    server = _listen(args.address, args.port, folders=args.run, below=below)
     console = Console()
     if not is_loopback(args.address):
         text = f"warning: whoever reaches {args.address} and knows the token can read these runs, and the connection is not encrypted; `ssh -L {server.server_address[1]}:localhost:{server.server_address[1]} HOST` is"

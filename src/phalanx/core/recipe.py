@@ -30,7 +30,7 @@ from phalanx.core.settings import (
 
 __all__ = [
     "EFFECTS", "LIMITS", "Effect", "Limit", "Setting", "describe_settings", "dump_recipe", "inert_settings",
-    "load_recipe", "native_dtype", "recipe_problems", "value_of",
+    "load_recipe", "native_dtype", "recipe_file", "recipe_problems", "value_of",
 ]  # fmt: skip
 
 Check = Callable[[Recipe], Sequence[Problem]]
@@ -177,7 +177,7 @@ def _read_file(reading: _Reading, path: Path) -> None:
                 _take_key(reading, path, f"{section}.{key}", value)
 
 
-def _found(path: Path) -> Path:
+def recipe_file(path: Path) -> Path:
     """The file that `path` names: the reader's own, else one that comes with Phalanx (`laptop`, or `recipes/laptop.toml`)."""
     if path.parent == Path("recipes") and not path.parent.is_dir():
         return PACKAGED / path.name
@@ -188,10 +188,10 @@ def _found(path: Path) -> Path:
 def _parse_file(reading: _Reading, path: Path) -> dict[str, object] | None:
     """The file's table, or None after saying why there is none."""
     try:
-        return parse_toml(read_text(_found(path), most=MOST_TOML), where=str(path))
+        return parse_toml(read_text(recipe_file(path), most=MOST_TOML), where=str(path))
     except FileNotFoundError:
         is_name = path.name == str(path) and not path.suffix
-        folder = PACKAGED if is_name else _found(path).parent
+        folder = PACKAGED if is_name else recipe_file(path).parent
         beside = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
         hint = nearest(path.name, beside) if beside else f"there is no recipe in {path.parent}"
         if is_name:

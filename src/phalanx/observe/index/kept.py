@@ -46,6 +46,7 @@ class RunIndex:
 
     def __init__(self, folder: Path) -> None:
         self.files = LogFiles(folder)
+        self.version = self.revised = -1
         self.forget()
 
     def forget(self) -> None:
@@ -63,8 +64,10 @@ class RunIndex:
         """Steps below `last_step` that no log has told of."""
         self.voids: list[tuple[float, int]] = []
         """(when, steps committed): steps above that were told until then are void."""
-        self.version = 0
+        self.version += 1
         """Grows with whatever is read."""
+        self.revised = self.version
+        """The version in which something was changed that older ones had: forgotten, void, or a step told late."""
         self.touched: dict[str, int] = {}
         """List of `course` -> version in which it was changed last."""
         self.elastic = False
@@ -93,7 +96,6 @@ class RunIndex:
                     yield done, todo
         except ChangedLogError:
             self.forget()
-            self.version += 1
             yield 0, 1
 
     def update(self) -> bool:
@@ -173,6 +175,8 @@ class RunIndex:
             self.last_step = step
             if self.course.ended is not None and at > self.course.ended["at"]:
                 self.course.ended = None
+        else:
+            self.revised = self.version
         self.missing.discard(step)
         loads, values = _figures(record)
         self.curves.add(step, at, values)
@@ -195,6 +199,7 @@ class RunIndex:
         self.voids = [*self.voids[-200:], (at, step)]
         if step >= self.last_step:
             return
+        self.revised = self.version
         gone = self.curves.void(step, until_s=at)
         self.course.void(step, until_s=at)
         self.touched["validations"] = self.version

@@ -65,7 +65,7 @@ class PageServer(ThreadingHTTPServer):
         self._by_folder: dict[Path, str] = {}
         self._summaries: tuple[float, list[dict[str, Any]]] = (-1e9, [])
         self._peeked: dict[str, tuple[float, dict[str, Any]]] = {}
-        self._folders, self._below = list(folders), below
+        self._folders, self._below = [f.absolute() for f in folders], None if below is None else below.absolute()
         self._news, self._over = threading.Condition(), threading.Event()
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._lists = threading.Lock()
@@ -237,11 +237,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         if len(self.headers.get_all("Host") or []) != 1 or not self._names_us(self.headers["Host"]):
             return self._text(421, "this server has another name")
-        parts = urlsplit(self.path)
         try:
+            parts = urlsplit(self.path)
             query = {k: v[-1] for k, v in parse_qs(parts.query, max_num_fields=20).items()}
         except ValueError:
-            return self._text(400, "too much was asked")
+            return self._text(400, "this cannot be asked")
         if parts.path == "/" and "token" in query:
             return self._first_visit(query["token"])
         if not self._has_token():

@@ -93,6 +93,8 @@ class RunView:
         """The run. `known`, `width`, `first`: the version, the steps of a group, and the first step of the last group that the browser has; as they are: all is sent."""
         with self._lock:
             index = self.index
+            if known < index.revised:  # of what the browser has, something is another now
+                known = width = 0
             same_width = width > 0 and index.curves.group_width(GROUPS) == width
             curves = self._curves(GROUPS, first=first, group=width) if same_width else self._curves(GROUPS, first=1)
             layers = index.layers
@@ -186,8 +188,10 @@ def peek(folder: Path, *, id: str) -> RunView:
         return view
     files = LogFiles(folder)
     with contextlib.suppress(OSError):
-        name = files.names()[0]
-        with files.open(name) as handle:
+        names = files.names()
+        if not names:
+            return view
+        with files.open(names[0]) as handle:
             size = os.fstat(handle).st_size
             parts = [os.pread(handle, PEEK_BYTES, 0)]
             if size > PEEK_BYTES:
