@@ -201,7 +201,9 @@ def test_a_wheel_with_one_wrong_byte_is_refused_by_name(tmp_path: Path) -> None:
     whole = wheel.read_bytes()
     lock.write_text(f"spoiled==1.0 \\\n    --hash=sha256:{hashlib.sha256(whole).hexdigest()}\n")
     words = re.search(
-        r"^\$pip (--require-hashes --requirement) \"\$lock\"$", (ROOT / "scripts/make-env.sh").read_text(), re.MULTILINE
+        r"^\$pip (--no-deps --require-hashes --requirement) \"\$lock\"$",
+        (ROOT / "scripts/make-env.sh").read_text(),
+        re.MULTILINE,
     )
     assert words
     where = ["--no-index", "--find-links", str(tmp_path), "--target", str(tmp_path / "there"), "--no-cache-dir"]
