@@ -21,8 +21,6 @@ GPUS = 8
 """Of a node, where neither the command line nor the recipe says otherwise."""
 OWN = ("launch.ranks", "launch.device", "resilience.heal", "resilience.mode")
 """Settings that the script gives by its own lines."""
-
-
 MOST = 100_000
 """Nodes, and GPUs of each."""
 
@@ -71,8 +69,12 @@ def choose(asked: Asked) -> Launch:
     """Raises `ConfigError` with all that is wrong."""
     problems = _problems(asked)
     found: Launch | list[Problem] = []
-    if problems:  # the next ones would be of numbers that nobody means
-        asked = replace(asked, nodes=None, gpus=None)
+    wrong = {p.where for p in problems}  # of such a number further ones would be told that nobody means
+    asked = replace(
+        asked,
+        nodes=None if "--nodes" in wrong else asked.nodes,
+        gpus=None if "--gpus-per-node" in wrong else asked.gpus,
+    )
     try:
         read = load_recipe(asked.path, asked.settings)
         found = (_local if asked.where == "local" else _several)(asked, read)

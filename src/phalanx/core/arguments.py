@@ -16,7 +16,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeVar, cast, overload
+from typing import Any, Literal, NoReturn, TypeVar, cast, get_type_hints, overload
 
 from phalanx.core.errors import ConfigError, Problem, nearest
 
@@ -115,21 +115,24 @@ def read_words(
 def read_words(
     kind: type[Any], words: Sequence[str], *, prog: str, description: str | None, others: bool = False
 ) -> Any:
-    """The words as a `kind`, a dataclass that tyro reads. `others`: words that it does not know are returned too. Raises `ConfigError`; `--help` prints, and exits."""
+    """The words as a `kind`, a dataclass that tyro reads. `others`: words that it does not know are returned too. Raises `ConfigError`; `--help` prints, and exits.
+
+    tyro says what is wrong in a drawn box: its words are taken, the box is not.
+    """
     import tyro
 
-    if others:
-        return _by_tyro(
-            kind,
-            words,
-            prog,
-            description,
-            lambda: tyro.cli(kind, args=words, prog=prog, description=description, return_unknown_args=True),
-            others=True,
-        )
-    return _by_tyro(
-        kind, words, prog, description, lambda: tyro.cli(kind, args=words, prog=prog, description=description)
-    )
+    if "--help" in words or "-h" in words:
+        _print_help(_as_argparse(kind, prog, description))
+        raise SystemExit(0)
+    told, parse = io.StringIO(), cast(Callable[..., Any], tyro.cli)  # its overloads know no bool
+    try:
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
+            return parse(kind, args=words, prog=prog, description=description, return_unknown_args=others)
+    except SystemExit as stop:
+        lines = [re.sub(r"[─│╭╮╰╯|+]|-{3,}", " ", line).strip() for line in told.getvalue().splitlines()]
+        parser, text = _as_argparse(kind, prog, description), "\n".join(filter(None, lines))
+        unknown = [] if others else _not_options(words, parser)
+        raise ConfigError(unknown or _problems(text, parser), subject="the arguments") from stop
 
 
 def run_subcommand(
@@ -150,39 +153,9 @@ def run_subcommand(
         problem = Problem(where="COMMAND", value=name, rule=f"is none of {prog}", hint=nearest(name, commands))
         raise ConfigError([problem], subject="the arguments")
     function = commands[name]
-    (kind,) = (hint for key, hint in _hints(function).items() if key != "return")
+    (kind,) = (hint for key, hint in get_type_hints(function).items() if key != "return")
     description = " ".join((function.__doc__ or "").split())
     return function(read_words(kind, words[1:], prog=f"{prog} {name}", description=description))
-
-
-def _hints(function: Callable[..., int]) -> dict[str, Any]:
-    import typing
-
-    return typing.get_type_hints(function)
-
-
-def _by_tyro(
-    kind: type[Any],
-    words: Sequence[str],
-    prog: str,
-    description: str | None,
-    parse: Callable[[], Any],
-    *,
-    others: bool = False,
-) -> Any:
-    """What `parse` returns. tyro says what is wrong in a drawn box: its words are taken, the box is not."""
-    if "--help" in words or "-h" in words:
-        _print_help(_as_argparse(kind, prog, description))
-        raise SystemExit(0)
-    told = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
-            return parse()
-    except SystemExit as stop:
-        lines = [re.sub(r"[─│╭╮╰╯|+]|-{3,}", " ", line).strip() for line in told.getvalue().splitlines()]
-        parser, text = _as_argparse(kind, prog, description), "\n".join(filter(None, lines))
-        unknown = [] if others else _not_options(words, parser)
-        raise ConfigError(unknown or _problems(text, parser), subject="the arguments") from stop
 
 
 def _as_argparse(kind: type[Any], prog: str, description: str | None) -> argparse.ArgumentParser:
@@ -205,19 +178,23 @@ def _print_help(parser: argparse.ArgumentParser) -> None:
 
 def _not_options(words: Sequence[str], parser: argparse.ArgumentParser) -> list[Problem]:
     known = [word for action in parser._actions for word in action.option_strings]
+    names = [word.partition("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)]
+    long = [word for word in known if word.startswith("--")]
     return [
-        _unknown(word, known, "")
-        for word in words
-        if re.match(r"--?[A-Za-z]", word) and word.partition("=")[0].replace("_", "-") not in known
+        Problem(where=name, value=None, rule="is not an option", hint=nearest(name, long))
+        for name in names
+        if name.replace("_", "-") not in known
     ]
 
 
 def _problems(message: str, parser: argparse.ArgumentParser) -> list[Problem]:
     """What argparse or tyro says, as problems of the words that it speaks of."""
-    known = [word for action in parser._actions for word in action.option_strings]
     also = f"{parser.prog} --help says more"
     if found := re.search(r"(?:unrecognized arguments|Unrecognized options):\s*(\S+)", message):
-        return [_unknown(found[1].rstrip(","), known, also)]
+        word = found[1].rstrip(",")
+        return _not_options([word], parser) or [
+            Problem(where="arguments", value=word, rule="is a word too many", hint=also)
+        ]
     if found := re.search(r"the following arguments are required:\s*(.+)", message, re.S):
         return [_missing(name, parser, also) for name in found[1].split(", ")]
     if re.search(r"^Missing from", message, re.M):
@@ -239,15 +216,6 @@ def _problems(message: str, parser: argparse.ArgumentParser) -> list[Problem]:
 
 def _not_of(name: str, value: str, legal: Sequence[str]) -> Problem:
     return Problem(where=name, value=value, rule=f"must be one of {', '.join(legal)}", hint=nearest(value, legal))
-
-
-def _unknown(word: str, known: Sequence[str], also: str) -> Problem:
-    if not word.startswith("-"):
-        return Problem(where="arguments", value=word, rule="is a word too many", hint=also)
-    name = word.partition("=")[0]
-    return Problem(
-        where=name, value=None, rule="is not an option", hint=nearest(name, [k for k in known if k.startswith("--")])
-    )
 
 
 def _missing(name: str, parser: argparse.ArgumentParser, also: str) -> Problem:

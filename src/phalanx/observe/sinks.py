@@ -82,17 +82,16 @@ class Sinks:
         self._lock = threading.RLock()
         self._started: RunStarted | None = None
         self._watched, self._taken = watched, False
-        self._opening: threading.Thread | None = None
         self._not_needed = threading.Event()
-        self._waiting: list[Event] = []
-        """Events for the sinks that open."""
+        self._waiting: list[Event] | None = None
+        """Events for the sinks that open; None: none does."""
         self._added: Sequence[Sink] = ()
 
     def __call__(self, event: Event, /) -> None:
         with self._lock:
             if isinstance(event, RunStarted):
                 self._started = event
-            if self._opening is not None and len(self._waiting) < OPENING_EVENTS:
+            if self._waiting is not None and len(self._waiting) < OPENING_EVENTS:
                 self._waiting.append(event)
             for sink in tuple(self._sinks):
                 self._guarded(sink, partial(sink.write, event))
@@ -105,7 +104,7 @@ class Sinks:
     @property
     def is_watched(self) -> bool:
         """Whether what a person watches is here, or being opened."""
-        return self._watched
+        return self._watched or self._taken
 
     @property
     def has_taken_place(self) -> bool:
@@ -115,15 +114,12 @@ class Sinks:
     def take_place(self, open_watched: Callable[[], Sequence[Sink]]) -> None:
         """Opens what a person watches in the place of a rank that is lost, in a thread, after `PLACE_S`. It is told how the run started, and all events from now on."""
         with self._lock:
-            if self._watched:
+            if self.is_watched:
                 return
-            self._watched = self._taken = True
+            self._taken, self._not_needed = True, threading.Event()
             self._waiting = [] if self._started is None else [self._started]
-            self._not_needed = threading.Event()
-            self._opening = threading.Thread(
-                target=self._open, args=(open_watched, self._not_needed), name="sinks", daemon=True
-            )
-            self._opening.start()
+            args = (open_watched, self._not_needed)
+            threading.Thread(target=self._open, args=args, name="sinks", daemon=True).start()
 
     def _open(self, open_watched: Callable[[], Sequence[Sink]], not_needed: threading.Event) -> None:
         added: Sequence[Sink] = ()
@@ -136,20 +132,19 @@ class Sinks:
             if not_needed.is_set():
                 _close_aside(added)
                 return
-            self._opening = None
             self._failures |= dict.fromkeys((s.name for s in added), 0)
             self._sinks += added
             self._added = added
-            for event in self._waiting:
+            for event in self._waiting or ():
                 for sink in added:
                     self._guarded(sink, partial(sink.write, event))
-            self._waiting = []
+            self._waiting = None
 
     def give_place_back(self) -> None:
         """Closes what `take_place` opened: the other rank is back."""
         with self._lock:
             self._not_needed.set()
-            self._watched, self._taken, self._opening, self._waiting = False, False, None, []
+            self._taken, self._waiting = False, None
             self._sinks = [sink for sink in self._sinks if sink not in self._added]
             _close_aside(self._added)
             self._added = ()

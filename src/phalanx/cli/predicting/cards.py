@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,9 +107,14 @@ def check_card(recipe: Recipe, spec: ModelSpec, *, world: int, peak_bytes: int, 
             f"verdict      fits: {needed} of the {room} that {card.name} leaves for tensors (predicted, not measured)"
         )
     found = nearest_fit(recipe, spec, world=world, room=card.room_bytes, peak=peak)
-    hint = f"{found.words} takes {format_bytes(found.peak_bytes)}" if found else "use more GPUs, or a smaller model"
+    hint = way_out(found, "use more GPUs, or a smaller model")
     rule = f"does not fit: {card.name} leaves {room} for tensors"
     raise ConfigError([Problem(where="memory of a rank", value=needed, rule=rule, hint=hint)], subject="the dry run")
+
+
+def way_out(found: FittingRun | None, otherwise: str) -> str:
+    """The run that would fit, as a hint; `otherwise` where none does."""
+    return otherwise if found is None else f"{shlex.join(found.words.split())} takes {format_bytes(found.peak_bytes)}"
 
 
 def nearest_fit(recipe: Recipe, spec: ModelSpec, *, world: int, room: int, peak: Peak) -> FittingRun | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import replace
 
-from phalanx.cli.predicting.cards import nearest_fit, smallest_card
+from phalanx.cli.predicting.cards import nearest_fit, smallest_card, way_out
 from phalanx.cli.predicting.dry_run import available_bytes, machine_here, peak_bytes, tokenizer_vocab
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PhalanxError, Problem
@@ -50,7 +49,7 @@ def _card_problems(recipe: Recipe) -> list[Problem]:
     if needed <= DOUBT * card.room_bytes:
         return []
     found = nearest_fit(recipe, spec, world=world, room=card.room_bytes, peak=peak)
-    way = f"{found.words} takes {format_bytes(found.peak_bytes)}" if found else "use more GPUs, or a smaller model"
+    way = way_out(found, "use more GPUs, or a smaller model")
     rule = f"is more than the {format_bytes(card.room_bytes)} that {card.name} leaves for tensors (predicted)"
     where = "memory of a rank"
     return [Problem(where=where, value=format_bytes(needed), rule=rule, hint=f"{way}; --force starts it all the same")]
@@ -65,7 +64,7 @@ def memory_problems(recipe: Recipe, *, with_hint: bool = True) -> list[Problem]:
         return []
     ranks = recipe.launch.ranks
     rule = f"is more than the {format_bytes(available)} that are available: the system would end this run in its middle"
-    hint = f"{_way_out(recipe, available)}--force starts it all the same" if with_hint else ""
+    hint = f"{_way_out(recipe, available)}; --force starts it all the same" if with_hint else ""
     where = f"memory of {ranks} rank{'s' if ranks > 1 else ''}"
     return [Problem(where=where, value=format_bytes(needed), rule=rule, hint=hint)]
 
@@ -79,8 +78,4 @@ def _way_out(recipe: Recipe, available: int) -> str:
     found = nearest_fit(
         whole, spec, world=whole.launch.ranks, room=available, peak=lambda other: needed_bytes(other) or available + 1
     )
-    return (
-        f"{shlex.join(found.words.split())} takes {format_bytes(found.peak_bytes)}; "
-        if found is not None
-        else "lower train.seq_len, or take a smaller model; "
-    )
+    return way_out(found, "lower train.seq_len, or take a smaller model")
