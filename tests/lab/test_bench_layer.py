@@ -298,7 +298,7 @@ def test_a_small_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             assert math.isfinite(of[key])
     sent = result["sent_bytes"]
     more = {d: sent["coarse:8"][d] - sent["coarse:2"][d] for d in ("forward", "forward_backward")}
-    assert more == dict.fromkeys(more, 6 * 8 * 4)  # no row twice: counts of six more chunks
+    assert more == dict.fromkeys(more, 6 * 8 * 8)  # no row twice: int64 counts of eight experts, of six more chunks
     assert 2 * 64 * 64 * 4 < sent["serial"]["forward"] < 1.05 * 2 * 64 * 64 * 4 + 1024
     assert "coarse:8" in capsys.readouterr().out
 

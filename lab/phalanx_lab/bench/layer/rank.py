@@ -193,7 +193,7 @@ class BenchLayer:
         """The messages of one direction, one after the other: counts, rows and weights there, rows back; the gradients of these."""
         comms, axis, sent = self.place.comms, self.place.axis, self.messages[method]
         if not backward:
-            comms.all_gather(torch.zeros(self.shape.experts, dtype=torch.int32), axis)
+            comms.all_gather(torch.zeros(self.shape.experts, dtype=torch.int64), axis)
             comms.all_to_all_raw(sent.weights_there, axis, sent.sends, sent.receives, "")
         comms.all_to_all_raw(sent.rows_there, axis, sent.sends, sent.receives, "")
         comms.all_to_all_raw(sent.rows_back, axis, sent.receives, sent.sends, "")
