@@ -16,7 +16,7 @@ from tiers import times
 
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError
-from phalanx.data.chat import ChatEncoder, template_of
+from phalanx.data.chat import CHATML_TEMPLATE, ChatEncoder, ChatML, template_of
 from phalanx.data.formats import Document
 from phalanx.data.loader import Loader
 from phalanx.data.packing import IGNORE, TokenStream, fit, pack
@@ -456,3 +456,26 @@ def test_the_windows_are_as_few_as_fit() -> None:
     fitted = fit(np.array([7, 2, 5, 4, 3, 11]), np.ones(6, np.int64), seq_len=10)
     groups = [sorted(fitted.documents[a:b].tolist()) for a, b in zip(fitted.bounds, fitted.bounds[1:], strict=False)]
     assert groups == [[5], [0, 2], [1, 3, 4]]
+
+
+# --- for other programs, and to ask
+
+
+def test_chatml_for_other_programs_is_our_own() -> None:
+    process = TemplateProcess(ChatTemplate(name="chatml", source=CHATML_TEMPLATE))
+    for ask in (False, True):
+        ours, theirs = ("".join(text for text, _ in r.render(TALK, ask=ask)) for r in (ChatML(), process))
+        assert ours == theirs
+    process.close()
+
+
+@pytest.mark.parametrize("template", [None, QWEN])
+def test_a_prompt_ends_where_an_answer_begins(template: str | None, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(vocabulary(tmp_path))
+    theirs = tokenizers.Tokenizer.from_str(tokenizer._content)
+    chosen = ChatTemplate(name="t.jinja", source=template) if template else None
+    with ChatEncoder(tokenizer, chosen) as encoder:
+        asked = encoder.encode_prompt("Why?<|im_end|>")
+        assert spelled(tokenizer, asked) == "<|im_start|>user\nWhy?<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+        assert (asked == theirs.token_to_id("<|im_end|>")).sum() == 1
+        assert encoder.stops() == {tokenizer.eos_id, theirs.token_to_id("<|im_end|>")}

@@ -26,6 +26,11 @@ from phalanx.data.template import ChatTemplate, Message, NotRenderedError, Secti
 from phalanx.data.tokenizer import CHATML_TOKENS, Tokenizer, parse_choice
 
 CHATML = "chatml"
+CHATML_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML for other programs, which read such templates."""
 _VERSION = 1
 """Raise it whenever the same conversation would give other tokens."""
 
@@ -81,10 +86,6 @@ class ChatEncoder:
             hint = "use data.chat_template = model, or the path of a template"
             problem = Problem(where="data.chat_template", value=CHATML, rule=rule, hint=hint)
             raise DataError([problem], subject="the data section")
-        self.stops = {tokenizer.eos_id}
-        """Ids that end an answer."""
-        if template is None:
-            self.stops.add(int(tokenizer.encode_rendered([CHATML_TOKENS[1]], [True])[0][0]))
         some = "|".join(re.escape(token) for token in controls if len(token) > 1)
         self._spelled = re.compile(f"(?={some})(.)", re.DOTALL) if some else None
         self._blanks = re.compile(f"(?:{some})(\\s+)\\Z") if some else None
@@ -113,11 +114,20 @@ class ChatEncoder:
         ids = iter(self.tokenizer.encode_rendered(flat, first))
         return [_joined([(next(ids), answer) for _, answer in sections]) for sections in rendered]
 
-    def encode_prompt(self, messages: Sequence[Message]) -> NDArray[np.int64]:
-        """Tokens of a conversation whose next message is the answer. Raises `DataError`."""
-        sections = [(text, False) for text, _ in self._sections(messages, ask=True)]
-        found = self.tokenizer.encode_rendered([t for t, _ in sections], [i == 0 for i in range(len(sections))])
-        return _joined([(ids, False) for ids in found])[0]
+    def encode_prompt(self, text: str) -> NDArray[np.int64]:
+        """Tokens of a conversation that a user begins, up to where its answer does. Raises `DataError`."""
+        return self._encode(self._sections((("user", text),), ask=True))[0]
+
+    def stops(self) -> frozenset[int]:
+        """Ids that end an answer: that of the document's end, and the control token that ends a turn. Raises `DataError`."""
+        ids, answers = self._encode(self._sections((("user", "a"), ("assistant", "b"))))
+        ends = [int(i) for i in ids[answers][-1:] if not self.tokenizer.decode([int(i)])]
+        return frozenset((self.tokenizer.eos_id, *ends))
+
+    def _encode(self, sections: Sequence[Section]) -> Encoded:
+        first = [i == 0 for i in range(len(sections))]
+        found = self.tokenizer.encode_rendered([text for text, _ in sections], first)
+        return _joined([(ids, answer) for ids, (_, answer) in zip(found, sections, strict=True)])
 
     def _sections(self, messages: Sequence[Message], *, ask: bool = False) -> list[Section]:
         """What is tokenised piece by piece."""
