@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO
 
 from phalanx.core.errors import DataError, Problem, first_line
 from phalanx.core.reading import load_json, malformed, parse_json, read_text, typed
@@ -378,7 +378,7 @@ def _generation(begin: str, end: str) -> type:
     from jinja2.ext import Extension
 
     class AnswerBlocks(Extension):
-        tags: ClassVar[set[str]] = {"generation"}
+        tags = {"generation"}  # noqa: RUF012  # as its base has it
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
