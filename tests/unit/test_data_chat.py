@@ -269,6 +269,8 @@ def test_every_format_gives_the_same_conversations(tmp_path: Path) -> None:
         loader = Loader(each.train, seq_len=128, global_batch=8, micro_batch=8, seed=1)
         (micro,) = loader.microbatches(0)
         seen.append((micro.tokens.tolist(), micro.labels.tolist(), micro.segments, each.train.num_tokens))
+    for folder in (tmp_path / "cache" / "tokens").glob("[!.]*"):  # the loss of guessing is over answers too
+        assert np.load(folder / "counts.npy").sum() == np.fromfile(folder / "answers.bin", np.uint8).sum() > 0
     assert all(each == seen[0] for each in seen) and (np.array(seen[0][1]) != IGNORE).any()
     assert len({each.fingerprint for each in found}) == len(found)
 

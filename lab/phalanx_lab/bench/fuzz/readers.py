@@ -622,7 +622,7 @@ def _read_talks(path: Path) -> None:
 
 def _talks() -> list[FuzzReader]:
     said = [{"role": "user", "content": TEXT, "tool_calls": None}, {"role": "assistant", "content": "ab"}]
-    rows = [{"messages": said[: 1 + i % 2] * (1 + i % 3), "n": i} for i in range(30)]
+    rows: list[dict[str, Any]] = [{"messages": said[: 1 + i % 2] * (1 + i % 3), "n": i} for i in range(30)]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     table = pa.Table.from_pylist(
         [{"messages": [{k: m[k] for k in ("role", "content")} for m in row["messages"]]} for row in rows]
