@@ -333,9 +333,14 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     write_text(shared / "other", files=5)
     records = [{"text": "some text " * 20 + str(i), "body": "another body " * 30 + str(i)} for i in range(40)]
     (shared / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    talks = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"some text {i}"}]} for i in range(40)]
+    talks = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"some text {i}"}]}
+        for i in range(40)
+    ]
     (shared / "talks.jsonl").write_text("".join(json.dumps(t) + "\n" for t in talks))
-    (shared / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    (shared / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     (shared / "loads.json").write_text(json.dumps([9, 1, 1, 1, 1, 1, 1, 1]))
     _write_tokenizer(shared / "tokenizer.json")
     found = {
