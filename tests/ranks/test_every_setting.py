@@ -158,6 +158,7 @@ TRIES: dict[str, Try] = {
     "data.weights": Try(value="[1, 5]", beside={"data.sources": '["{text}", "{other}"]'}),
     "data.tokenizer": Try(value="bpe:300"),
     "data.text_field": Try(value="body", beside={"data.sources": '["{records}"]'}),
+    "data.chat_template": Try(value="{chat}", beside={"data.sources": '["{talks}"]', "data.tokenizer": "bpe:300", "data.chat_template": "chatml", "train.seq_len": "64"}),
     "data.eos_token": Try(value="b", beside={"data.tokenizer": "{tokenizer}", "data.eos_token": "a"}),
     "data.builtin_bytes": Try(value="300000", beside={"data.sources": '["builtin:python"]', "data.builtin_bytes": "200000"}),
     "data.cache": Try(value="{folder}/cache"),
@@ -332,10 +333,18 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     write_text(shared / "other", files=5)
     records = [{"text": "some text " * 20 + str(i), "body": "another body " * 30 + str(i)} for i in range(40)]
     (shared / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    talks = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"some text {i}"}]}
+        for i in range(40)
+    ]
+    (shared / "talks.jsonl").write_text("".join(json.dumps(t) + "\n" for t in talks))
+    (shared / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     (shared / "loads.json").write_text(json.dumps([9, 1, 1, 1, 1, 1, 1, 1]))
     _write_tokenizer(shared / "tokenizer.json")
     found = {
-        "text": shared / "text", "other": shared / "other", "records": shared / "records.jsonl", "cache": shared / "cache",
+        "text": shared / "text", "other": shared / "other", "records": shared / "records.jsonl", "talks": shared / "talks.jsonl", "chat": shared / "chat.jinja", "cache": shared / "cache",
         "loads": shared / "loads.json", "tokenizer": shared / "tokenizer.json", "port": 19123,
     }  # fmt: skip
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from train_help import phalanx, write_text
 
 from phalanx.core.errors import CheckpointError, ConfigError, DataError, RunError
-from phalanx.data.tokenizer import ByteTokenizer
+from phalanx.data import CHATML_TEMPLATE
+from phalanx.data.tokenizer import CHATML_TOKENS, ByteTokenizer, train_bpe
 from phalanx.plan.mapping.folding import Folding, make_folding
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.groups import GroupCache
@@ -276,6 +277,32 @@ def test_an_imported_run_generates_trains_and_goes_out(folders: dict[str, Path],
     assert len(moved) == 2  # the expert biases were trained too
     again = phalanx("import-hf", str(folders["deepseek_v3"]), *settings)
     assert again.returncode == 2 and "holds checkpoints of steps" in again.stderr
+
+
+def test_a_model_that_talks_otherwise_than_it_came_goes_out_with_its_new_template(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "olmoe").mkdir()
+    for path in folders["olmoe"].iterdir():
+        (tmp_path / "olmoe" / path.name).write_bytes(path.read_bytes())
+    tokenizer = train_bpe(["a b"], vocab_size=64, control_tokens=CHATML_TOKENS)
+    (tmp_path / "olmoe" / "tokenizer.json").write_text(tokenizer)
+    came = {"tokenizer_config.json": '{"chat_template": "x", "bos_token": "b"}', "chat_template.jinja": "y"}
+    for name, content in came.items():
+        (tmp_path / "olmoe" / name).write_text(content)
+    for choice, want in (("model", came), ("chatml", {"tokenizer_config.json": CHATML_TEMPLATE})):
+        run = imported(
+            tmp_path / "olmoe", tmp_path / choice, "--data.sources", "a.jsonl", "--data.chat_template", choice
+        )
+        exported(run, tmp_path / f"{choice}-out")
+        found = {
+            n: (tmp_path / f"{choice}-out" / n).read_text() for n in came if (tmp_path / f"{choice}-out" / n).exists()
+        }
+        if choice == "chatml":
+            told = json.loads(found["tokenizer_config.json"])
+            assert told["bos_token"] == "b"
+            found["tokenizer_config.json"] = told["chat_template"]
+        assert found == want
 
 
 def test_a_run_trained_here_goes_out(tmp_path: Path) -> None:

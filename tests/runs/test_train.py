@@ -294,6 +294,8 @@ def test_generate_reads_any_mapping_in_one_process(finished: tuple[Path, subproc
         (["RUN", "x", "--seed", "-1"], "--seed = -1: must lie between 0 and 2**63 - 1"),
         (["RUN", "\udcff"], r"PROMPT = '\udcff': must be UTF-8 text"),
         (["RUN", "x", "--temperature", "0", "--top-k", "3"], "has no effect with --temperature 0"),
+        (["RUN", "x", "--chat"], "--chat = true: asks for a conversation, and the run was trained on none"),
+        (["RUN", "--chat"], "must say something with --chat"),
         (["RUN", "x", "--step", "5"], "checkpoint.step = 5: there is no such checkpoint; there are checkpoints of steps 4, 8"),
         (["RUNS"], "is not a run folder (it has no recipe.toml); runs next to it: "),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +10,9 @@ from typing import Annotated
 import tyro
 
 from phalanx.core.arguments import read_words
+from phalanx.core.config import DataConfig
 from phalanx.core.errors import ConfigError, Problem, printable, raise_if
-from phalanx.data import Tokenizer
+from phalanx.data import ChatEncoder, Tokenizer, template_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class GenerateArgs:
     """Folder of the run, such as runs/laptop."""
     prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")] = ""
     """Text to go on from. Default: the beginning of a document."""
+    chat: bool = False
+    """The prompt is what a user says, in the run's own data.chat_template; only the answer is printed."""
     tokens: int = 200
     """Tokens to write; less where the model ends the document."""
     temperature: float = 0.8
@@ -41,9 +44,8 @@ def main(args: list[str]) -> int:
     options = read_words(GenerateArgs, args, prog="phalanx generate", description=__doc__)
     shown = None
     for text in continuation(options):
-        print(
-            printable(text[len(shown) :]) if shown is not None else options.prompt + printable(text), end="", flush=True
-        )
+        said = options.prompt if shown is None and not options.chat else ""
+        print(said + printable(text[len(shown or "") :]), end="", flush=True)
         shown = text
     print()
     return 0
@@ -60,15 +62,27 @@ def continuation(options: GenerateArgs) -> Iterator[str]:
     torch.set_num_threads(threads_per_rank(1, options.threads))
     loaded = load_model(options.run, step=options.step)
     tokenizer = loaded.tokenizer
+    prompt, stops = _asked(options.prompt, tokenizer, loaded.recipe.data if options.chat else None)
     new = generate(
         loaded.runner,
-        tokenizer.encode(options.prompt).tolist() or [tokenizer.eos_id],
+        prompt or [tokenizer.eos_id],
         num_tokens=options.tokens,
         window=loaded.recipe.train.seq_len,
         vocab=tokenizer.vocab_size,
         sampling=Sampling(temperature=options.temperature, top_k=options.top_k, seed=options.seed),
     )
-    yield from decoded(new, tokenizer)
+    yield from decoded(new, tokenizer, stops)
+
+
+def _asked(prompt: str, tokenizer: Tokenizer, chat: DataConfig | None) -> tuple[list[int], Collection[int]]:
+    """Tokens of the prompt, and those that end what follows. `chat`: of the run whose conversations it is one of."""
+    if chat is None:
+        return tokenizer.encode(prompt).tolist(), (tokenizer.eos_id,)
+    if chat.chat_template is None:
+        rule = "asks for a conversation, and the run was trained on none: it has no data.chat_template"
+        raise ConfigError([Problem(where="--chat", value=True, rule=rule, hint="leave it out")], subject="the command")
+    with ChatEncoder(tokenizer, template_of(chat)) as encoder:
+        return encoder.encode_prompt(prompt).tolist(), encoder.stops()
 
 
 def problems(options: GenerateArgs) -> list[Problem]:
@@ -78,6 +92,7 @@ def problems(options: GenerateArgs) -> list[Problem]:
         ("--temperature", options.temperature, options.temperature >= 0, "must not be negative", "use 0.8"),
         ("--top-k", options.top_k, options.top_k >= 0, "must not be negative", "use 50"),
         ("--seed", options.seed, 0 <= options.seed < 2**63, "must lie between 0 and 2**63 - 1", "use 0"),
+        ("PROMPT", options.prompt, bool(options.prompt) or not options.chat, "must say something with --chat", "ask"),
         ("PROMPT", options.prompt, _is_utf8(options.prompt), "must be UTF-8 text", "see the locale of this terminal"),
         (
             "--threads",
@@ -102,12 +117,12 @@ def _is_utf8(text: str) -> bool:
     return text.encode("utf-8", "replace").decode("utf-8") == text
 
 
-def decoded(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterable[str]:
-    """The text so far after each token, up to the end of the document. Bytes of a character that is not complete are held back."""
+def decoded(tokens: Iterable[int], tokenizer: Tokenizer, stops: Collection[int]) -> Iterable[str]:
+    """The text so far after each token, up to one of `stops`. Bytes of a character that is not complete are held back."""
     kept: list[int] = []
     text = ""
     for token in tokens:
-        if token == tokenizer.eos_id:
+        if token in stops:
             break
         kept.append(token)
         text = tokenizer.decode(kept)

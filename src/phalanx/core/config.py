@@ -192,7 +192,9 @@ class DataConfig:
     tokenizer: str = "bpe:8192"
     """byte, bpe:VOCAB (trained once on the sources), or a Hugging Face tokenizer.json."""
     text_field: str = "text"
-    """Name of the text in a JSON line, or of the parquet column, for sources that name none themselves."""
+    """Name of the text in a JSON line, or of the parquet column, for sources that name none themselves. Of conversations the default is `messages`."""
+    chat_template: str | None = None
+    """Records are conversations, lists of messages of which only answers are predicted: chatml, model (the template beside the tokenizer.json), or the path of a template (Jinja). Default: records are texts."""
     eos_token: str | None = None
     """End-of-document token of a tokenizer.json (default: what its own files name)."""
     builtin_bytes: int | None = None

@@ -390,6 +390,13 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("data.sources",),
     ),
     Effect(
+        settings=("data.chat_template",),
+        inert=lambda r: not any(_has_field(s.rpartition("#")[0] or s) for s in r.data.sources),
+        reason="no entry of data.sources can hold records",
+        way_out="a .jsonl or .parquet source of conversations",
+        reads=("data.sources",),
+    ),
+    Effect(
         settings=("data.eos_token",),
         inert=lambda r: r.data.tokenizer == "byte" or r.data.tokenizer.startswith("bpe:"),
         reason="data.tokenizer is not a tokenizer.json",
@@ -503,8 +510,15 @@ def _data_clashes(recipe: Recipe) -> list[_Clash]:
         rule = f"must have one weight for each of the {len(d.sources)} entries of data.sources"
         hint = "use [" + ", ".join(["1.0"] * len(d.sources)) + "]"
         found.append(_clash("data.weights", d.weights, rule, hint, "data.sources"))
-    for key in ("text_field", "cache", "tokenizer"):
-        if not getattr(d, key):
+    own = d.tokenizer == "byte" or d.tokenizer.startswith("bpe:")
+    lacks = {"model": own, "chatml": d.tokenizer == "byte"}.get(d.chat_template or "", False)
+    if lacks:
+        what = "its own template" if d.chat_template == "model" else "ChatML's control tokens"
+        hint = "the path of the model's tokenizer.json as data.tokenizer" if d.chat_template == "model" else "bpe:8192"
+        rule = f"needs a tokenizer that has {what}, and data.tokenizer is {d.tokenizer}"
+        found.append(_clash("data.chat_template", d.chat_template, rule, f"use {hint}", "data.tokenizer"))
+    for key in ("text_field", "cache", "tokenizer", "chat_template"):
+        if getattr(d, key) == "":
             found.append(_clash(f"data.{key}", "", "must not be empty", "leave it out"))
     return found
 

@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
+    from phalanx.data.chat import (
+        CHATML_TEMPLATE as CHATML_TEMPLATE,
+        ChatEncoder as ChatEncoder,
+        template_of as template_of,
+    )
     from phalanx.data.dataset import Dataset as Dataset
     from phalanx.data.loader import Loader as Loader, MicroBatch as MicroBatch, ValidationLoader as ValidationLoader
     from phalanx.data.prefetch import Prefetch as Prefetch

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.core.errors import DataError, Problem
 from phalanx.data.packing import IGNORE, Packed, TokenStream, pack
 
 Ints = NDArray[np.int64]
@@ -40,8 +41,18 @@ class Dataset:
         return sum(s.num_documents for pool in self.pools for s in pool)
 
     def pool_sizes(self, seq_len: int) -> tuple[int, ...]:
-        """Windows in each pool."""
-        return tuple(sum(s.num_windows(seq_len) for s in pool) for pool in self.pools)
+        """Windows in each pool. Raises `DataError` where one has none: conversations may be too long for any."""
+        sizes = tuple(sum(s.num_windows(seq_len) for s in pool) for pool in self.pools)
+        if not all(sizes):
+            rule = f"leaves no {self.name} conversation an answer: all begin later"
+            problem = Problem(where="train.seq_len", value=seq_len, rule=rule, hint="use longer sequences")
+            raise DataError([problem], subject="the data")
+        return sizes
+
+    def cut(self, seq_len: int) -> tuple[int, int]:
+        """Conversations that lose their end, and those that are left out, in sequences of this length."""
+        found = [s.fitted(seq_len) for pool in self.pools for s in pool if s.first is not None]
+        return sum(f.num_cut for f in found), sum(f.num_left_out for f in found)
 
 
 def pack_ids(dataset: Dataset, ids: Ints, *, seq_len: int) -> Packed:

@@ -26,6 +26,7 @@ from phalanx.core.reading import MOST_LINE, MalformedError, lines_of, open_regul
 from phalanx.data.arrow_stream import StreamError, batch_ends
 from phalanx.data.parquet_pages import PageError, column_chunks, page_sizes
 from phalanx.data.problems import ProblemLog
+from phalanx.data.template import Message
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
 TOKEN_SUFFIXES = (".bin", ".idx")
@@ -39,6 +40,13 @@ MOST_PAGE = 1 << 30
 MOST_EXPANSION, SPARE_BYTES = 500, 64 << 20
 """Text is at most so many times as large as its file, and `SPARE_BYTES` more. Compressed text is 3 to 20 times as large."""
 _LEAST_SPENT = 256
+MOST_MESSAGES = 1000
+"""Of a conversation: a template writes it once for each of its answers."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHARE_GPT = {"human": "user", "gpt": "assistant"}
+_CALLS = ("tool_calls", "function_call")
+_KEYS = (("role", "from"), ("content", "value"))
+"""Names of role and text in a message: OpenAI's, and ShareGPT's."""
 _ROWS, _MOST_ROWS = 16, 1024
 """Rows of Parquet that are decoded at once, at least and at most. Each may be as large as the largest page (a dictionary of one long text), so more than
 the least are as many as take no more than the least of the longest documents."""
@@ -51,6 +59,8 @@ class Document:
     text: str
     where: str
     position: int
+    messages: tuple[Message, ...] = ()
+    """Of a conversation, whose text is that of all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +68,8 @@ class ReadOptions:
     text_field: str = "text"
     field_hint: str = "set data.text_field"
     """What to do where a file has no field of that name."""
+    conversations: bool = False
+    """The field holds lists of messages."""
     txt_document_chars: int = 1 << 16
     """A .txt file is cut into documents of at most this many characters, after a line end where there is one."""
 
@@ -191,9 +203,9 @@ def _read_jsonl(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[D
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if not line.strip():
                     continue
-                text = _field_of(line, f"{path}:{number}", options, log)
-                if text is not None:
-                    yield Document(text, f"{path}:{number}", raw.tell())
+                document = _field_of(line, f"{path}:{number}", raw.tell(), options, log)
+                if document is not None:
+                    yield document
         except (OSError, EOFError, zlib.error) as error:
             log.add(_broken_off(path, f"{path}:{number + 1}", error))
 
@@ -227,7 +239,7 @@ def _decompressed(raw: BinaryIO, suffix: str) -> BinaryIO:
     return raw
 
 
-def _field_of(line: bytes, where: str, options: ReadOptions, log: ProblemLog) -> str | None:
+def _field_of(line: bytes, where: str, position: int, options: ReadOptions, log: ProblemLog) -> Document | None:
     field = options.text_field
     try:
         record = parse_json(line.decode("utf-8"), where=where, plain=False)
@@ -248,7 +260,58 @@ def _field_of(line: bytes, where: str, options: ReadOptions, log: ProblemLog) ->
             Problem(where=where, value=str(record)[:_SHOWN], rule=rule, hint='for example {"' + field + '": "..."}')
         )
         return None
-    return _checked(record.get(field), where, options, sorted(record), log)
+    return _document(record.get(field), where, position, options, sorted(record), log)
+
+
+def _document(
+    value: object, where: str, position: int, options: ReadOptions, names: list[str], log: ProblemLog
+) -> Document | None:
+    """The text, or the conversation, that a field holds."""
+    if options.conversations and options.text_field in names:
+        messages = _conversation(value, where, options.text_field, log)
+        return (
+            None if messages is None else Document("\n".join(text for _, text in messages), where, position, messages)
+        )
+    text = _checked(value, where, options, names, log)
+    return None if text is None else Document(text, where, position)
+
+
+def _conversation(value: object, where: str, field: str, log: ProblemLog) -> tuple[Message, ...] | None:
+    """The messages that a list of tables is."""
+    messages: list[Message] = []
+    if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
+        shown = f"{len(value)} messages" if isinstance(value, list) else str(value)[:_SHOWN]
+        rule = f"field {field!r} must be a list of 1 to {MOST_MESSAGES} messages"
+        hint = 'for example [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+        log.add(Problem(where=where, value=shown, rule=rule, hint=hint))
+        return None
+    for number, message in enumerate(value, start=1):
+        found = _message(message)
+        if isinstance(found, str):
+            problem = Problem(where=where, value=str(message)[:_SHOWN], rule=f"message {number} {found}", hint="repair or remove the record")  # fmt: skip
+            log.add(problem)
+            return None
+        messages.append(found)
+    return tuple(messages)
+
+
+def _message(message: object) -> Message | str:
+    """Role and text, or what is wrong."""
+    if not isinstance(message, dict):
+        return "must be a table with role and content"
+    role, text = (next((message[name] for name in names if name in message), None) for names in _KEYS)
+    role = _SHARE_GPT.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        return f"must have one of the roles {', '.join(ROLES)}"
+    if not isinstance(text, str):
+        return "must have text as its content"
+    if any(message.get(name) for name in _CALLS):
+        return "calls tools, which is not read"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return "must be Unicode text, and holds half a surrogate pair"
+    return str(role), text
 
 
 def _checked(text: object, where: str, options: ReadOptions, names: list[str], log: ProblemLog) -> str | None:
@@ -343,10 +406,24 @@ def _has_text_column(schema: pa.Schema, path: Path, options: ReadOptions, log: P
         log.add(Problem(where=str(path), value=field, rule="is the name of several columns", hint="rename all but one"))
         return False
     kind = schema.field(field).type
+    if options.conversations:
+        return _has_messages(kind, path, field, log)
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         text = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
         hint = f"columns of text: {', '.join(text)}" if text else "write the text as strings"
         log.add(Problem(where=str(path), value=str(kind), rule=f"column {field!r} must hold strings", hint=hint))
+        return False
+    return True
+
+
+def _has_messages(kind: pa.DataType, path: Path, field: str, log: ProblemLog) -> bool:
+    listed = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    table = kind.value_type if listed and pa.types.is_struct(kind.value_type) else pa.struct([])
+    texts = {f.name for f in table if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)}
+    if not all(texts.intersection(names) for names in _KEYS):
+        rule = f"column {field!r} must hold lists of messages with the texts role and content"
+        hint = "leave data.chat_template out for texts" if not listed else "write each message as a table of both"
+        log.add(Problem(where=str(path), value=str(kind)[:_SHOWN], rule=rule, hint=hint))
         return False
     return True
 
@@ -367,12 +444,12 @@ def _rows(
         for cell in column:
             number += 1
             where = f"{path}:row {number}"
-            data = cell.as_buffer()
-            budget.spend(0 if data is None else data.size)
-            if data is not None and data.size > MOST_DOCUMENT:
+            size = _cell_bytes(cell)
+            budget.spend(size)
+            if size > MOST_DOCUMENT:
                 raise OSError(errno.EFBIG, f"row {number} has more than {MOST_DOCUMENT} bytes")
             try:
-                text = cell.as_py()
+                value = _messages_of(cell) if options.conversations else cell.as_py()
             except UnicodeDecodeError as error:
                 rule = f"must be UTF-8, and is not at byte {error.start} of the value"
                 log.add(
@@ -381,8 +458,32 @@ def _rows(
                     )
                 )
                 continue
-            if _checked(text, where, options, [options.text_field], log) is not None:
-                yield Document(text, where, position)
+            document = _document(value, where, position, options, [options.text_field], log)
+            if document is not None:
+                yield document
+
+
+def _cell_bytes(cell: pa.Scalar) -> int:
+    """Of a text, or of a list of messages."""
+    if isinstance(cell, pa.ListScalar):
+        return 0 if cell.values is None else int(cell.values.nbytes)
+    data = cell.as_buffer()
+    return 0 if data is None else int(data.size)
+
+
+def _messages_of(cell: pa.ListScalar) -> list[dict[str, object]] | None:
+    """The tables of a cell with the columns that are read: others may be of any type."""
+    table = cell.values
+    if table is None or len(table) > MOST_MESSAGES:
+        return None if table is None else [{}] * len(table)
+    names = [f.name for f in table.type]
+    read = {name: table.field(names.index(name)).to_pylist() for pair in _KEYS for name in pair if name in names}
+    calls = {name: table.field(names.index(name)) for name in _CALLS if name in names}
+    found: list[dict[str, object]] = [{name: texts[i] for name, texts in read.items()} for i in range(len(table))]
+    for name, column in calls.items():
+        for message, called in zip(found, column, strict=True):
+            message[name] = called.is_valid and not (isinstance(called, pa.ListScalar) and not len(called.values))
+    return found
 
 
 # --- .arrow
@@ -413,7 +514,8 @@ def _batches(data: mmap.mmap, ends: Iterator[int], column: int) -> Iterator[tupl
     with pa.ipc.open_stream(pa.py_buffer(data), options=only) as reader:
         for end in ends:
             texts = reader.read_next_batch().column(0)
-            texts.view(_BYTES_OF[texts.type]).validate(full=True)  # as text, one broken row would end it
+            raw = texts.view(_BYTES_OF[texts.type]) if texts.type in _BYTES_OF else texts
+            raw.validate(full=True)  # as text, one broken row would end it
             yield texts, end
 
 

@@ -32,7 +32,7 @@ class ColumnChunk:
 
 
 def column_chunks(file: BinaryIO, size: int, name: str) -> list[ColumnChunk]:
-    """Where a column of a file of `size` bytes lies, for each row group. Raises `PageError`."""
+    """Where a column of a file of `size` bytes lies, with all that is nested in it, for each row group. Raises `PageError`."""
     file.seek(max(0, size - 8))
     tail = file.read(8)
     length = int.from_bytes(tail[:4], "little")
@@ -44,7 +44,7 @@ def column_chunks(file: BinaryIO, size: int, name: str) -> list[ColumnChunk]:
     for number, group in enumerate(_list(footer.get(4))):
         for column in _list(_dict(group).get(1)):
             about = _dict(_dict(column).get(3))
-            if _list(about.get(3)) != [name.encode()]:
+            if _list(about.get(3))[:1] != [name.encode()]:
                 continue
             starts = [at for at in (about.get(9), about.get(11)) if isinstance(at, int) and at > 0]
             chunk = ColumnChunk(min(starts, default=-1), about.get(7, -1))

@@ -22,12 +22,14 @@ from phalanx.core.errors import DataError, Problem
 from phalanx.core.reading import MalformedError, load_json, typed
 from phalanx.data import store
 from phalanx.data.cache import CacheProgress, digest, ensure_folder, silent, write_atomically, writing
+from phalanx.data.chat import CHATML, chat_identity, template_of
 from phalanx.data.dataset import Dataset
-from phalanx.data.formats import read_documents
+from phalanx.data.formats import Document, read_documents
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sampling import permute
 from phalanx.data.sources import Source, documents, identify, resolve
 from phalanx.data.tokenizer import (
+    CHATML_TOKENS,
     ByteTokenizer,
     Tokenizer,
     load_tokenizer,
@@ -63,6 +65,15 @@ class PreparedData:
     notes: tuple[str, ...] = ()
     """What a person should be told of it, in sentences."""
 
+    def all_notes(self, seq_len: int) -> tuple[str, ...]:
+        """`notes`, and what conversations lose in sequences of this length."""
+        sides = (self.train.cut(seq_len), self.validation.cut(seq_len))
+        cut, left_out = (sum(each) for each in zip(*sides, strict=True))
+        if not cut + left_out:
+            return self.notes
+        text = f"{cut + left_out} of {self.train.num_documents + self.validation.num_documents} documents are conversations longer than train.seq_len = {seq_len}"
+        return (*self.notes, f"{text}: {cut} lose their end, {left_out} have no answer before it and are left out")
+
 
 def prepare(config: DataConfig, *, progress: CacheProgress = silent, resume: str | None = None) -> PreparedData:
     """The data sets of a recipe. `resume` is the train fingerprint of a run that is to go on.
@@ -76,7 +87,7 @@ def prepare(config: DataConfig, *, progress: CacheProgress = silent, resume: str
     sources = _resolve_all(config)
     sources = _identified(config, sources, cache, progress, resume)
     tokenizer = _tokenizer(config, sources, cache, progress)
-    folders = [_store_folder(cache, s, tokenizer, fraction=config.validation_fraction) for s in sources]
+    folders = _store_folders(cache, config, sources, tokenizer)
     built = _write_stores(config, sources, folders, tokenizer, progress)
     stores = [store.open_store(f, s, tokenizer) for f, s in zip(folders, sources, strict=True)]
     keys = [folder.name for folder in folders]
@@ -91,15 +102,16 @@ def prepare(config: DataConfig, *, progress: CacheProgress = silent, resume: str
         text_bytes=sum(s.text_bytes for s in stores),
         seconds=time.monotonic() - began,
         reused=not built,
-        notes=_notes(config, tokenizer),
+        notes=tuple(_notes(config, tokenizer, left_out=sum(s.left_out for s in stores))),
     )
 
 
-def _notes(config: DataConfig, tokenizer: Tokenizer) -> tuple[str, ...]:
+def _notes(config: DataConfig, tokenizer: Tokenizer, *, left_out: int) -> Iterator[str]:
     asked, found = parse_choice(config), tokenizer.vocab_size
-    if not isinstance(asked, int) or found >= asked:
-        return ()
-    return (f"data.tokenizer = {config.tokenizer!r} came out with {found} tokens: the text has no more to learn",)
+    if isinstance(asked, int) and found < asked:
+        yield f"data.tokenizer = {config.tokenizer!r} came out with {found} tokens: the text has no more to learn"
+    if left_out:
+        yield f"{left_out} conversations have no answer to learn and are left out"
 
 
 def _resolve_all(config: DataConfig) -> tuple[Source, ...]:
@@ -115,6 +127,11 @@ def _resolve_all(config: DataConfig) -> tuple[Source, ...]:
         choice = parse_choice(config)
     except DataError as error:
         problems += error.problems
+    if config.chat_template is not None and not problems:
+        try:
+            template_of(config)
+        except DataError as error:
+            problems += error.problems
     if isinstance(choice, int) and sources and all(s.kind == "tokens" for s in sources):
         rule = "cannot be trained: all sources are .bin/.idx files, which hold tokens and no text"
         hint = "name the tokenizer.json that made these tokens (or byte)"
@@ -156,7 +173,7 @@ def _is_prepared(config: DataConfig, sources: Sequence[Source], cache: Path) -> 
     if isinstance(choice, int) and not _has_tokenizer(_bpe_folder(choice, config, sources, cache)):
         return False
     tokenizer = _tokenizer(config, sources, cache, silent)
-    folders = (_store_folder(cache, s, tokenizer, fraction=config.validation_fraction) for s in sources)
+    folders = _store_folders(cache, config, sources, tokenizer)
     return all(store.is_complete(f) for f, s in zip(folders, sources, strict=True) if s.kind == "builtin")
 
 
@@ -179,7 +196,7 @@ def _tokenizer(config: DataConfig, sources: Sequence[Source], cache: Path, progr
     if isinstance(choice, Path):
         return read_tokenizer_file(choice, eos_token=config.eos_token)
     folder = _bpe_folder(choice, config, sources, cache)
-    return _trained(folder, choice, _with_text(sources), config.validation_fraction, progress)
+    return _trained(folder, choice, config, _with_text(sources), progress)
 
 
 def _with_text(sources: Sequence[Source]) -> list[Source]:
@@ -188,18 +205,24 @@ def _with_text(sources: Sequence[Source]) -> list[Source]:
 
 def _bpe_folder(vocab_size: int, config: DataConfig, sources: Sequence[Source], cache: Path) -> Path:
     identities = [s.identity for s in _with_text(sources)]
-    key = digest(["bpe", _BPE_VERSION, vocab_size, config.validation_fraction, SAMPLE_BYTES, identities])
-    return cache / "tokenizers" / key
+    key = ["bpe", _BPE_VERSION, vocab_size, config.validation_fraction, SAMPLE_BYTES, identities]
+    return cache / "tokenizers" / digest([*key, *_control_tokens(config)])
+
+
+def _control_tokens(config: DataConfig) -> tuple[str, ...]:
+    """Those of a vocabulary that is trained here."""
+    return CHATML_TOKENS if config.chat_template == CHATML else ()
 
 
 def _trained(
-    folder: Path, vocab_size: int, sources: Sequence[Source], fraction: float, progress: CacheProgress
+    folder: Path, vocab_size: int, config: DataConfig, sources: Sequence[Source], progress: CacheProgress
 ) -> Tokenizer:
     """A byte-level BPE over a sample of the train documents, learned once and kept in the cache."""
 
     def build(target: Path) -> None:
         log = ProblemLog()
-        content = train_bpe(_sample(sources, fraction, log, progress), vocab_size=vocab_size)
+        texts = _sample(sources, config.validation_fraction, log, progress)
+        content = train_bpe(texts, vocab_size=vocab_size, control_tokens=_control_tokens(config))
         if log.found:
             _report_everything(sources)
         (target / "tokenizer.json").write_text(content, encoding="utf-8")
@@ -227,20 +250,20 @@ def _sample(sources: Sequence[Source], fraction: float, log: ProblemLog, progres
         for index in permute(np.arange(count), size=count, key=_BPE_VERSION).tolist():
             if taken > share:
                 break
-            for text in _beginning(source, source.files[index], per_file, log):
-                taken += len(text)
+            for document in _beginning(source, source.files[index], per_file, log):
+                taken += len(document.text)
                 if done + taken >= told + wanted // _TOLD_TIMES:
                     told = done + taken
                     progress("tokenizer", min(told, wanted), wanted)
-                if not store.is_validation(text, fraction):
-                    yield text
+                if not store.is_validation(document, fraction):
+                    yield document.text
         done += taken
 
 
-def _beginning(source: Source, path: Path, size: int, log: ProblemLog) -> Iterator[str]:
+def _beginning(source: Source, path: Path, size: int, log: ProblemLog) -> Iterator[Document]:
     taken = 0
     for document in read_documents(path, source.read_options, log):
-        yield document.text
+        yield document
         taken += len(document.text)
         if taken >= size:
             return
@@ -258,8 +281,12 @@ def _report_everything(sources: Sequence[Source]) -> None:
 # --- tokens
 
 
-def _store_folder(cache: Path, source: Source, tokenizer: Tokenizer, *, fraction: float) -> Path:
-    return cache / "tokens" / digest([store.STORE_VERSION, source.identity, tokenizer.fingerprint, fraction])
+def _store_folders(cache: Path, config: DataConfig, sources: Sequence[Source], tokenizer: Tokenizer) -> list[Path]:
+    """Folder of each source, named by all that decides its content."""
+    chat = [] if config.chat_template is None else [chat_identity(template_of(config))]
+    common = [tokenizer.fingerprint, config.validation_fraction]
+    keys = [[store.STORE_VERSION, s.identity, *common, *(chat if s.kind == "chat" else [])] for s in sources]
+    return [cache / "tokens" / digest(key) for key in keys]
 
 
 def _write_stores(
@@ -271,11 +298,14 @@ def _write_stores(
 ) -> bool:
     """Makes the stores that are missing; True if there were any. Problems of all sources are raised together."""
     found, built = ProblemLog(), False
+    template = None if config.chat_template is None else template_of(config)
     for source, folder in zip(sources, folders, strict=True):
 
         def build(target: Path, source: Source = source) -> None:
             fraction, log = config.validation_fraction, ProblemLog()
-            store.write_store(target, source, tokenizer, fraction=fraction, log=log, progress=progress)
+            store.write_store(
+                target, source, tokenizer, fraction=fraction, log=log, progress=progress, template=template
+            )
 
         try:
             built |= ensure_folder(folder, complete=store.is_complete, build=build, progress=progress)

@@ -48,7 +48,7 @@ class Source:
     """One entry of `data.sources`, resolved to files. `identity` is empty until `identify` has read them."""
 
     spec: str
-    kind: Literal["text", "tokens", "builtin"]
+    kind: Literal["text", "chat", "tokens", "builtin"]
     files: tuple[Path, ...] = ()
     text_field: str = "text"
     own_field: bool = False
@@ -67,12 +67,17 @@ class Source:
         chars = min(max(self.num_bytes // _TXT_DOCUMENTS, low), high)
         entry = f"{self.spec!r} in data.sources"
         hint = f"change the field of {entry}" if self.own_field else f"set data.text_field, or add #FIELD to {entry}"
-        return ReadOptions(text_field=self.text_field, field_hint=hint, txt_document_chars=chars)
+        talks = self.kind == "chat"
+        return ReadOptions(text_field=self.text_field, field_hint=hint, conversations=talks, txt_document_chars=chars)
 
     @property
     def has_fields(self) -> bool:
         """Whether a file of it holds records with named fields."""
-        return any(suffix_of(f) not in (".txt", *TOKEN_SUFFIXES, *added_formats()) for f in self.files)
+        return any(_has_fields(f) for f in self.files)
+
+
+def _has_fields(file: Path) -> bool:
+    return suffix_of(file) not in (".txt", *TOKEN_SUFFIXES, *added_formats())
 
 
 def documents(
@@ -107,11 +112,34 @@ def resolve(config: DataConfig) -> tuple[Source, ...]:
             cap = config.builtin_bytes or corpus.DEFAULT_BYTES
             field = found.text_field if found.own_field else config.text_field
             sources.append(replace(found, text_field=field, builtin_bytes=cap))
+    if config.chat_template is not None:
+        problems += [p for i, s in enumerate(sources) if (p := _mixed(s, f"data.sources[{i}]")) is not None]
+        sources = [_talking(s) for s in sources]
     if not problems:
         problems += _effect_problems(config, sources)
     if problems:
         raise DataError(problems, subject="the data section")
     return tuple(sources)
+
+
+CHAT_FIELD = "messages"
+"""Field of the conversations where nothing names another."""
+
+
+def _talking(source: Source) -> Source:
+    """With a `data.chat_template` what a source of records holds are conversations."""
+    if source.kind != "text" or not source.has_fields:
+        return source
+    field = CHAT_FIELD if source.text_field == DataConfig.text_field and not source.own_field else source.text_field
+    return replace(source, kind="chat", text_field=field)
+
+
+def _mixed(source: Source, where: str) -> Problem | None:
+    plain = next((f for f in source.files if not _has_fields(f)), None)
+    if plain is None or source.kind != "text" or not source.has_fields:
+        return None
+    rule = f"holds conversations and, in {plain}, plain text"
+    return Problem(where=where, value=source.spec, rule=rule, hint="list them as two sources")
 
 
 def _setting_problems(config: DataConfig) -> Iterator[Problem]:
@@ -147,6 +175,9 @@ def _effect_problems(config: DataConfig, sources: list[Source]) -> Iterator[Prob
         rule = f"has no effect without the source {BUILTIN!r}"
         yield Problem(where="data.builtin_bytes", value=config.builtin_bytes, rule=rule, hint="leave it out")
     fielded = [s for s in sources if s.has_fields]
+    if config.chat_template is not None and not fielded:
+        rule = "has no effect: no source is a .jsonl or .parquet file, which could hold conversations"
+        yield Problem(where="data.chat_template", value=config.chat_template, rule=rule, hint="leave it out")
     if config.text_field != "text" and all(s.own_field for s in fielded):
         why = "each source names its own field" if fielded else "no source is a .jsonl or .parquet file"
         rule = f"has no effect: {why}"

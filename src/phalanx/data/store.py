@@ -1,10 +1,12 @@
 """Prepared tokens of one source on disk: a folder that is written once and then only memory-mapped.
 
     meta.json            dtype, sizes and checksums of all files (a folder that does not match them is prepared anew)
-    tokens.bin           all documents, each closed by EOS (text sources; a Megatron source keeps its own .bin)
+    tokens.bin           all documents, each closed by EOS, or conversations as they were rendered (a Megatron source keeps its own .bin)
     P.SIDE.begin.npy     for part P (one per .bin) and side train or validation: where each document begins in the token file
     P.SIDE.offset.npy    ... and in the stream of that side
     P.SIDE.bare.npy      documents whose EOS is not in the token file (Megatron sources without it only)
+    answers.bin          of conversations: a byte for each token, 1 where it is predicted, and answers.sums.npy
+    P.SIDE.first.npy     ... the place of the first such token in each conversation
     P.sums.npy           checksums of the blocks of the token file, compared when tokens are read (`token_file.py`)
     counts.npy           (2, vocabulary) how often each token is a target, train and validation
 
@@ -31,11 +33,13 @@ from numpy.typing import NDArray
 from phalanx.core.errors import DataError, Problem, first_line
 from phalanx.core.reading import load_json, malformed, typed
 from phalanx.data.cache import CacheProgress, digest
+from phalanx.data.chat import ChatEncoder
 from phalanx.data.formats import Document
 from phalanx.data.megatron import MegatronFile, open_megatron
 from phalanx.data.packing import TokenStream
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sources import Source, documents
+from phalanx.data.template import ChatTemplate
 from phalanx.data.token_file import TokenFile, block_sums, file_sum, forget
 from phalanx.data.tokenizer import Tokenizer
 
@@ -46,7 +50,7 @@ STORE_VERSION = 1
 """Raise it whenever the same input would give other files."""
 
 _META = "meta.json"
-TOKENS = "tokens.bin"
+TOKENS, ANSWERS = "tokens.bin", "answers.bin"
 _BATCH_CHARS = 2_000_000
 _CHUNK_TOKENS = 4_000_000
 _CHUNK_DOCUMENTS = 1 << 15
@@ -60,6 +64,8 @@ class Store:
     counts: Ints
     documents: int
     text_bytes: int
+    left_out: int
+    """Conversations without any answer."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,11 +79,19 @@ class _Part:
     bare: NDArray[np.bool_]
     path: Path | None = None
     """The user's file that has the tokens; None: tokens.bin of the folder."""
+    answers: NDArray[np.uint8] | None = None
+    first: Ints | None = None
+    left_out: int = 0
 
 
-def is_validation(text: str, fraction: float) -> bool:
+def is_validation(document: Document, fraction: float) -> bool:
     """The side that a document's hash puts it on (before the rule that no side stays empty)."""
-    return _hash(text.encode("utf-8")) < fraction * 2.0**64
+    return _hash_of(document) < fraction * 2.0**64
+
+
+def _hash_of(document: Document) -> int:
+    text = repr(document.messages) if document.messages else document.text
+    return _hash(text.encode("utf-8"))
 
 
 def is_complete(folder: Path) -> bool:
@@ -99,12 +113,23 @@ def is_complete(folder: Path) -> bool:
 
 
 def write_store(
-    folder: Path, source: Source, tokenizer: Tokenizer, *, fraction: float, log: ProblemLog, progress: CacheProgress
+    folder: Path,
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    fraction: float,
+    log: ProblemLog,
+    progress: CacheProgress,
+    template: ChatTemplate | None = None,
 ) -> None:
-    """Tokenises (or, for Megatron, indexes) `source` into `folder`. Raises DataError with what is wrong in its files."""
+    """Tokenises (or, for Megatron, indexes) `source` into `folder`. Raises DataError with what is wrong in its files. `template`: of conversations, None for ChatML."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     if source.kind == "tokens":
         parts, text_bytes = _megatron_parts(source, tokenizer, log, progress), 0
+    elif source.kind == "chat":
+        with ChatEncoder(tokenizer, template) as encoder:
+            part, text_bytes = _tokenise_chat(folder, documents(source, log, progress), encoder, dtype, log)
+        parts = [part]
     else:
         part, text_bytes = _tokenise(folder, documents(source, log, progress), tokenizer, dtype)
         parts = [part]
@@ -112,9 +137,10 @@ def write_store(
     hashes = np.concatenate([p.hashes for p in parts])
     if not len(hashes):
         hint = "name files with text" if source.kind != "tokens" else "name files with tokens"
-        raise DataError(
-            [Problem(where="data.sources", value=source.spec, rule="holds no text", hint=hint)], subject="the data"
-        )
+        rule = "holds no text"
+        if parts and parts[0].left_out:
+            rule, hint = "holds no conversation with an answer", "answers are messages of the role assistant"
+        raise DataError([Problem(where="data.sources", value=source.spec, rule=rule, hint=hint)], subject="the data")
     held_out = split(hashes, fraction)
     counts, first = np.zeros((len(SIDES), tokenizer.vocab_size), np.int64), 0
     for number, part in enumerate(parts):
@@ -124,13 +150,17 @@ def write_store(
         counts += _count_targets(part, mask, tokenizer)
         np.save(folder / f"{number}.sums.npy", block_sums(folder / TOKENS if part.path is None else part.path))
     np.save(folder / "counts.npy", counts)
-    _write_meta(folder, dtype=dtype.str, parts=len(parts), documents=len(hashes), text_bytes=text_bytes)
+    if parts[0].answers is not None:
+        np.save(folder / "answers.sums.npy", block_sums(folder / ANSWERS))
+    left_out = sum(part.left_out for part in parts)
+    more = {"left_out": left_out} if left_out else {}
+    _write_meta(folder, dtype=dtype.str, parts=len(parts), documents=len(hashes), text_bytes=text_bytes, **more)
 
 
 def _write_meta(folder: Path, **entries: object) -> None:
     files = sorted(folder.iterdir())
     sizes = {p.name: p.stat().st_size for p in files}
-    sums = {p.name: file_sum(p) for p in files if p.name != TOKENS}
+    sums = {p.name: file_sum(p) for p in files if p.name not in (TOKENS, ANSWERS)}
     meta = {"version": STORE_VERSION, **entries, "sizes": sizes, "sums": sums}
     (folder / _META).write_text(json.dumps({**meta, "checksum": digest(meta)}, indent=1), encoding="utf-8")
 
@@ -144,6 +174,7 @@ class StoreMeta:
     parts: int
     documents: int
     text_bytes: int
+    left_out: int = 0
     sizes: dict[str, int]
     sums: dict[str, int] = field(default_factory=dict)
     """Of all files but the tokens; empty in folders of earlier versions."""
@@ -174,9 +205,12 @@ def open_store(folder: Path, source: Source, tokenizer: Tokenizer) -> Store:
             path = folder / TOKENS
             token_files = [(path, np.memmap(path, np.dtype(meta.dtype), "r"))]
         parts = [_open_tokens(folder, p, *file, tokenizer) for p, file in enumerate(token_files)]
+        answers = _open_answers(folder, len(parts[0])) if source.kind == "chat" else None
         streams = {
             side: tuple(
-                s for p, t in enumerate(parts) if (s := _open_stream(folder, f"{p}.{side}", t, tokenizer.eos_id))
+                s
+                for p, t in enumerate(parts)
+                if (s := _open_stream(folder, f"{p}.{side}", t, tokenizer.eos_id, answers))
             )
             for side in SIDES
         }
@@ -187,7 +221,9 @@ def open_store(folder: Path, source: Source, tokenizer: Tokenizer) -> Store:
         if isinstance(error, DataError):
             raise
         raise malformed(str(folder), None, f"is no folder of prepared tokens ({error})", "delete it") from error
-    return Store(streams=streams, counts=counts, documents=meta.documents, text_bytes=meta.text_bytes)
+    return Store(
+        streams=streams, counts=counts, documents=meta.documents, text_bytes=meta.text_bytes, left_out=meta.left_out
+    )
 
 
 def _open_tokens(folder: Path, part: int, path: Path, tokens: NDArray[Any], tokenizer: Tokenizer) -> TokenFile:
@@ -197,7 +233,21 @@ def _open_tokens(folder: Path, part: int, path: Path, tokens: NDArray[Any], toke
     return TokenFile(tokens, path=path, sums=sums, vocab_size=tokenizer.vocab_size, made_in=made_in)
 
 
-def _open_stream(folder: Path, name: str, tokens: TokenFile, eos_id: int) -> TokenStream | None:
+def _open_answers(folder: Path, num_tokens: int) -> TokenFile:
+    """A file of tokens whose vocabulary is no and yes."""
+    path = folder / ANSWERS
+    found = np.memmap(path, np.uint8, "r")
+    if len(found) != num_tokens:
+        raise malformed(
+            str(path), len(found), f"must have {num_tokens} bytes", "delete the folder: it is prepared anew"
+        )
+    sums = _array(folder / "answers.sums.npy", np.uint32, (-1,))
+    return TokenFile(found, path=path, sums=sums, vocab_size=2, made_in=folder)
+
+
+def _open_stream(
+    folder: Path, name: str, tokens: TokenFile, eos_id: int, answers: TokenFile | None
+) -> TokenStream | None:
     begin = _array(folder / f"{name}.begin.npy", np.int64, (-1,))
     if not len(begin):
         return None
@@ -207,7 +257,15 @@ def _open_stream(folder: Path, name: str, tokens: TokenFile, eos_id: int) -> Tok
     if not _are_inside(begin, offset, bare, len(tokens)):
         rule = f"names documents outside of the {len(tokens)} tokens"
         raise malformed(str(folder / f"{name}.begin.npy"), None, rule, "delete the folder: it is prepared anew")
-    return TokenStream(tokens=tokens, begin=begin, offset=offset, bare=bare, eos_id=eos_id)
+    first = None
+    if answers is not None:
+        first = _array(folder / f"{name}.first.npy", np.int64, begin.shape)
+        if (first < 1).any() or (first >= np.diff(offset)).any():
+            rule = "names answers outside of their conversations"
+            raise malformed(str(folder / f"{name}.first.npy"), None, rule, "delete the folder: it is prepared anew")
+    return TokenStream(
+        tokens=tokens, begin=begin, offset=offset, bare=bare, eos_id=eos_id, answers=answers, first=first
+    )
 
 
 def _are_inside(begin: Ints, offset: Ints, bare: NDArray[np.bool_] | None, num_tokens: int) -> bool:
@@ -263,15 +321,46 @@ def _tokenise(folder: Path, texts: Iterable[Document], tokenizer: Tokenizer, dty
     path = folder / TOKENS
     with open(path, "wb") as file:
         for batch in _batches(texts):
-            encoded = [text.encode("utf-8") for text in batch]
-            text_bytes += sum(map(len, encoded))
-            _write_batch(file, batch, tokenizer, dtype, lengths)
-            hashes.extend(map(_hash, encoded))
+            text_bytes += sum(len(document.text.encode("utf-8")) for document in batch)
+            _write_batch(file, [document.text for document in batch], tokenizer, dtype, lengths)
+            hashes.extend(map(_hash_of, batch))
     kept = np.frombuffer(lengths, np.int64) if lengths else np.zeros(0, np.int64)
     begin = np.cumsum(kept) - kept
     tokens = np.memmap(path, dtype, "r") if len(kept) else np.zeros(0, dtype)
     bare = np.zeros(len(kept), np.bool_)
     return _Part(tokens=tokens, begin=begin, length=kept, hashes=np.array(hashes, np.uint64), bare=bare), text_bytes
+
+
+def _tokenise_chat(
+    folder: Path, texts: Iterable[Document], encoder: ChatEncoder, dtype: np.dtype[Any], log: ProblemLog
+) -> tuple[_Part, int]:
+    """Writes tokens.bin and answers.bin; the bytes of text that went into them come second."""
+    lengths, firsts, hashes, text_bytes, left_out = array("q"), array("q"), array("Q"), 0, 0
+    with open(folder / TOKENS, "wb") as tokens_file, open(folder / ANSWERS, "wb") as answers_file:
+        for batch in _batches(texts):
+            for document, (ids, answers) in zip(batch, encoder.encode_batch(batch, log), strict=True):
+                predicted = np.flatnonzero(answers[1:])
+                if not len(predicted):
+                    left_out += 1
+                    continue
+                text_bytes += len(document.text.encode("utf-8"))
+                hashes.append(_hash_of(document))
+                lengths.append(len(ids))
+                firsts.append(1 + int(predicted[0]))
+                tokens_file.write(ids.astype(dtype).tobytes())
+                answers_file.write(answers.astype(np.uint8).tobytes())
+    kept = np.array(lengths, np.int64)
+    part = _Part(
+        tokens=np.memmap(folder / TOKENS, dtype, "r") if len(kept) else np.zeros(0, dtype),
+        begin=np.cumsum(kept) - kept,
+        length=kept,
+        hashes=np.array(hashes, np.uint64),
+        bare=np.zeros(len(kept), np.bool_),
+        answers=np.memmap(folder / ANSWERS, np.uint8, "r") if len(kept) else np.zeros(0, np.uint8),
+        first=np.array(firsts, np.int64),
+        left_out=left_out,
+    )
+    return part, text_bytes
 
 
 def _write_batch(
@@ -285,13 +374,13 @@ def _write_batch(
     file.write(np.concatenate(pieces).astype(dtype).tobytes())
 
 
-def _batches(texts: Iterable[Document]) -> Iterator[list[str]]:
+def _batches(texts: Iterable[Document]) -> Iterator[list[Document]]:
     """Documents in groups large enough for the tokenizer's threads. Empty documents have nothing to predict and are left out."""
-    batch: list[str] = []
+    batch: list[Document] = []
     chars = 0
     for document in texts:
         if document.text:
-            batch.append(document.text)
+            batch.append(document)
             chars += len(document.text)
         if chars >= _BATCH_CHARS:
             yield batch
@@ -350,10 +439,12 @@ def _write_index(folder: Path, name: str, part: _Part, held_out: NDArray[np.bool
         np.save(folder / f"{name}.{side}.offset.npy", np.append(0, np.cumsum(lengths)))
         if part.bare[mask].any():
             np.save(folder / f"{name}.{side}.bare.npy", part.bare[mask])
+        if part.first is not None:
+            np.save(folder / f"{name}.{side}.first.npy", part.first[mask])
 
 
 def _count_targets(part: _Part, held_out: NDArray[np.bool_], tokenizer: Tokenizer) -> Ints:
-    """How often each token is predicted from the one before it, (2, V): all tokens of a document but its first."""
+    """How often each token is predicted from the one before it, (2, V): all tokens of a document but its first, of a conversation those of answers."""
     size = tokenizer.vocab_size
     counts = np.zeros((len(SIDES), size), np.int64)
     chunk_of = np.cumsum(part.length) // _CHUNK_TOKENS
@@ -362,6 +453,9 @@ def _count_targets(part: _Part, held_out: NDArray[np.bool_], tokenizer: Tokenize
         begin, length = part.begin[mine], part.length[mine] - 1
         stream = np.repeat(begin + 1 - (np.cumsum(length) - length), length) + np.arange(length.sum())
         sides = np.repeat(held_out[mine].astype(np.int64), length)
+        if part.answers is not None:
+            predicted = part.answers[stream] == 1
+            stream, sides = stream[predicted], sides[predicted]
         ids = part.tokens[stream].astype(np.int64) + sides * size
         counts += np.bincount(ids, minlength=2 * size).reshape(2, size)
     for side, mask in enumerate((~held_out, held_out)):

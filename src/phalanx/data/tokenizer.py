@@ -27,6 +27,8 @@ from phalanx.core.reading import is_count, load_json, malformed, read_text, type
 Ints = NDArray[np.int64]
 
 EOS = "<|endoftext|>"
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+"""Begin and end of a message in ChatML."""
 SMALLEST_BPE = 257
 """256 bytes and EOS."""
 MOST_TOKENS = 10_000_000
@@ -63,6 +65,15 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str: ...
     def encode(self, text: str) -> Ints: ...
     def encode_batch(self, texts: Sequence[str]) -> list[Ints]: ...
+    def encode_rendered(self, texts: Sequence[str], first: Sequence[bool]) -> list[Ints]:
+        """Ids of texts that were written here (`data/chat.py`): what spells a control token is one. `first`: nothing stands before the text; else no mark of a beginning is added to it."""
+        ...
+
+    @property
+    def control_tokens(self) -> tuple[str, ...]:
+        """Tokens that no text spells."""
+        ...
+
     def decode(self, ids: Iterable[int]) -> str: ...
     def save(self, folder: Path) -> None:
         """Writes what `load_tokenizer` reads."""
@@ -76,12 +87,16 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id = 256
     fingerprint = "byte/1"
+    control_tokens: tuple[str, ...] = ()
 
     def encode(self, text: str) -> Ints:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ints]:
         return [self.encode(text) for text in texts]
+
+    def encode_rendered(self, texts: Sequence[str], first: Sequence[bool]) -> list[Ints]:
+        return self.encode_batch(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
@@ -113,6 +128,27 @@ class FileTokenizer:
         with _in_rust(self.name):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(e.ids, np.int64) for e in encodings]
+
+    @property
+    def control_tokens(self) -> tuple[str, ...]:
+        return tuple(token.content for token in self._added().values() if token.special)
+
+    def _added(self) -> dict[int, Any]:
+        with _in_rust(self.name):
+            return dict(sorted(self._tokenizer.get_added_tokens_decoder().items()))
+
+    def encode_rendered(self, texts: Sequence[str], first: Sequence[bool]) -> list[Ints]:
+        """A text that is not the first is encoded behind a control token, which is then taken off: some tokenizers put a blank before all that begins."""
+        plain = (t.content for t in self._added().values() if t.special and not (t.lstrip or t.rstrip or t.single_word))
+        before = next(plain, "")
+        skipped = [int(bool(before) and not begins) for begins in first]
+        with _in_rust(self.name):
+            tokenizer = tokenizers.Tokenizer.from_str(self._content)
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            told = [before + text if skip else text for text, skip in zip(texts, skipped, strict=True)]
+            encodings = tokenizer.encode_batch_fast(told, add_special_tokens=False)
+        return [np.asarray(e.ids[skip:], np.int64) for e, skip in zip(encodings, skipped, strict=True)]
 
     def decode(self, ids: Iterable[int]) -> str:
         legal = [i for i in ids if 0 <= i < self.vocab_size]
@@ -269,14 +305,14 @@ def _json_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def train_bpe(texts: Iterable[str], *, vocab_size: int) -> str:
-    """The tokenizer.json of a byte-level BPE over `texts`; fewer tokens than asked where the text has too few pairs."""
+def train_bpe(texts: Iterable[str], *, vocab_size: int, control_tokens: Sequence[str] = ()) -> str:
+    """The tokenizer.json of a byte-level BPE over `texts`, with `control_tokens` beside EOS; fewer tokens than asked where the text has too few pairs."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[EOS],
+        special_tokens=[EOS, *control_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

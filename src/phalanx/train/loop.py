@@ -366,7 +366,8 @@ class Trainer:
     def _sample(self) -> Sampled:
         """A continuation of the first validation text. All ranks compute it (the model is spread over them), all get the same."""
         first = self.validation.microbatches(0)[0]
-        prompt = first.tokens[0][: min(PROMPT_TOKENS, first.segments[0][0])].tolist()
+        asked = 1 + int((first.labels[0] >= 0).argmax())  # a conversation goes on where its answer begins
+        prompt = first.tokens[0][: max(asked, min(PROMPT_TOKENS, first.segments[0][0]))].tolist()
         tokenizer = self.prepared.tokenizer
         new = generate(
             self.parts.runner, prompt, num_tokens=SAMPLE_TOKENS, window=self.rank.recipe.train.seq_len,

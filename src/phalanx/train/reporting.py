@@ -122,7 +122,8 @@ class Reporter:
                 unigram_loss=self.prepared.unigram_loss,
             )
         )
-        for text in self.prepared.notes if start == info.rank == 0 else ():
+        notes = self.prepared.all_notes(self.rank.recipe.train.seq_len)
+        for text in notes if start == info.rank == 0 else ():
             self.rank.sinks(Note(level="info", text=text))
         if start == self.total_steps:
             text = f"all {self.total_steps} steps of this run are done; continue with a larger --train.steps"

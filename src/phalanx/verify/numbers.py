@@ -32,6 +32,9 @@ def generator(key: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{DRAW}/{key}".encode()).digest()[:7], "big"))
 
 
+_RUN = 4
+"""Labels in a row of a setup with answers."""
+
 Patch = tuple[int, int, int]
 """(sequence, position, token): a token of a micro-batch that is replaced (see `reference.py`, rounding)."""
 
@@ -52,6 +55,9 @@ def microbatch(setup: Setup, index: int, *, patches: Sequence[Patch] = ()) -> To
         labels_BS[b, ends - 1] = IGNORE
         positions_BS[b] = torch.cat([torch.arange(n) for n in lengths])
     masked_BS = torch.rand(SEQUENCES, SEQ_LEN, generator=rng) < 0.1 * (index % 5)
+    if setup.answers:
+        masked_BS = (torch.rand(SEQUENCES, SEQ_LEN // _RUN, generator=rng) < 0.7).repeat_interleave(_RUN, dim=1)
+        masked_BS |= torch.tensor(index % 3 == 1)
     return TokenBatch(tokens_BS, labels_BS.masked_fill(masked_BS, IGNORE), positions_BS, segments)
 
 

@@ -63,6 +63,8 @@ class Setup:
     """Micro-batches of a step on each data-parallel rank."""
     packed: bool = False
     """Several documents per sequence."""
+    answers: bool = False
+    """Labels on answers alone, as of conversations: few of them, in runs, and none at all in every third micro-batch."""
     zero: Literal[0, 1, 2] = 1
     holders: int = 1
     """Ranks that keep each shard of the optimizer state."""
@@ -483,6 +485,7 @@ def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, dispatch:
             dispatch=dispatch,
             accumulation=accumulation,
             packed=True,
+            answers=recipe.data.chat_template is not None,
             zero=recipe.optim.zero,
             recompute=recipe.train.recompute,
             kernels=_kernels(recipe),

@@ -108,6 +108,7 @@ def all_readers(home: Path) -> tuple[FuzzReader, ...]:
         _tokenizers(),
         _stores(home),
         _texts(),
+        _talks(),
         _messages(),
         _words(),
     ]
@@ -499,6 +500,7 @@ def _stores(home: Path) -> list[FuzzReader]:
     (source,) = (identify(s, home / "cache", silent) for s in resolve(config))
     (made,) = (p.parent for p in (home / "cache").rglob("meta.json"))
     files = {p.name: p.read_bytes() for p in made.iterdir()}
+    talks = _prepared_talks(home)
     old = json.loads(files["meta.json"])
     old = {k: v for k, v in old.items() if k not in ("sums", "checksum")}
 
@@ -524,6 +526,7 @@ def _stores(home: Path) -> list[FuzzReader]:
             )
             for n in names
         ),
+        *talks,
         *_megatron(home),
         _identities(home, config),
     ]
@@ -540,6 +543,31 @@ def _identities(home: Path, config: DataConfig) -> FuzzReader:
         identify(resolve(config)[0], folder, silent)
 
     return FuzzReader(name="identity", seeds=[memo.read_bytes()], changes=(change_json, change_bytes), read=identity)
+
+
+def _prepared_talks(home: Path) -> list[FuzzReader]:
+    """What conversations have beside tokens."""
+    corpus, template, cache = home / "talks.jsonl", home / "template.jinja", home / "talks"
+    said = [{"role": "user", "content": TEXT[:20]}, {"role": "assistant", "content": TEXT[:30]}]
+    corpus.write_text("".join(json.dumps({"messages": [*said, said[i % 2]]}) + "\n" for i in range(40)))
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    config = DataConfig(sources=(str(corpus),), cache=str(cache), tokenizer="byte", chat_template=str(template))
+    prepare(config)
+    (source,) = (identify(s, cache, silent) for s in resolve(config))
+    (made,) = (p.parent for p in cache.rglob("meta.json"))
+    files = {p.name: p.read_bytes() for p in made.iterdir()}
+    meta = {k: v for k, v in json.loads(files["meta.json"]).items() if k not in ("sums", "checksum")}
+
+    def read(name: str, data: bytes, folder: Path) -> None:
+        for file, content in {**files, "meta.json": json.dumps(meta).encode(), name: data}.items():
+            (folder / file).write_bytes(content)
+        _use_store(folder, source)
+
+    names = ("answers.bin", "answers.sums.npy", "0.train.first.npy")
+    return [
+        FuzzReader(name=f"prepared {n}", seeds=[files[n]], changes=(change_bytes,), read=partial(read, n))
+        for n in names
+    ]
 
 
 def _megatron(home: Path) -> list[FuzzReader]:
@@ -583,6 +611,31 @@ def _read_all(path: Path) -> None:
     for document in read_documents(path, ReadOptions(), log):
         assert document.text.encode() is not None
     log.raise_if_any()
+
+
+def _read_talks(path: Path) -> None:
+    log = ProblemLog()
+    for document in read_documents(path, ReadOptions(text_field="messages", conversations=True), log):
+        assert document.messages and all(text.encode() is not None for _, text in document.messages)
+    log.raise_if_any()
+
+
+def _talks() -> list[FuzzReader]:
+    said = [{"role": "user", "content": TEXT, "tool_calls": None}, {"role": "assistant", "content": "ab"}]
+    rows: list[dict[str, Any]] = [{"messages": said[: 1 + i % 2] * (1 + i % 3), "n": i} for i in range(30)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    table = pa.Table.from_pylist(
+        [{"messages": [{k: m[k] for k in ("role", "content")} for m in row["messages"]]} for row in rows]
+    )
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    tables = [_packed(table, codec, use_dictionary=codec == "none") for codec in ("none", "zstd")]
+    return [
+        FuzzReader(name="conversations .jsonl", seeds=[lines], changes=(change_lines, change_lines, change_bytes), read=_file("a.jsonl", _read_talks)),
+        FuzzReader(name="conversations .parquet", seeds=tables, changes=(change_bytes,), read=_file("a.parquet", _read_talks)),
+        FuzzReader(name="conversations .arrow", seeds=[bytes(sink.getvalue())], changes=(change_bytes,), read=_file("a.arrow", _read_talks)),
+    ]  # fmt: skip
 
 
 def _texts() -> list[FuzzReader]:

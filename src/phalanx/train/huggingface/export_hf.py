@@ -25,9 +25,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from phalanx.core.config import Recipe
+from phalanx.core.config import DataConfig, Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.reading import is_count, parse_table, read_text
+from phalanx.data import CHATML_TEMPLATE, template_of
 from phalanx.models.families import Family, NameLink, families, families_for, shapes_of
 from phalanx.plan.model import ModelSpec, buffers, resolve_model
 from phalanx.runtime.checkpoint import CheckpointManager
@@ -277,14 +278,29 @@ def _small_files(plan: Export) -> dict[str, bytes]:
         second = ("rope_theta", "rope_scaling", "original_max_position_embeddings", *plan.family.aliases)
         config = {k: v for k, v in config.items() if k not in second} | plan.family.config_of(plan.spec)
     if "tokenizer.json" not in kept:
-        kept |= tokenizer_files(plan.run, length=plan.recipe.train.seq_len)
+        kept |= tokenizer_files(plan.run, length=plan.recipe.train.seq_len, chat=_chat_template(plan.recipe.data))
         config["eos_token_id"] = plan.run.read_tokenizer().eos_id
+    elif plan.recipe.data.chat_template not in (
+        None,
+        "model",
+    ):  # conversations in another form than the model came with
+        kept.pop("chat_template.jinja", None)
+        told = parse_table(kept.get("tokenizer_config.json", b"{}"), where=str(kept_folder / "tokenizer_config.json"))
+        kept["tokenizer_config.json"] = _json({**told, "chat_template": _chat_template(plan.recipe.data)})
     if plan.family.mtp_rules:
         config.pop("num_mtp_layers", None)
         config["num_nextn_predict_layers"] = plan.spec.mtp_layers  # others were left behind when the model came in
     config.pop("torch_dtype", None)
     config["dtype"] = str(plan.dtype).removeprefix("torch.")
     return {**kept, "config.json": _json(config)}
+
+
+def _chat_template(data: DataConfig) -> str | None:
+    """What a run's conversations were rendered by, as other programs read it."""
+    if data.chat_template is None:
+        return None
+    template = template_of(data)
+    return CHATML_TEMPLATE if template is None else template.source
 
 
 def _fresh_config(plan: Export) -> dict[str, Any]:

@@ -13,20 +13,22 @@ from phalanx.data import EOS, ByteTokenizer
 from phalanx.train.setup import RunFolder
 
 
-def tokenizer_files(run: RunFolder, *, length: int) -> dict[str, bytes]:
-    """tokenizer.json, tokenizer_config.json and generation_config.json. `length`: tokens that the model was trained on at once."""
+def tokenizer_files(run: RunFolder, *, length: int, chat: str | None) -> dict[str, bytes]:
+    """tokenizer.json, tokenizer_config.json and generation_config.json. `length`: tokens that the model was trained on at once. `chat`: the template of its conversations."""
     tokenizer, folder = run.read_tokenizer(), run.path / "tokenizer"
     if isinstance(tokenizer, ByteTokenizer):
         content, eos = byte_tokenizer_json(), EOS
     else:
         content = (folder / "tokenizer.json").read_text(encoding="utf-8")
         eos = _eos_token(folder)
-    config = {
+    config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eos,
         "model_max_length": length,
         "clean_up_tokenization_spaces": False,
     }
+    if chat is not None:
+        config["chat_template"] = chat
     files: dict[str, Any] = {
         "tokenizer_config.json": config,
         "generation_config.json": {"eos_token_id": tokenizer.eos_id},
