@@ -70,6 +70,8 @@ def test_errors_come_before_anything_starts_or_with_what_the_program_said() -> N
     with pytest.raises((ProgramError, DataError)) as ended:
         phalanx.train_model("recipes/tiny.toml", {"data.sources": ["empty"], "data.builtin_bytes": None}, show=False)
     assert ended.value.exit_code == 2 and "is an empty folder" in str(ended.value)
+    with pytest.raises(ConfigError, match=r"observe\.log_interval"):
+        phalanx.train_model("recipes/tiny.toml", {"observe.log_interval": 1})
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         phalanx.open_run("nowhere")
 

@@ -167,6 +167,7 @@ def test_a_file_whose_name_has_the_mark_is_that_file(fields):
         ("{my}/../tokens#body", r"names a field \('body'\)"),
         ("builtin:python#body", r"names a field \('body'\).*; write builtin:python alone"),
         ("builtin:pyhton#body", r"did you mean 'builtin:python'"),
+        ("#content", r"'#content'"),
         ("{my}/a.jsonl#", r"names no field behind its #; write .*a\.jsonl#FIELD, or .*a\.jsonl alone"),
         ("{my}/b.jsonl#body", r"b\.jsonl': does not exist; did you mean 'a\.jsonl'"),
     ],

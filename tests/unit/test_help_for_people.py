@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from phalanx.cli import doctor
 from phalanx.cli.main import COMMANDS, main
 from phalanx.core.arguments import WIDTH, wrapped
+from phalanx.core.process import is_installed
 from phalanx.core.recipe import PACKAGED
 from phalanx.core.settings import describe_settings
 
@@ -32,7 +34,7 @@ def test_the_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_the_doctor_names_what_is_missing_and_the_way_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "is_installed", lambda name: False)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.setattr(doctor, "user_folder", lambda: Path("/proc/nowhere/deep"))
     found = {f.subject: f for f in doctor.findings()}
@@ -40,6 +42,18 @@ def test_the_doctor_names_what_is_missing_and_the_way_to_it(monkeypatch: pytest.
         assert found[subject].verdict == "note", subject
     assert "pip install -e '.[service]'" in found["cryptography"].way and "g++" in found["compiler"].way
     assert not any("pip install phalanx" in f.way or "'phalanx[" in f.way for f in found.values())
+
+
+def test_the_doctor_takes_no_folder_for_a_package_and_speaks_without_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "wandb_of_a_run").mkdir()
+    assert is_installed("pytest") and not is_installed("wandb_of_a_run")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = {f.subject: f for f in doctor.findings()}
+    assert found["torch"].verdict == "missing" and "torch" in found["torch"].way and "wandb" in found
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

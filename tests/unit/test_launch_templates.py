@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 import phalanx
+from phalanx.cli.launch import explain
 from phalanx.cli.launch_choice import Asked, Launch, choose
 from phalanx.cli.launch_scripts import NAMES, fill, script_of
 from phalanx.cli.main import main
 from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import load_recipe
 from phalanx.core.settings import describe_settings
 from phalanx.plan.recipe import run_problems
@@ -294,6 +296,15 @@ def test_kubernetes_objects_fit_together(tmp_path: Path, which: str) -> None:
     loaded = check(recipe, {k.removeprefix("--"): v for k, v in given.items()})
     assert loaded.resilience.service == f"{objects['Job']['metadata']['name']}-0.phalanx:{ports['membership']}"
     assert loaded.resilience.wanted == loaded.launch.ranks * job["completions"] and loaded.launch.keep_service
+
+
+def test_the_next_command_can_be_pasted() -> None:
+    assert explain(launch_of(nodes=2), Path("my run.sh")).endswith("next: sbatch 'my run.sh'")
+
+
+def test_counts_beyond_all_reason_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)--nodes = 9+: must be at most.*--gpus-per-node = 9+: must be at most"):
+        launch_of(nodes=10**20 - 1, gpus=10**20 - 1)
 
 
 @pytest.mark.skipif(find_spec("yaml") is None, reason="no YAML parser here")

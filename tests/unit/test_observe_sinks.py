@@ -296,7 +296,7 @@ def test_a_successor_takes_the_port_when_it_is_free(tmp_path: Path, monkeypatch:
 
 
 def test_missing_extras_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(sinks_module, "is_installed", lambda name: False)
     config = ObserveConfig(console="none", tensorboard=False, prometheus_port=9100, wandb_project="p")
     with pytest.raises(ConfigError) as caught:
         open_sinks(config, folder=tmp_path, rank=0)

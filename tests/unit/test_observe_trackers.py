@@ -115,7 +115,7 @@ def wandb_like(told: Told) -> dict[str, ModuleType]:
 
 def put(monkeypatch: pytest.MonkeyPatch, name: str, modules: dict[str, ModuleType]) -> None:
     """As if the package were installed."""
-    monkeypatch.setattr(sinks_module, "find_spec", lambda asked: object())
+    monkeypatch.setattr(sinks_module, "is_installed", lambda asked: True)
     monkeypatch.delitem(sys.modules, f"phalanx.observe.{name}", raising=False)
     for known, module in modules.items():
         monkeypatch.setitem(sys.modules, known, module)
@@ -165,7 +165,7 @@ def test_wandb_gets_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks_module, "find_spec", lambda name: None if name == "mlflow" else object())
+    monkeypatch.setattr(sinks_module, "is_installed", lambda name: name != "mlflow")
     monkeypatch.delitem(sys.modules, "phalanx.observe.trackio", raising=False)
     monkeypatch.setitem(sys.modules, "trackio", trackio_like(Told())["trackio"])
     with pytest.raises(ConfigError) as caught:

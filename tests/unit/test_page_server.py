@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import os
 import socket
 import time
 import tomllib
@@ -23,7 +24,7 @@ from phalanx.cli import runs as runs_command, watch as watch_command
 from phalanx.cli.main import main
 from phalanx.core.events import Collective, ExpertLoads, Note, Operation, StepRecorded, TeamFormed, WentBack
 from phalanx.observe import JsonlSink, differences, recipe_values
-from phalanx.observe.page import PageServer, find_runs, is_loopback
+from phalanx.observe.page import PageServer, find_runs, is_loopback, view as view_module
 from phalanx.observe.page.mapping import holders, read_label
 from phalanx.observe.page.view import GROUPS, RunView
 from phalanx.plan.mapping import make_folding, parse_stages
@@ -558,6 +559,24 @@ def test_runs_are_found_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["runs", str(tmp_path / "nothing")]) == 2
     assert "phalanx train makes" in capsys.readouterr().err
     assert main(["runs", str(tmp_path / "empty")]) == 0
+
+
+def test_a_run_that_one_may_not_read_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A private run of somebody else; and of too many those stay that were written last."""
+    for i, name in enumerate(("c", "a", "b", "private")):
+        log(tmp_path / name, *a_run(3))
+        os.utime(tmp_path / name / "events" / "rank-0.jsonl", (1000 + i, 1000 + i))
+    made = os.stat
+
+    def stat(path: Any, *args: Any, **more: Any) -> os.stat_result:
+        if "private" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return made(path, *args, **more)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert [p.name for p in find_runs(tmp_path)] == ["a", "b", "c"]
+    monkeypatch.setattr(view_module, "MOST_RUNS", 2)
+    assert [p.name for p in find_runs(tmp_path)] == ["a", "b"]
 
 
 def test_a_log_that_says_odd_things_leaves_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,4 +53,5 @@ def test_data_sheets_are_those_of_the_simulator() -> None:
         ("NVIDIA GB200", "gb200"),
     ):
         assert data_sheet_flops_per_s(name) == load_hardware(cluster).bf16_flops_per_s, name
-    assert data_sheet_flops_per_s("NVIDIA A100-PCIE-40GB") == data_sheet_flops_per_s("NVIDIA L4") == 0.0
+    for name in ("NVIDIA A100-PCIE-40GB", "NVIDIA L4", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"):
+        assert data_sheet_flops_per_s(name) == 0.0, name

@@ -40,9 +40,10 @@ def train_model(
     """
     with recipe_words(recipe, settings) as given:
         trusted = trust or given.is_own
-        checked = _checked(given.path, given.overrides, trust=trusted)
+        console = "--observe.console=json"
+        checked = _checked(given.path, (*given.overrides, console), trust=trusted)
         flags = ["--trust"] if trusted else []
-        program = start(["train", *given.words, "--observe.console=json", *flags])
+        program = start(["train", *given.words, console, *flags])
         watch = _Watch(callbacks=(*callbacks, *([_Shown()] if show else [])), program=program)
         watch.follow()
     return open_run(Path(checked.run.folder) / checked.run.name)

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +24,7 @@ from phalanx.cli.predicting.dry_run import available_bytes
 from phalanx.cli.train import LEAST_OPEN_FILES
 from phalanx.core.arguments import WordParser
 from phalanx.core.errors import first_line, install_extra
-from phalanx.core.process import most_open_files
+from phalanx.core.process import is_installed, most_open_files
 from phalanx.core.processor import data_sheet_flops_per_s, this_processor
 from phalanx.core.units import format_bytes, format_rate
 from phalanx.kernels.native import user_folder
@@ -78,12 +77,15 @@ def findings() -> Iterator[MachineFact]:
 
 def _software() -> Iterator[MachineFact]:
     yield MachineFact("Python", f"{sys.version.split()[0]}, {platform.system()} {platform.machine()}")
-    import torch
-
-    number = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    old = number < OLDEST_TORCH
-    way = "pip install a newer one: 2.11 at least" if old else ""
-    yield MachineFact("torch", torch.__version__, "missing" if old else "ok", way)
+    try:
+        import torch
+    except ImportError as error:
+        yield MachineFact("torch", f"cannot be imported ({first_line(error)})", "missing", "pip install torch")
+    else:
+        number = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+        old = number < OLDEST_TORCH
+        way = "pip install a newer one: 2.11 at least" if old else ""
+        yield MachineFact("torch", torch.__version__, "missing" if old else "ok", way)
     compiler = next((name for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
     if compiler is None:
         way = "install one (Debian: apt-get install g++); elementwise kernels run slower without"
@@ -109,8 +111,10 @@ def _processors() -> Iterator[MachineFact]:
 
 
 def _devices() -> Iterator[MachineFact]:
-    import torch
-
+    try:
+        import torch
+    except ImportError:  # told above
+        return
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         why = "torch was built without CUDA" if torch.version.cuda is None else "the driver shows none"
@@ -124,7 +128,7 @@ def _devices() -> Iterator[MachineFact]:
         yield MachineFact("GPUs", f"{names.count(name)} x {name}, {format_bytes(total)}{sheet}")
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     yield MachineFact("NCCL", nccl)
-    if find_spec("triton") is None:
+    if not is_installed("triton"):
         yield MachineFact("Triton", "not installed: fused kernels cannot run", "note", install_extra("gpu"))
     yield MachineFact("GPU check", "phalanx gpu-check proves and times this machine's GPU")
 
@@ -164,7 +168,7 @@ def _not_writable(folder: Path) -> str:
 
 def _extras() -> Iterator[MachineFact]:
     for module, extra, use in EXTRAS:
-        if find_spec(module) is None:
+        if not is_installed(module):
             yield MachineFact(module, f"not installed; needed by {use}", "note", install_extra(extra))
         else:
             yield MachineFact(module, metadata.version(module.replace("_", "-")))

@@ -21,6 +21,7 @@ The templates are files of `phalanx/launch/`, which work by hand, too.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -161,11 +162,12 @@ def _explain_place(launch: Launch) -> dict[str, str]:
 
 
 def _next(launch: Launch, path: Path) -> str:
+    name = shlex.quote(str(path))
     if launch.where == "slurm":
-        return f"sbatch {path}"
+        return f"sbatch {name}"
     if launch.where == "torchrun":
-        return f"NODE=0 HEAD=ADDRESS bash {path}   (on the machine of that address; NODE=1 ... on the others)"
+        return f"NODE=0 HEAD=ADDRESS bash {name}   (on the machine of that address; NODE=1 ... on the others)"
     if launch.where == "kubernetes":
         secret = "kubectl create secret generic phalanx-credentials --from-file=run.pem"
-        return f"phalanx service --new-credentials run.pem && {secret} && kubectl apply -f {path}"
-    return f"bash {path}"
+        return f"phalanx service --new-credentials run.pem && {secret} && kubectl apply -f {name}"
+    return f"bash {name}"

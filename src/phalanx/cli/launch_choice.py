@@ -10,7 +10,7 @@ from typing import Literal
 
 from phalanx.cli.train import Request, read_recipe
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import load_recipe
 from phalanx.core.rules import RANKS
 from phalanx.plan import choose_recovery
@@ -67,6 +67,7 @@ class Launch:
 
 def choose(asked: Asked) -> Launch:
     """Raises `ConfigError` with all that is wrong."""
+    raise_if(_too_many(asked), ConfigError, subject="the launch")
     problems = _problems(asked)
     found: Launch | list[Problem] = []
     wrong = {p.where for p in problems}  # of such a number further ones would be told that nobody means
@@ -85,6 +86,14 @@ def choose(asked: Asked) -> Launch:
     known = {p.where for p in problems}
     problems += [p for p in found if p.where not in known] if isinstance(found, list) else []
     raise ConfigError(problems, subject="the launch")
+
+
+def _too_many(asked: Asked) -> list[Problem]:
+    """Counts with which no mapping could even be looked for."""
+    most = RANKS.ceiling
+    counts = {"--nodes": asked.nodes, "--gpus-per-node": asked.gpus}
+    rule, hint = f"must be at most {most:,.0f}", f"use {most:.0f} or fewer"
+    return [Problem(where=w, value=n, rule=rule, hint=hint) for w, n in counts.items() if n is not None and n > most]
 
 
 def _problems(asked: Asked) -> list[Problem]:

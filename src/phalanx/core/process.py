@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -13,6 +14,12 @@ def say(text: str) -> None:
     """A line for a person on standard error. Where nobody reads that any more (a terminal that is closed, a program that ended) it is lost, and the work goes on."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported. A folder of its name in the present one is none: wandb and mlflow leave such folders where they ran."""
+    found = find_spec(module)
+    return found is not None and found.origin is not None
 
 
 def name_process(name: str) -> None:

@@ -3,6 +3,7 @@ for another machine."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,8 +55,9 @@ DATA_SHEET_BF16 = {
 
 
 def data_sheet_flops_per_s(name: str) -> float:
-    """Of a GPU by its name; 0 where it is not known. PCIe cards, whose rates are others, are not."""
-    known = [rate for start, rate in DATA_SHEET_BF16.items() if name.startswith(start) and "pcie" not in name.lower()]
+    """Of a GPU by its name; 0 where it is not known. PCIe cards, whose rates are others (NVL too), and parts of a GPU (MIG) are not."""
+    other = re.search(r"\b(pcie|nvl|mig)\b", name, re.IGNORECASE)
+    known = [rate for start, rate in DATA_SHEET_BF16.items() if name.startswith(start) and other is None]
     return known[0] if known else 0.0
 
 

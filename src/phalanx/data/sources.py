@@ -186,9 +186,9 @@ def _effect_problems(config: DataConfig, sources: list[Source]) -> Iterator[Prob
 
 def _resolve(spec: str, where: str) -> Source | Problem:
     """An entry of `data.sources`. What it says is a name first: where a file has that one, `#` is part of it."""
-    name, mark, own = spec.rpartition("#")
+    name, _, own = spec.rpartition("#")
     found = _named(spec, where)
-    if isinstance(found, Source) or not mark or "/" in own or os.path.lexists(spec):
+    if isinstance(found, Source) or not name or "/" in own or os.path.lexists(spec):
         return found
     inner = _named(name, where)
     if isinstance(inner, Problem):

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -32,7 +31,7 @@ from phalanx.core.errors import (
 )
 from phalanx.core.events import Event, Note, RunStarted
 from phalanx.core.extensions import extensions
-from phalanx.core.process import say
+from phalanx.core.process import is_installed, say
 from phalanx.observe.console import ConsoleSink, wants_live
 from phalanx.observe.event_log import JsonlSink, encode, log_path
 from phalanx.observe.index import IndexSink
@@ -220,7 +219,7 @@ def sink_problems(config: ObserveConfig) -> list[Problem]:
             hint=f"{install_extra(extra)}; or leave {where} out",
         )
         for where, (value, package, extra) in wanted.items()
-        if value is not None and find_spec(package) is None
+        if value is not None and not is_installed(package)
     ]
 
 
@@ -274,7 +273,7 @@ def _added(name: str, options: dict[str, str], *, where: str, folder: Path) -> S
 
 def _own(name: str, options: dict[str, str], where: str, folder: Path) -> Sink:
     """A sink of `OWN`. Raises `ConfigError` where its package is not there, or does not know an option."""
-    if find_spec(name) is None:
+    if not is_installed(name):
         rule, hint = f"needs the package {name}, which is not installed", f"{install_extra(name)}; or leave it out"
         raise ConfigError([Problem(where=where, value=name, rule=rule, hint=hint)])
     make, known = _own_class(name)

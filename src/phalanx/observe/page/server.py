@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 from phalanx.observe import differences, recipe_values
 from phalanx.observe.page.lanes import step_lanes
 from phalanx.observe.page.mapping import folding_picture, holders
-from phalanx.observe.page.view import RunView, find_runs, peek
+from phalanx.observe.page.view import RunView, find_runs, peek, written_s
 
 STATIC = Path(__file__).with_name("static")
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}  # fmt: skip
@@ -152,15 +152,15 @@ class PageServer(ThreadingHTTPServer):
             self._find()
         views = list(self.views.values())
         named = [v.id for v in views if v.folder in self._folders]
-        newest = max(views, key=lambda v: _written_s(v.folder), default=None)
+        newest = max(views, key=lambda v: written_s(v.folder), default=None)
         return {"ids": named or ([newest.id] if newest else []), "all": [v.id for v in views]}
 
     def _summary(self, view: RunView) -> dict[str, Any]:
         if time.monotonic() - view.asked_s < WANTED_S:
             return view.summary()
-        written_s, known = _written_s(view.folder), self._peeked.get(view.id)
-        if known is None or known[0] != written_s or known[1]["status"] in ("training", "starting"):
-            known = self._peeked[view.id] = written_s, peek(view.folder, id=view.id).summary()
+        at, known = written_s(view.folder), self._peeked.get(view.id)
+        if known is None or known[0] != at or known[1]["status"] in ("training", "starting"):
+            known = self._peeked[view.id] = at, peek(view.folder, id=view.id).summary()
         return known[1]
 
     def view(self, id: str) -> RunView:
@@ -331,14 +331,6 @@ class _Handler(BaseHTTPRequestHandler):
 def _in_order(view: RunView) -> int:
     """Experts of a layer, where each rank holds its share of them in order; 0 where they have replicas, which are placed by load, or where nothing is known of them."""
     return 0 if "resilience.slots_per_rank" in recipe_values(view.folder) else view.index.shape[1]
-
-
-def _written_s(folder: Path) -> float:
-    """When the log of rank 0 was written last; 0 where there is none."""
-    try:
-        return (folder / "events" / "rank-0.jsonl").lstat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _recorded(view: RunView, step: int) -> dict[str, Any]:

@@ -205,11 +205,20 @@ def peek(folder: Path, *, id: str) -> RunView:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Run folders below `folder`, by name: folders with `events`, no links. Raises `OSError`."""
+    """Run folders below `folder`, by name: folders with `events`, no links; the `MOST_RUNS` that were written last. Raises `OSError`."""
     with os.scandir(folder) as entries:
         names = sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
-    found = [folder / name for name in names]
-    return [p for p in found if (p / "events").is_dir() and not (p / "events").is_symlink()][:MOST_RUNS]
+    found = [folder / name for name in names if os.path.isdir(folder / name / "events")]  # False where we may not look
+    found = [p for p in found if not (p / "events").is_symlink()]
+    return found if len(found) <= MOST_RUNS else sorted(sorted(found, key=written_s)[-MOST_RUNS:])
+
+
+def written_s(folder: Path) -> float:
+    """When the log of rank 0 was written last; 0 where there is none."""
+    try:
+        return (folder / "events" / "rank-0.jsonl").lstat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _short(values: Any) -> list[float | None]:
