@@ -129,6 +129,25 @@ def test_shell_blocks_run(where: str, info: str, code: str, tmp_path: Path) -> N
     assert done.returncode == 0, f"{where}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
+def test_two_commands_train_on_own_texts(tmp_path: Path) -> None:
+    """Those of docs/how-to/train-on-my-data.md, the first one of a clone; of a recipe that is packaged, not of this folder."""
+    (code,) = [c for _, info, c in blocks("sh") if "two commands" in info]
+    first, command = code.strip().splitlines()
+    assert first == "make env" and command.startswith(".venv/bin/phalanx train laptop ")
+    (tmp_path / "texts").mkdir()
+    for number in range(3):
+        page = ROOT / "docs/explanation" / ("overlap.md", "folding.md", "replicas.md")[number]
+        (tmp_path / "texts" / f"{number}.txt").write_text(page.read_text())
+    program = Path(sys.executable).with_name("phalanx")
+    few = "--train.steps 2 --data.tokenizer bpe:400 --launch.ranks 2"
+    words = f"{command.replace('.venv/bin/phalanx', str(program))} {few}"
+    done = subprocess.run(["sh", "-euc", words], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bpe" in (tmp_path / "runs/laptop/recipe.toml").read_text()
+    kept = sorted(p.name for p in (tmp_path / "runs/laptop/checkpoints").glob("step-*"))
+    assert len(kept) == 1 and int(kept[0].removeprefix("step-")) == 2
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(("where", "info", "code"), blocks("python"), ids=[b[0] for b in blocks("python")])
 def test_python_blocks_run(where: str, info: str, code: str, tmp_path: Path) -> None:

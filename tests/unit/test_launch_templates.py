@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -347,6 +349,26 @@ def test_kubernetes_objects_are_what_the_api_knows(which: str) -> None:
         "Job.spec.completion: is no field of V1JobSpec"
     ]
     assert unknown({"spec": {"completions": "4"}}, "V1Job", models, "Job") == ["Job.spec.completions: '4' is no int"]
+
+
+@pytest.mark.skipif(find_spec("yaml") is None, reason="no YAML parser here")
+@pytest.mark.parametrize("which", ["elastic", "fixed"])
+def test_the_overlay_of_the_page_changes_what_it_names_alone(tmp_path: Path, which: str) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl here")
+    page = Path("docs/how-to/run-on-kubernetes.md").read_text()
+    (overlay,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    (tmp_path / "kustomization.yaml").write_text(textwrap.dedent("   " + overlay.lstrip()))
+    (tmp_path / "kubernetes.yaml").write_text(yamls()[which])
+    made = subprocess.run(["kubectl", "kustomize", str(tmp_path)], capture_output=True, text=True)
+    assert made.returncode == 0 and "deprecated" not in made.stderr, made.stderr
+    before, after = objects_of(yamls()[which]), objects_of(made.stdout)
+    assert {o["metadata"].pop("namespace") for o in after.values()} == {"training"}
+    assert after["PersistentVolumeClaim"]["spec"].pop("storageClassName") == "shared-ssd"
+    for objects, image in ((before, "phalanx:latest"), (after, "my-registry/phalanx:7")):
+        (container,) = objects["Job"]["spec"]["template"]["spec"]["containers"]
+        assert container.pop("image") == image
+    assert after == before
 
 
 def unknown(value: Any, declared: str, models: Any, where: str) -> list[str]:
