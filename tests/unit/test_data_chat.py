@@ -254,21 +254,34 @@ HOSTILE = {
     "{{ strftime_now('%Y') }}": "'strftime_now' is undefined",
     "{{ lipsum() }}": "'lipsum' is undefined",
     "{{ x.y }}": "'x' is undefined",
+    "{% break %}": "'break' outside loop",
 }
 
 
 @pytest.mark.parametrize(("source", "said"), HOSTILE.items(), ids=HOSTILE.values())
 def test_what_a_template_must_not_do(source: str, said: str) -> None:
     template = ChatTemplate(name="t.jinja", source="a\n" + source)
-    process = TemplateProcess(template, Bounds(cpu_s=1, memory=1 << 28, output=1 << 20))
-    try:
-        with pytest.raises(DataError, match=re.escape(said)) as caught:
+    with pytest.raises(DataError, match=re.escape(said)) as caught:
+        process = TemplateProcess(template, Bounds(cpu_s=1, memory=1 << 28, output=1 << 20))
+        try:
             process.render(TALK)
-    finally:
-        process.close()
+        finally:
+            process.close()
     ended = "processor time" in said
-    assert isinstance(caught.value, NotRenderedError) is not ended
-    assert caught.value.problems[0].where == ("t.jinja" if ended or "writes" in said else "t.jinja:2")
+    assert isinstance(caught.value, NotRenderedError) is not (ended or "break" in said)
+    without_line = ended or "writes" in said or "break" in said  # which Python finds in what Jinja made of it
+    assert caught.value.problems[0].where == ("t.jinja" if without_line else "t.jinja:2")
+
+
+def test_blocks_that_are_none_are_not_looked_for() -> None:
+    """In comments and texts; and a filter takes what it takes in transformers."""
+    source = "{# {% generation %} #}{% raw %}{% generation %}{% endraw %}" + QWEN + "{{ messages | tojson(separators=(',', ':'), sort_keys=true) | length > 0 }}"  # fmt: skip
+    process = TemplateProcess(ChatTemplate(name="t", source=source.partition("{{ messages |")[0]))
+    assert [text for text, answer in process.render(TALK) if answer] == ["Four.\n<|im_end|>\n", "So.<|im_end|>\n"]
+    process.close()
+    process = TemplateProcess(ChatTemplate(name="t", source=source))
+    assert process.render(TALK, ask=True)[0][0].endswith("True")
+    process.close()
 
 
 def test_a_template_that_is_none_says_its_line() -> None:
@@ -419,7 +432,10 @@ def test_where_the_models_own_template_is_found(tmp_path: Path) -> None:
 
     vocabulary(tmp_path / "m", QWEN)
     assert found() == QWEN
-    vocabulary(tmp_path / "m", [{"name": "tool_use", "template": "x"}, {"name": "default", "template": MARKED}])
+    vocabulary(
+        tmp_path / "m",
+        [{"name": ["x"]}, {"name": "tool_use", "template": "x"}, {"name": "default", "template": MARKED}],
+    )
     assert found() == MARKED
     (tmp_path / "m" / "chat_template.jinja").write_text(THINKS)
     assert found() == THINKS

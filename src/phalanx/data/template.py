@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import resource
 import secrets
 import signal
@@ -39,7 +38,6 @@ _MOST_TEMPLATE = 1 << 20
 _SHOWN = 400
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _NAME = "<template>"
-_HAS_BLOCKS = re.compile(r"\{%-?\s*generation\b")
 _LENGTH = struct.Struct("<I")
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.data.template import serve; serve()"
 
@@ -90,8 +88,7 @@ def _in_config(config: dict[str, Any], folder: Path | None) -> str:
     """The template of a tokenizer_config.json: a text, or the one called default of several."""
     found = config.get("chat_template")
     if isinstance(found, list):
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-        found = named.get("default")
+        found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
     if not isinstance(found, str):
         rule = f"is not there: {folder} has neither {FILE} nor a chat_template in {CONFIG}"
         raise malformed("data.chat_template", "model", rule, "use chatml, or name a file")
@@ -190,10 +187,10 @@ class TemplateProcess:
 
     def _death(self, late: bool) -> str:
         self._process.kill()
-        code = -self._process.wait()
+        code = self._process.wait()
         if late:
             return f"takes more than {self.bounds.wall_s:g} s for one conversation"
-        if code == signal.SIGXCPU:
+        if code == -signal.SIGXCPU:
             return f"takes more than {self.bounds.cpu_s} s of processor time for one conversation"
         return f"ended its process, or wrote more than {self.bounds.output} characters (status {code})"
 
@@ -287,7 +284,7 @@ def _answer(renderer: _Renderer, question: dict[str, Any]) -> _Told:
 
 def _reason(error: BaseException) -> _Told:
     """What a person is told, with the last line of the template that ran."""
-    line = getattr(error, "lineno", None)
+    line = None if isinstance(error, SyntaxError) else getattr(error, "lineno", None)  # of what Jinja made of it
     at = error.__traceback__
     while at is not None:
         if at.tb_frame.f_code.co_filename == _NAME:
@@ -313,7 +310,8 @@ class _Renderer:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         self._marks = secrets.token_hex(16), secrets.token_hex(16)
-        extensions = ["jinja2.ext.loopcontrols", _generation(*self._marks)]
+        blocks = _generation(*self._marks)
+        extensions = ["jinja2.ext.loopcontrols", blocks]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
 
         def raise_exception(message: str) -> None:
@@ -325,7 +323,7 @@ class _Renderer:
         code = environment.compile(source, name=_NAME, filename=_NAME)
         self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
         self._variables, self._most = {**variables, "tools": None, "documents": None}, bounds.output
-        self._has_blocks = _HAS_BLOCKS.search(source) is not None
+        self._has_blocks = blocks.seen
 
     def text(self, messages: list[dict[str, str]], ask: bool) -> str:
         marked = self._marked(messages, ask)
@@ -367,20 +365,23 @@ class _Renderer:
         return [*sections, (whole[at:], False)]
 
 
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
+def _to_json(value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:  # fmt: skip
     """As transformers has it: jinja2's own escapes what HTML would."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _generation(begin: str, end: str) -> type:
+def _generation(begin: str, end: str) -> Any:
     """The extension of Jinja that knows `{% generation %} ... {% endgeneration %}`, and writes marks around its content that nobody could foresee."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 
     class AnswerBlocks(Extension):
         tags = {"generation"}  # noqa: RUF012  # as its base has it
+        seen = False
+        """Whether the template has such a block."""
 
         def parse(self, parser: Any) -> Any:
+            AnswerBlocks.seen = True
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
