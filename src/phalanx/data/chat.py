@@ -8,6 +8,7 @@ Must never happen: text of a message becomes a control token. Where a message sp
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError, Problem
+from phalanx.core.reading import load_json, malformed, typed
 from phalanx.data.cache import digest
 from phalanx.data.formats import Document
 from phalanx.data.problems import ProblemLog
@@ -31,6 +33,7 @@ CHATML_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML for other programs, which read such templates."""
+_KEPT = "chat_template.json"
 _VERSION = 2
 """Raise it whenever the same conversation would give other tokens."""
 
@@ -65,6 +68,24 @@ def template_of(config: DataConfig) -> ChatTemplate | None:
         return None
     choice = parse_choice(config)
     return read_template(config.chat_template, choice if isinstance(choice, Path) else None)
+
+
+def save_template(template: ChatTemplate | None, folder: Path) -> None:
+    """Writes what `load_template` reads: the file it came from may change, or be gone."""
+    if template is not None:
+        (folder / _KEPT).write_text(json.dumps(vars(template)), encoding="utf-8")
+
+
+def load_template(config: DataConfig, folder: Path) -> ChatTemplate | None:
+    """As `template_of`, for a run that keeps its tokenizer in `folder`. Raises `DataError`."""
+    path = folder / _KEPT
+    if config.chat_template == CHATML or not path.is_file():
+        return template_of(config)
+    try:
+        found: ChatTemplate = typed(load_json(path), ChatTemplate, where=str(path))
+    except OSError as error:
+        raise malformed(str(path), None, f"cannot be read ({error.strerror})") from error
+    return found
 
 
 def chat_identity(template: ChatTemplate | None) -> str:
