@@ -231,6 +231,14 @@ def test_a_template_that_rewrites_what_it_wrote_is_refused(tmp_path: Path) -> No
         encode(tokenizer, TALK, THINKS)
 
 
+def test_a_template_knows_the_end_of_documents_without_a_config(tmp_path: Path) -> None:
+    """Of a vocabulary that is trained here, for example."""
+    tokenizer = tokenizer_of(vocabulary(tmp_path))
+    source = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    with ChatEncoder(tokenizer, ChatTemplate(name="t", source=source)) as encoder:
+        assert encoder.encode_prompt("a")[-1] == tokenizer.eos_id and encoder.stops() == {tokenizer.eos_id}
+
+
 def test_chatml_needs_its_control_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(train_bpe(["a b c"], vocab_size=300))
     with pytest.raises(DataError, match=r"needs the control token <\|im_start\|>"):

@@ -12,6 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -116,7 +117,7 @@ class ChatEncoder:
         """Only behind tokens that do not take them in themselves (`rstrip`)."""
         self._mark = "".join(secrets.choice("0123456789") for _ in range(32))
         """Where a message is cut. None has it, for it is drawn after they were written."""
-        self._renderer: _Renderer = ChatML() if template is None else TemplateProcess(template)
+        self._renderer: _Renderer = ChatML() if template is None else TemplateProcess(_with_eos(template, tokenizer))
 
     def __enter__(self) -> ChatEncoder:
         return self
@@ -180,6 +181,11 @@ class ChatEncoder:
             cut = found.start(1) if found else len(text)
             yield text[:cut], answer
             yield text[cut:], False
+
+
+def _with_eos(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
+    """Where no tokenizer_config.json names the token, an answer of a template that writes it would have no end."""
+    return replace(template, variables={"eos_token": tokenizer.eos_token, **template.variables})
 
 
 def _any_of(pattern: str, tokens: Sequence[str]) -> re.Pattern[str] | None:

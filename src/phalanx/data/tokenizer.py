@@ -23,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError, PhalanxError, Problem, first_line, nearest
-from phalanx.core.reading import is_count, load_json, malformed, read_text, typed
+from phalanx.core.reading import is_count, load_json, malformed, parse_json, read_text, typed
 
 Ints = NDArray[np.int64]
 
@@ -65,6 +65,11 @@ class Tokenizer(Protocol):
     @property
     def eos_id(self) -> int: ...
     @property
+    def eos_token(self) -> str:
+        """What spells it in texts that were written here; empty: nothing does."""
+        ...
+
+    @property
     def fingerprint(self) -> str: ...
     def encode(self, text: str) -> Ints: ...
     def encode_batch(self, texts: Sequence[str]) -> list[Ints]: ...
@@ -89,6 +94,7 @@ class ByteTokenizer:
     name = "byte"
     vocab_size = 257
     eos_id = 256
+    eos_token = ""
     fingerprint = "byte/1"
     control_tokens: tuple[str, ...] = ()
 
@@ -117,7 +123,7 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True  # text that spells a special token is text
-        self._eos_token = eos_token
+        self.eos_token = eos_token
         self.name = name
         self.vocab_size = 1 + max(vocabulary.values())
         self.eos_id = vocabulary[eos_token]
@@ -135,24 +141,17 @@ class FileTokenizer:
     @property
     def control_tokens(self) -> tuple[str, ...]:
         """Those that are marked as special, and those that are written as such: DeepSeek's `<｜User｜>` is not marked."""
-        return tuple(token["content"] for token in self._added if token["special"])
+        return tuple(token["content"] for token in self._for_rendered[1] if token["special"])
 
     @cached_property
-    def _added(self) -> list[dict[str, Any]]:
-        """Added tokens as control tokens are found in what was written here: as they are spelled, not as a normalizer (lower case, NFKC) makes them of a message's text."""
+    def _for_rendered(self) -> tuple[tokenizers.Tokenizer, list[dict[str, Any]]]:
+        """What reads texts that were written here, and its added tokens. Control tokens are found as they are spelled, not where a normalizer (lower case, NFKC) makes them of a message's text."""
         with _in_rust(self.name):
-            added = json.loads(self._tokenizer.to_str())["added_tokens"]
-        for token in added:
-            token["special"] |= _WRITTEN_SO.fullmatch(token["content"]) is not None
-            token["normalized"] &= not token["special"]
-        return list(added)
-
-    @cached_property
-    def _of_rendered(self) -> tokenizers.Tokenizer:
-        with _in_rust(self.name):
-            content = json.loads(self._tokenizer.to_str()) | {"added_tokens": self._added}
-            tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
-        return tokenizer
+            content = parse_json(self._tokenizer.to_str(), where=self.name, plain=False)
+            for token in content["added_tokens"]:
+                token["special"] |= _WRITTEN_SO.fullmatch(token["content"]) is not None
+                token["normalized"] &= not token["special"]
+            return tokenizers.Tokenizer.from_str(json.dumps(content)), content["added_tokens"]
 
     def encode_rendered(self, texts: Sequence[str], behind: Sequence[str]) -> list[Ints]:
         """A text is encoded behind the end of what it continues, whose ids are then taken off: some tokenizers put a blank before all that begins, or behind some control tokens take none.
@@ -170,13 +169,15 @@ class FileTokenizer:
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         with _in_rust(self.name):
-            return [e.ids for e in self._of_rendered.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [e.ids for e in self._for_rendered[0].encode_batch_fast(list(texts), add_special_tokens=False)]
 
     @cached_property
     def _plain(self) -> str:
         """A control token that takes no blanks; empty where there is none."""
         plain = (
-            t["content"] for t in self._added if t["special"] and not (t["lstrip"] or t["rstrip"] or t["single_word"])
+            t["content"]
+            for t in self._for_rendered[1]
+            if t["special"] and not (t["lstrip"] or t["rstrip"] or t["single_word"])
         )
         return next(plain, "")
 
@@ -199,7 +200,7 @@ class FileTokenizer:
 
     def save(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text(self._content, encoding="utf-8")
-        meta = {"kind": "file", "eos_token": self._eos_token, "name": self.name, "sum": _sum(self._content)}
+        meta = {"kind": "file", "eos_token": self.eos_token, "name": self.name, "sum": _sum(self._content)}
         (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
 
 
