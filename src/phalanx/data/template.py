@@ -15,17 +15,16 @@ import json
 import resource
 import secrets
 import signal
-import struct
-import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from phalanx.core.errors import DataError, Problem, first_line
+from phalanx.core.pipes import end_program, read_message, start_program, write_message
 from phalanx.core.reading import load_json, malformed, parse_json, read_text, typed
 
 Message = tuple[str, str]
@@ -38,8 +37,6 @@ _MOST_TEMPLATE = 1 << 20
 _SHOWN = 400
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _NAME = "<template>"
-_LENGTH = struct.Struct("<I")
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.data.template import serve; serve()"
 
 
 class NotRenderedError(DataError):
@@ -132,11 +129,8 @@ class TemplateProcess:
 
     def __init__(self, template: ChatTemplate, bounds: Bounds | None = None) -> None:
         self.template, self.bounds = template, bounds or Bounds()
-        command = [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path)]
-        pipe = subprocess.PIPE
-        # a session of its own: Ctrl-C is for the preparation
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
-        self._end = weakref.finalize(self, _end, self._process)
+        self._process = start_program("phalanx.data.template:serve", isolated=True)
+        self._end = weakref.finalize(self, end_program, self._process)
         try:
             question = {"template": template.source, "variables": template.variables, "bounds": vars(self.bounds)}
             told = self._ask(question)
@@ -172,8 +166,8 @@ class TemplateProcess:
         timer = threading.Timer(self.bounds.wall_s, too_late)
         timer.start()
         try:
-            _write(process.stdin, json.dumps(question).encode())
-            answer = _read(process.stdout, most=8 * self.bounds.output)
+            write_message(process.stdin, json.dumps(question).encode())
+            answer = read_message(process.stdout, most=8 * self.bounds.output)
         except OSError:
             answer = None
         finally:
@@ -195,37 +189,13 @@ class TemplateProcess:
         return f"ended its process, or wrote more than {self.bounds.output} characters (status {code})"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-
-def _write(pipe: BinaryIO | Any, data: bytes) -> None:
-    pipe.write(_LENGTH.pack(len(data)) + data)
-    pipe.flush()
-
-
-def _read(pipe: BinaryIO | Any, *, most: int = 1 << 32) -> bytes | None:
-    """One message; None at the end, and where it is longer than `most`."""
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    data: bytes = pipe.read(length) if length <= most else b""
-    return data if len(data) == length else None
-
-
 # ---- the other process -----------------------------------------------------------------------------------------------
 
 
-def serve() -> None:
+def serve(_: Sequence[str]) -> None:
     """Answer until the pipe is closed."""
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
-    first: _Begin = typed(parse_json(_read(questions) or b"", where="stdin"), _Begin, where="stdin")
+    first: _Begin = typed(parse_json(read_message(questions) or b"", where="stdin"), _Begin, where="stdin")
     renderer: _Renderer | None = None
     told, bounds = _Told(), first.bounds
     imported = _import_all()
@@ -240,14 +210,14 @@ def serve() -> None:
             renderer = _Renderer(first.template, first.variables, bounds)
         except Exception as error:  # of a stranger's program, whatever it is
             told = _reason(error)
-    _write(answers, json.dumps(vars(told)).encode())
-    while renderer is not None and (question := _read(questions)) is not None:
+    write_message(answers, json.dumps(vars(told)).encode())
+    while renderer is not None and (question := read_message(questions)) is not None:
         _more_time(bounds)
         try:
             told = _answer(renderer, parse_json(question, where="stdin"))
         except Exception as error:  # of a stranger's program, whatever it is
             told = _reason(error)
-        _write(answers, json.dumps(vars(told)).encode())
+        write_message(answers, json.dumps(vars(told)).encode())
 
 
 def _import_all() -> str | None:
