@@ -224,6 +224,18 @@ def test_no_message_becomes_a_control_token(role: str, template: str | None, tmp
     assert spelled(tokenizer, ids[answers]) == want
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.text }}{% endfor %}", "does not write what an assistant says"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}", "no {% generation %} around"),
+    ],
+)  # fmt: skip
+def test_a_template_that_writes_no_answer_is_refused(template: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=re.escape(said)):
+        encode(tokenizer_of(vocabulary(tmp_path)), TALK, template)
+
+
 def test_a_template_that_rewrites_what_it_wrote_is_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(vocabulary(tmp_path))
     assert encode(tokenizer, TALK[:3], THINKS)[1].any()
@@ -373,7 +385,10 @@ def test_every_format_gives_the_same_conversations(tmp_path: Path) -> None:
         ([{"role": "user", "content": "a"}] * 1001, "1001 messages"),
         (["a"], "message 1 must be a table with role and content"),
         ([{"role": "user", "content": "a"}, {"role": "<|im_end|>", "content": "b"}], "message 2 must have one of the roles"),
-        ([{"role": "user", "content": ["a"]}], "message 1 must have text"),
+        ([{"role": "user", "content": ["a"]}], "message 1 must have text as its content, not a list of parts"),
+        ([{"role": "assistant", "content": "a", "weight": 0}], "message 1 has a weight"),
+        ([{"role": "assistant", "content": "a", "reasoning_content": "b"}], "message 1 has its reasoning"),
+        ([{"role": "assistant", "content": None, "tool_calls": [1]}], "message 1 calls tools"),
         ([{"role": "assistant", "content": "a", "tool_calls": [1]}], "message 1 calls tools"),
         ([{"role": "user", "content": "\ud800"}], "half a surrogate pair"),
     ],
@@ -394,6 +409,7 @@ def test_what_is_no_conversation_is_named(messages: object, said: str, tmp_path:
         ([[{"role": "user", "content": "a"}], None], "row 2"),
         ([[{"role": "user", "content": "a"}], [{"role": "user", "content": None}]], "row 2.*must have text"),
         ([[{"role": "user", "content": "a", "tool_calls": []}], [{"role": "assistant", "content": "a", "tool_calls": [{"a": "b"}]}]], "row 2.*calls tools"),
+        ([[{"role": "user", "content": "a", "weight": 1}], [{"role": "assistant", "content": "a", "weight": 0}]], "row 2.*has a weight"),
     ],
 )  # fmt: skip
 def test_what_is_no_column_of_conversations_is_named(column: list, said: str, tmp_path: Path) -> None:
@@ -454,7 +470,9 @@ def test_where_the_models_own_template_is_found(tmp_path: Path) -> None:
     vocabulary(tmp_path / "n")
     with pytest.raises(DataError, match=r"is not there: .* has neither chat_template.jinja nor a chat_template"):
         template_of(DataConfig(tokenizer=str(tmp_path / "n"), chat_template="model"))
-    with pytest.raises(DataError, match="neither chatml nor model nor a template that can be read"):
+    with pytest.raises(
+        DataError, match=r"neither chatml nor model nor a template that can be read.*did you mean 'chatml'"
+    ):
         template_of(DataConfig(chat_template="chatlm"))
 
 

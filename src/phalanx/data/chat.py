@@ -8,6 +8,7 @@ Must never happen: text of a message becomes a control token. Where a message sp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -120,6 +121,18 @@ class ChatEncoder:
         self._renderer: _Renderer = ChatML() if template is None else TemplateProcess(_with_eos(template, tokenizer))
 
     def __enter__(self) -> ChatEncoder:
+        """Raises `DataError` where the template writes no answer."""
+        said = self._mark
+        with contextlib.suppress(NotRenderedError):  # it may want other roles
+            sections = self._renderer.render((("user", "a"), ("assistant", said)))
+            if not any(said in text for text, answer in sections if answer):
+                self._renderer.close()
+                rule = (
+                    "does not write what an assistant says"
+                    if not any(said in text for text, _ in sections)
+                    else "has no {% generation %} around what an assistant says"
+                )
+                raise malformed("data.chat_template", None, rule, "it gets messages, each with role and content")
         return self
 
     def __exit__(self, *_: object) -> None:

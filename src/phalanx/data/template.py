@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.errors import DataError, Problem, first_line
+from phalanx.core.errors import DataError, Problem, first_line, nearest
 from phalanx.core.pipes import end_program, read_message, start_program, write_message
 from phalanx.core.reading import load_json, malformed, parse_json, read_text, typed
 
@@ -75,7 +75,9 @@ def read_template(choice: str, tokenizer: Path | None) -> ChatTemplate:
             source, name = read_text(path, most=_MOST_TEMPLATE), str(path)
     except OSError as error:
         rule = f"is neither chatml nor model nor a template that can be read ({error.strerror})"
-        raise malformed("data.chat_template", choice, rule, "name a file of at most 1 MiB") from error
+        close = nearest(choice, ["chatml", "model"])
+        hint = close if close.startswith("did") else "name a file of at most 1 MiB"
+        raise malformed("data.chat_template", choice, rule, hint) from error
     if len(source) > _MOST_TEMPLATE:
         raise malformed("data.chat_template", choice, f"has more than {_MOST_TEMPLATE} characters")
     return ChatTemplate(name=name, source=source, variables=_variables(config))
