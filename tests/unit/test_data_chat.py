@@ -26,6 +26,7 @@ from phalanx.data.problems import ProblemLog
 from phalanx.data.template import Bounds, ChatTemplate, NotRenderedError, TemplateProcess
 from phalanx.data.token_file import AlteredDataError
 from phalanx.data.tokenizer import CHATML_TOKENS, FileTokenizer, read_tokenizer_file, train_bpe
+from phalanx.train.loop import beginning
 
 pytestmark = pytest.mark.unit
 
@@ -474,6 +475,17 @@ def test_where_the_models_own_template_is_found(tmp_path: Path) -> None:
         DataError, match=r"neither chatml nor model nor a template that can be read.*did you mean 'chatml'"
     ):
         template_of(DataConfig(chat_template="chatlm"))
+
+
+@pytest.mark.parametrize("seq_len", [24, 128])
+def test_a_run_ends_with_an_answer(seq_len: int, tmp_path: Path) -> None:
+    """And with nothing behind it; where a window cuts the answer, or a question is short, too."""
+    prepared = prepare(config(tmp_path, write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"Four {i} " * 9}]} for i in range(40)])))  # fmt: skip
+    first = Loader(prepared.train, seq_len=seq_len, global_batch=1, micro_batch=1, seed=0).microbatches(0)[0]
+    prompt, stops = beginning(first, prepared.tokenizer)
+    assert spelled(prepared.tokenizer, prompt) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    end = tokenizers.Tokenizer.from_str(prepared.tokenizer._content).token_to_id("<|im_end|>")
+    assert stops == ({prepared.tokenizer.eos_id, end} if seq_len > 24 else {prepared.tokenizer.eos_id})
 
 
 def test_altered_answers_are_refused(tmp_path: Path) -> None:
