@@ -288,17 +288,27 @@ def test_a_model_that_talks_otherwise_than_it_came_goes_out_with_its_new_templat
     tokenizer = train_bpe(["a b"], vocab_size=64, control_tokens=CHATML_TOKENS)
     (tmp_path / "olmoe" / "tokenizer.json").write_text(tokenizer)
     came = {"tokenizer_config.json": '{"chat_template": "x", "bos_token": "b"}', "chat_template.jinja": "y"}
+    (tmp_path / "olmoe" / "generation_config.json").write_text('{"eos_token_id": 7}')
     for name, content in came.items():
         (tmp_path / "olmoe" / name).write_text(content)
-    for choice, want in (("model", came), ("chatml", {"tokenizer_config.json": CHATML_TEMPLATE})):
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    own = str(tmp_path / "own.jinja")
+    for choice, want in (("model", came), ("chatml", {"tokenizer_config.json": CHATML_TEMPLATE}), (own, {"tokenizer_config.json": Path(own).read_text()})):  # fmt: skip
         run = imported(
-            tmp_path / "olmoe", tmp_path / choice, "--data.sources", "a.jsonl", "--data.chat_template", choice
-        )
+            tmp_path / "olmoe", tmp_path / f"run-{Path(choice).stem}", "--data.sources", "a.jsonl", "--data.chat_template", choice
+        )  # fmt: skip
+        if choice == own:
+            Path(own).unlink()  # the run has kept it
+        choice = Path(choice).stem
         exported(run, tmp_path / f"{choice}-out")
         found = {
             n: (tmp_path / f"{choice}-out" / n).read_text() for n in came if (tmp_path / f"{choice}-out" / n).exists()
         }
-        if choice == "chatml":
+        ends = json.loads((tmp_path / f"{choice}-out" / "generation_config.json").read_text())["eos_token_id"]
+        if choice == "model":
+            assert ends == 7  # as it came
+        else:
+            assert ends == [7, 2]  # and what ends an answer
             told = json.loads(found["tokenizer_config.json"])
             assert told["bos_token"] == "b"
             found["tokenizer_config.json"] = told["chat_template"]

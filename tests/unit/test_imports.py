@@ -118,6 +118,7 @@ WAYS_IN = {
     "runtime/checkpoint/helper_process.py": "a pipe to a process that this one started, by modules of this package",
     "verify/store.py": "a folder of mode 0700 that this program made",
     "data/template.py": "a chat template: a stranger's program, in a sandbox, in a process of its own that can open nothing",
+    "core/pipes.py": "functions of this package, in another process of its own",
     "core/faces.py": "modules of this package, by the names in its own faces",
     "cli/main.py": "commands of this package",
     "cli/allocator.py": "this program once more, with another allocator of memory",
@@ -135,7 +136,7 @@ WAYS_IN = {
 }
 """Files in which data may become code, and whose data it is."""
 DANGEROUS = {
-    "pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "load_yaml", "runpy", "subprocess", "import_module", "spec_from_file_location", "SourceFileLoader", "CDLL",
+    "pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "load_yaml", "jinja2", "runpy", "subprocess", "import_module", "spec_from_file_location", "SourceFileLoader", "CDLL",
     "FileSystemReader", "cpp_extension", "load_library", "load_inline", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list", "recv_object_list",
 }  # fmt: skip
 """Modules, and what has such names in any module."""
@@ -188,7 +189,7 @@ def test_data_become_code_in_known_places_only() -> None:
     ["import pickle", "from pickle import loads", "eval('1')", "torch.load('x')", "dist.all_gather_object(a, b)", "importlib.import_module('x')", "np.load(f, allow_pickle=True)", "np.load(f, None, True)",
      "np.load(f, allow_pickle=x)", "np.load(f, **{'allow_pickle': True})", "torch.jit.load(f)", "torch.hub.load(f)", "torch.export.load(f)", "read = torch.load", "torch.ops.load_library(f)", "from torch import load",
      "from torch.jit import load", "from torch import load as read", "import torch as t", "import torch.jit as j", "dcp.load(x)", "dcp.FileSystemReader(f)", "import runpy", "runpy.run_path(f)", "os.system(x)", "from os import system", "os.execv(x, y)", "os.posix_spawn(x)",
-     "import subprocess", "from subprocess import run", "subprocess.run(x)", "import cloudpickle", "import joblib", "from joblib import load", "f(trust_remote_code=True)", "f(**{'trust_remote_code': True})",
+     "import subprocess", "from subprocess import run", "subprocess.run(x)", "import cloudpickle", "import jinja2.sandbox", "from jinja2 import Template", "import joblib", "from joblib import load", "f(trust_remote_code=True)", "f(**{'trust_remote_code': True})",
      "importlib.util.spec_from_file_location('x', f)", "from importlib.util import spec_from_file_location", "from importlib.machinery import SourceFileLoader", "from ctypes import CDLL", "f(x).CDLL"],
 )  # fmt: skip
 def test_any_such_place_is_seen(text: str) -> None:
@@ -204,8 +205,7 @@ def test_what_executes_nothing_is_left_alone(text: str) -> None:
 
 PARSERS = {
     "core/reading.py": "the reader, with its limits",
-    "runtime/checkpoint/helper_process.py": "its own arguments, which the process that started it wrote",
-    "data/template.py": "the same",
+    "core/pipes.py": "its own arguments, which the process that started it wrote",
 }
 """Files that parse JSON, TOML or CSV themselves, and whose text it is."""
 

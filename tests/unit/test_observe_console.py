@@ -17,7 +17,7 @@ from phalanx.observe import table
 from phalanx.observe.charts import chart
 from phalanx.observe.console import HEADER_EVERY, ROW_SECONDS, ConsoleSink, wants_live
 from phalanx.observe.preparation import PreparationProgress
-from phalanx.observe.summary import RunSummary, print_summary, program_name
+from phalanx.observe.summary import RunSummary, next_commands, print_summary, program_name
 
 pytestmark = pytest.mark.unit
 WIDTHS = (40, 80, 100, 160)
@@ -412,6 +412,10 @@ def test_summary_without_a_terminal() -> None:
         "  phalanx metrics runs/laptop                              its numbers",
         "  phalanx verify runs/laptop/recipe.toml                   prove its mapping",
     ]
+
+
+def test_summary_of_a_run_that_talks() -> None:
+    assert ("phalanx generate runs/laptop Hello --chat", "let it answer") in next_commands(summary(talks=True))
 
 
 def test_summary_of_a_validation_that_is_older() -> None:

@@ -10,9 +10,8 @@ from typing import Annotated
 import tyro
 
 from phalanx.core.arguments import read_words
-from phalanx.core.config import DataConfig
 from phalanx.core.errors import ConfigError, Problem, printable, raise_if
-from phalanx.data import ChatEncoder, Tokenizer, template_of
+from phalanx.data import ChatEncoder, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,13 @@ def continuation(options: GenerateArgs) -> Iterator[str]:
     torch.set_num_threads(threads_per_rank(1, options.threads))
     loaded = load_model(options.run, step=options.step)
     tokenizer = loaded.tokenizer
-    prompt, stops = _asked(options.prompt, tokenizer, loaded.recipe.data if options.chat else None)
+    if options.chat and loaded.recipe.data.chat_template is None:
+        rule = "asks for a conversation, and the run was trained on none: it has no data.chat_template"
+        raise ConfigError([Problem(where="--chat", value=True, rule=rule, hint="leave it out")], subject="the command")
+    prompt, stops = tokenizer.encode(options.prompt).tolist(), frozenset((tokenizer.eos_id,))
+    if options.chat:
+        with ChatEncoder(tokenizer, loaded.template) as encoder:
+            prompt, stops = encoder.encode_prompt(options.prompt).tolist(), encoder.stops()
     new = generate(
         loaded.runner,
         prompt or [tokenizer.eos_id],
@@ -72,17 +77,6 @@ def continuation(options: GenerateArgs) -> Iterator[str]:
         sampling=Sampling(temperature=options.temperature, top_k=options.top_k, seed=options.seed),
     )
     yield from decoded(new, tokenizer, stops)
-
-
-def _asked(prompt: str, tokenizer: Tokenizer, chat: DataConfig | None) -> tuple[list[int], Collection[int]]:
-    """Tokens of the prompt, and those that end what follows. `chat`: of the run whose conversations it is one of."""
-    if chat is None:
-        return tokenizer.encode(prompt).tolist(), (tokenizer.eos_id,)
-    if chat.chat_template is None:
-        rule = "asks for a conversation, and the run was trained on none: it has no data.chat_template"
-        raise ConfigError([Problem(where="--chat", value=True, rule=rule, hint="leave it out")], subject="the command")
-    with ChatEncoder(tokenizer, template_of(chat)) as encoder:
-        return encoder.encode_prompt(prompt).tolist(), encoder.stops()
 
 
 def problems(options: GenerateArgs) -> list[Problem]:

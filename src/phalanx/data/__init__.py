@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from phalanx.data.chat import (
         CHATML_TEMPLATE as CHATML_TEMPLATE,
         ChatEncoder as ChatEncoder,
+        load_template as load_template,
+        save_template as save_template,
         template_of as template_of,
     )
     from phalanx.data.dataset import Dataset as Dataset
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from phalanx.data.preparation import PreparedData as PreparedData, prepare as prepare
     from phalanx.data.size import token_file_bytes as token_file_bytes
     from phalanx.data.sources import resolve as resolve
+    from phalanx.data.template import ChatTemplate as ChatTemplate
     from phalanx.data.tokenizer import (
         EOS as EOS,
         ByteTokenizer as ByteTokenizer,

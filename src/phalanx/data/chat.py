@@ -8,9 +8,12 @@ Must never happen: text of a message becomes a control token. Where a message sp
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +22,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError, Problem
+from phalanx.core.reading import load_json, malformed, typed
 from phalanx.data.cache import digest
 from phalanx.data.formats import Document
 from phalanx.data.problems import ProblemLog
@@ -31,7 +35,8 @@ CHATML_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML for other programs, which read such templates."""
-_VERSION = 1
+_KEPT = "chat_template.json"
+_VERSION = 2
 """Raise it whenever the same conversation would give other tokens."""
 
 Encoded = tuple[NDArray[np.int64], NDArray[np.bool_]]
@@ -67,6 +72,24 @@ def template_of(config: DataConfig) -> ChatTemplate | None:
     return read_template(config.chat_template, choice if isinstance(choice, Path) else None)
 
 
+def save_template(template: ChatTemplate | None, folder: Path) -> None:
+    """Writes what `load_template` reads: the file it came from may change, or be gone."""
+    if template is not None:
+        (folder / _KEPT).write_text(json.dumps(vars(template)), encoding="utf-8")
+
+
+def load_template(config: DataConfig, folder: Path) -> ChatTemplate | None:
+    """As `template_of`, for a run that keeps its tokenizer in `folder`. Raises `DataError`."""
+    path = folder / _KEPT
+    if config.chat_template == CHATML or not path.is_file():
+        return template_of(config)
+    try:
+        found: ChatTemplate = typed(load_json(path), ChatTemplate, where=str(path))
+    except OSError as error:
+        raise malformed(str(path), None, f"cannot be read ({error.strerror})") from error
+    return found
+
+
 def chat_identity(template: ChatTemplate | None) -> str:
     """Of all that decides the tokens of a conversation beside messages and tokenizer."""
     told = CHATML if template is None else [template.source, template.variables]
@@ -86,14 +109,30 @@ class ChatEncoder:
             hint = "use data.chat_template = model, or the path of a template"
             problem = Problem(where="data.chat_template", value=CHATML, rule=rule, hint=hint)
             raise DataError([problem], subject="the data section")
-        some = "|".join(re.escape(token) for token in controls if len(token) > 1)
-        self._spelled = re.compile(f"(?={some})(.)", re.DOTALL) if some else None
-        self._blanks = re.compile(f"(?:{some})(\\s+)\\Z") if some else None
+        self._uncut = [token for token in controls if len(token) == 1]
+        self._spelled = _any_of("(?={})(.)", [token for token in controls if len(token) > 1])
+        with_blank = tokenizer.encode_rendered([f"{token}\n" for token in controls], [""] * len(controls))
+        self._control_ids = {int(ids[0]) for ids in with_blank}
+        leaving = [token for token, ids in zip(controls, with_blank, strict=True) if len(ids) > 1]
+        self._blanks = _any_of("(?:{})(\\s+)\\Z", leaving)
+        """Only behind tokens that do not take them in themselves (`rstrip`)."""
         self._mark = "".join(secrets.choice("0123456789") for _ in range(32))
         """Where a message is cut. None has it, for it is drawn after they were written."""
-        self._renderer: _Renderer = ChatML() if template is None else TemplateProcess(template)
+        self._renderer: _Renderer = ChatML() if template is None else TemplateProcess(_with_eos(template, tokenizer))
 
     def __enter__(self) -> ChatEncoder:
+        """Raises `DataError` where the template writes no answer."""
+        said = self._mark
+        with contextlib.suppress(NotRenderedError):  # it may want other roles
+            sections = self._renderer.render((("user", "a"), ("assistant", said)))
+            if not any(said in text for text, answer in sections if answer):
+                self._renderer.close()
+                rule = (
+                    "does not write what an assistant says"
+                    if not any(said in text for text, _ in sections)
+                    else "has no {% generation %} around what an assistant says"
+                )
+                raise malformed("data.chat_template", None, rule, "it gets messages, each with role and content")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,27 +146,26 @@ class ChatEncoder:
                 rendered.append(self._sections(each.messages))
             except NotRenderedError as error:
                 found = error.problems[0]
-                log.add(Problem(where=each.where, value=found.where, rule=f"is refused by the template, which {found.rule}", hint=found.hint))  # fmt: skip
+                log.add(Problem(where=each.where, value=found.where, rule=f"is refused: the template {found.rule}", hint=found.hint))  # fmt: skip
                 rendered.append([])
-        flat = [text for sections in rendered for text, _ in sections]
-        first = [i == 0 for sections in rendered for i in range(len(sections))]
-        ids = iter(self.tokenizer.encode_rendered(flat, first))
-        return [_joined([(next(ids), answer) for _, answer in sections]) for sections in rendered]
+        return self._encode(rendered)
 
     def encode_prompt(self, text: str) -> NDArray[np.int64]:
         """Tokens of a conversation that a user begins, up to where its answer does. Raises `DataError`."""
-        return self._encode(self._sections((("user", text),), ask=True))[0]
+        return self._encode([self._sections((("user", text),), ask=True)])[0][0]
 
     def stops(self) -> frozenset[int]:
         """Ids that end an answer: that of the document's end, and the control token that ends a turn. Raises `DataError`."""
-        ids, answers = self._encode(self._sections((("user", "a"), ("assistant", "b"))))
-        ends = [int(i) for i in ids[answers][-1:] if not self.tokenizer.decode([int(i)])]
-        return frozenset((self.tokenizer.eos_id, *ends))
+        ids, answers = self._encode([self._sections((("user", "a"), ("assistant", "b")))])[0]
+        return frozenset((self.tokenizer.eos_id, *(int(i) for i in ids[answers][-1:] if i in self._control_ids)))
 
-    def _encode(self, sections: Sequence[Section]) -> Encoded:
-        first = [i == 0 for i in range(len(sections))]
-        found = self.tokenizer.encode_rendered([text for text, _ in sections], first)
-        return _joined([(ids, answer) for ids, (_, answer) in zip(found, sections, strict=True)])
+    def _encode(self, conversations: Sequence[Sequence[Section]]) -> list[Encoded]:
+        flat = [text for sections in conversations for text, _ in sections]
+        behind = [
+            text for sections in conversations for text in ("", *(text for text, _ in sections[:-1]))[: len(sections)]
+        ]
+        ids = iter(self.tokenizer.encode_rendered(flat, behind))
+        return [_joined([(next(ids), answer) for _, answer in sections]) for sections in conversations]
 
     def _sections(self, messages: Sequence[Message], *, ask: bool = False) -> list[Section]:
         """What is tokenised piece by piece."""
@@ -140,6 +178,13 @@ class ChatEncoder:
         return [(part, answer) for text, answer in merged for part in text.split(self._mark) if part]
 
     def _guarded(self, text: str) -> str:
+        for token in self._uncut:
+            if token in text:
+                rule, hint = (
+                    "cannot hold a message with this control token of one character",
+                    "repair or remove the record",
+                )
+                raise NotRenderedError([Problem(where=token, value=None, rule=rule, hint=hint)], subject="the message")
         return text if self._spelled is None else self._spelled.sub(rf"\g<1>{self._mark}", text)
 
     def _without_blanks(self, sections: Sequence[Section]) -> Iterator[Section]:
@@ -149,6 +194,15 @@ class ChatEncoder:
             cut = found.start(1) if found else len(text)
             yield text[:cut], answer
             yield text[cut:], False
+
+
+def _with_eos(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
+    """Where no tokenizer_config.json names the token, an answer of a template that writes it would have no end."""
+    return replace(template, variables={"eos_token": tokenizer.eos_token, **template.variables})
+
+
+def _any_of(pattern: str, tokens: Sequence[str]) -> re.Pattern[str] | None:
+    return re.compile(pattern.format("|".join(map(re.escape, tokens))), re.DOTALL) if tokens else None
 
 
 def _joined(parts: Sequence[tuple[NDArray[np.int64], bool]]) -> Encoded:

@@ -44,7 +44,12 @@ MOST_MESSAGES = 1000
 """Of a conversation: a template writes it once for each of its answers."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHARE_GPT = {"human": "user", "gpt": "assistant"}
-_CALLS = ("tool_calls", "function_call")
+_NOT_READ = {
+    "tool_calls": "calls tools",
+    "function_call": "calls tools",
+    "reasoning_content": "has its reasoning in a field of its own",
+    "weight": "has a weight",
+}
 _KEYS = (("role", "from"), ("content", "value"))
 """Names of role and text in a message: OpenAI's, and ShareGPT's."""
 _ROWS, _MOST_ROWS = 16, 1024
@@ -303,10 +308,13 @@ def _message(message: object) -> Message | str:
     role = _SHARE_GPT.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         return f"must have one of the roles {', '.join(ROLES)}"
+    for name, what in _NOT_READ.items():
+        if message.get(name) not in ((None, 1) if name == "weight" else (None, False, "", [], {})):
+            return f"{what} ({name}), which is not read"
     if not isinstance(text, str):
-        return "must have text as its content"
-    if any(message.get(name) for name in _CALLS):
-        return "calls tools, which is not read"
+        return (
+            f"must have text as its content, not {'a list of parts' if isinstance(text, list) else type(text).__name__}"
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -471,18 +479,20 @@ def _cell_bytes(cell: pa.Scalar) -> int:
     return 0 if data is None else int(data.size)
 
 
-def _messages_of(cell: pa.ListScalar) -> list[dict[str, object]] | None:
+def _messages_of(row: pa.ListScalar) -> list[dict[str, object]] | None:
     """The tables of a cell with the columns that are read: others may be of any type."""
-    table = cell.values
+    table = row.values
     if table is None or len(table) > MOST_MESSAGES:
         return None if table is None else [{}] * len(table)
     names = [f.name for f in table.type]
     read = {name: table.field(names.index(name)).to_pylist() for pair in _KEYS for name in pair if name in names}
-    calls = {name: table.field(names.index(name)) for name in _CALLS if name in names}
+    others = {name: table.field(names.index(name)) for name in _NOT_READ if name in names}
     found: list[dict[str, object]] = [{name: texts[i] for name, texts in read.items()} for i in range(len(table))]
-    for name, column in calls.items():
-        for message, called in zip(found, column, strict=True):
-            message[name] = called.is_valid and not (isinstance(called, pa.ListScalar) and not len(called.values))
+    for name, column in others.items():
+        nested = pa.types.is_nested(column.type)
+        for message, cell in zip(found, column, strict=True):
+            empty = nested and (not cell.is_valid or (isinstance(cell, pa.ListScalar) and not len(cell.values)))
+            message[name] = not empty if nested else cell.as_py()
     return found
 
 

@@ -28,6 +28,7 @@ from phalanx.data.formats import Document, read_documents
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sampling import permute
 from phalanx.data.sources import Source, documents, identify, resolve
+from phalanx.data.template import ChatTemplate
 from phalanx.data.tokenizer import (
     CHATML_TOKENS,
     ByteTokenizer,
@@ -53,6 +54,8 @@ class PreparedData:
     train: Dataset
     validation: Dataset
     tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """Of conversations; None: ChatML, or there are none."""
     unigram_loss: float
     """Validation loss (nats per token) of a model that only knows how frequent each token is in the train text."""
     fingerprint: str
@@ -88,7 +91,8 @@ def prepare(config: DataConfig, *, progress: CacheProgress = silent, resume: str
     sources = _identified(config, sources, cache, progress, resume)
     tokenizer = _tokenizer(config, sources, cache, progress)
     folders = _store_folders(cache, config, sources, tokenizer)
-    built = _write_stores(config, sources, folders, tokenizer, progress)
+    template = None if config.chat_template is None else template_of(config)
+    built = _write_stores(config, sources, folders, tokenizer, progress, template)
     stores = [store.open_store(f, s, tokenizer) for f, s in zip(folders, sources, strict=True)]
     keys = [folder.name for folder in folders]
     train, validation = (_dataset(side, config, sources, stores, keys, tokenizer) for side in store.SIDES)
@@ -97,6 +101,7 @@ def prepare(config: DataConfig, *, progress: CacheProgress = silent, resume: str
         train=train,
         validation=validation,
         tokenizer=tokenizer,
+        template=template,
         unigram_loss=store.unigram_loss(_mixed_counts([s.counts for s in stores], config.weights)),
         fingerprint=digest([train.fingerprint, validation.fingerprint]),
         text_bytes=sum(s.text_bytes for s in stores),
@@ -295,10 +300,10 @@ def _write_stores(
     folders: Sequence[Path],
     tokenizer: Tokenizer,
     progress: CacheProgress,
+    template: ChatTemplate | None,
 ) -> bool:
     """Makes the stores that are missing; True if there were any. Problems of all sources are raised together."""
     found, built = ProblemLog(), False
-    template = None if config.chat_template is None else template_of(config)
     for source, folder in zip(sources, folders, strict=True):
 
         def build(target: Path, source: Source = source) -> None:

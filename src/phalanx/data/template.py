@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import resource
 import secrets
 import signal
-import struct
-import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from phalanx.core.errors import DataError, Problem, first_line
+from phalanx.core.errors import DataError, Problem, first_line, nearest
+from phalanx.core.pipes import end_program, read_message, start_program, write_message
 from phalanx.core.reading import load_json, malformed, parse_json, read_text, typed
 
 Message = tuple[str, str]
@@ -39,9 +37,6 @@ _MOST_TEMPLATE = 1 << 20
 _SHOWN = 400
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _NAME = "<template>"
-_HAS_BLOCKS = re.compile(r"\{%-?\s*generation\b")
-_LENGTH = struct.Struct("<I")
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.data.template import serve; serve()"
 
 
 class NotRenderedError(DataError):
@@ -80,7 +75,9 @@ def read_template(choice: str, tokenizer: Path | None) -> ChatTemplate:
             source, name = read_text(path, most=_MOST_TEMPLATE), str(path)
     except OSError as error:
         rule = f"is neither chatml nor model nor a template that can be read ({error.strerror})"
-        raise malformed("data.chat_template", choice, rule, "name a file of at most 1 MiB") from error
+        close = nearest(choice, ["chatml", "model"])
+        hint = close if close.startswith("did") else "name a file of at most 1 MiB"
+        raise malformed("data.chat_template", choice, rule, hint) from error
     if len(source) > _MOST_TEMPLATE:
         raise malformed("data.chat_template", choice, f"has more than {_MOST_TEMPLATE} characters")
     return ChatTemplate(name=name, source=source, variables=_variables(config))
@@ -90,8 +87,7 @@ def _in_config(config: dict[str, Any], folder: Path | None) -> str:
     """The template of a tokenizer_config.json: a text, or the one called default of several."""
     found = config.get("chat_template")
     if isinstance(found, list):
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-        found = named.get("default")
+        found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
     if not isinstance(found, str):
         rule = f"is not there: {folder} has neither {FILE} nor a chat_template in {CONFIG}"
         raise malformed("data.chat_template", "model", rule, "use chatml, or name a file")
@@ -135,11 +131,8 @@ class TemplateProcess:
 
     def __init__(self, template: ChatTemplate, bounds: Bounds | None = None) -> None:
         self.template, self.bounds = template, bounds or Bounds()
-        command = [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path)]
-        pipe = subprocess.PIPE
-        # a session of its own: Ctrl-C is for the preparation
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
-        self._end = weakref.finalize(self, _end, self._process)
+        self._process = start_program("phalanx.data.template:serve", isolated=True)
+        self._end = weakref.finalize(self, end_program, self._process)
         try:
             question = {"template": template.source, "variables": template.variables, "bounds": vars(self.bounds)}
             told = self._ask(question)
@@ -175,8 +168,8 @@ class TemplateProcess:
         timer = threading.Timer(self.bounds.wall_s, too_late)
         timer.start()
         try:
-            _write(process.stdin, json.dumps(question).encode())
-            answer = _read(process.stdout, most=8 * self.bounds.output)
+            write_message(process.stdin, json.dumps(question).encode())
+            answer = read_message(process.stdout, most=8 * self.bounds.output)
         except OSError:
             answer = None
         finally:
@@ -190,45 +183,21 @@ class TemplateProcess:
 
     def _death(self, late: bool) -> str:
         self._process.kill()
-        code = -self._process.wait()
+        code = self._process.wait()
         if late:
             return f"takes more than {self.bounds.wall_s:g} s for one conversation"
-        if code == signal.SIGXCPU:
+        if code == -signal.SIGXCPU:
             return f"takes more than {self.bounds.cpu_s} s of processor time for one conversation"
         return f"ended its process, or wrote more than {self.bounds.output} characters (status {code})"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-
-def _write(pipe: BinaryIO | Any, data: bytes) -> None:
-    pipe.write(_LENGTH.pack(len(data)) + data)
-    pipe.flush()
-
-
-def _read(pipe: BinaryIO | Any, *, most: int = 1 << 32) -> bytes | None:
-    """One message; None at the end, and where it is longer than `most`."""
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    data: bytes = pipe.read(length) if length <= most else b""
-    return data if len(data) == length else None
 
 
 # ---- the other process -----------------------------------------------------------------------------------------------
 
 
-def serve() -> None:
+def serve(_: Sequence[str]) -> None:
     """Answer until the pipe is closed."""
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
-    first: _Begin = typed(parse_json(_read(questions) or b"", where="stdin"), _Begin, where="stdin")
+    first: _Begin = typed(parse_json(read_message(questions) or b"", where="stdin"), _Begin, where="stdin")
     renderer: _Renderer | None = None
     told, bounds = _Told(), first.bounds
     imported = _import_all()
@@ -243,14 +212,14 @@ def serve() -> None:
             renderer = _Renderer(first.template, first.variables, bounds)
         except Exception as error:  # of a stranger's program, whatever it is
             told = _reason(error)
-    _write(answers, json.dumps(vars(told)).encode())
-    while renderer is not None and (question := _read(questions)) is not None:
+    write_message(answers, json.dumps(vars(told)).encode())
+    while renderer is not None and (question := read_message(questions)) is not None:
         _more_time(bounds)
         try:
             told = _answer(renderer, parse_json(question, where="stdin"))
         except Exception as error:  # of a stranger's program, whatever it is
             told = _reason(error)
-        _write(answers, json.dumps(vars(told)).encode())
+        write_message(answers, json.dumps(vars(told)).encode())
 
 
 def _import_all() -> str | None:
@@ -287,7 +256,7 @@ def _answer(renderer: _Renderer, question: dict[str, Any]) -> _Told:
 
 def _reason(error: BaseException) -> _Told:
     """What a person is told, with the last line of the template that ran."""
-    line = getattr(error, "lineno", None)
+    line = None if isinstance(error, SyntaxError) else getattr(error, "lineno", None)  # of what Jinja made of it
     at = error.__traceback__
     while at is not None:
         if at.tb_frame.f_code.co_filename == _NAME:
@@ -313,7 +282,8 @@ class _Renderer:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         self._marks = secrets.token_hex(16), secrets.token_hex(16)
-        extensions = ["jinja2.ext.loopcontrols", _generation(*self._marks)]
+        blocks = _generation(*self._marks)
+        extensions = ["jinja2.ext.loopcontrols", blocks]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
 
         def raise_exception(message: str) -> None:
@@ -325,7 +295,7 @@ class _Renderer:
         code = environment.compile(source, name=_NAME, filename=_NAME)
         self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
         self._variables, self._most = {**variables, "tools": None, "documents": None}, bounds.output
-        self._has_blocks = _HAS_BLOCKS.search(source) is not None
+        self._has_blocks = blocks.seen
 
     def text(self, messages: list[dict[str, str]], ask: bool) -> str:
         marked = self._marked(messages, ask)
@@ -367,20 +337,23 @@ class _Renderer:
         return [*sections, (whole[at:], False)]
 
 
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
+def _to_json(value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:  # fmt: skip
     """As transformers has it: jinja2's own escapes what HTML would."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _generation(begin: str, end: str) -> type:
+def _generation(begin: str, end: str) -> Any:
     """The extension of Jinja that knows `{% generation %} ... {% endgeneration %}`, and writes marks around its content that nobody could foresee."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 
     class AnswerBlocks(Extension):
         tags = {"generation"}  # noqa: RUF012  # as its base has it
+        seen = False
+        """Whether the template has such a block."""
 
         def parse(self, parser: Any) -> Any:
+            AnswerBlocks.seen = True
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -22,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError, PhalanxError, Problem, first_line, nearest
-from phalanx.core.reading import is_count, load_json, malformed, read_text, typed
+from phalanx.core.reading import is_count, load_json, malformed, parse_json, read_text, typed
 
 Ints = NDArray[np.int64]
 
@@ -34,6 +35,8 @@ SMALLEST_BPE = 257
 MOST_TOKENS = 10_000_000
 """Of a vocabulary. The largest published one has a million; a table of counts takes 16 bytes a token."""
 _META = "tokenizer_meta.json"
+_WRITTEN_SO = re.compile("<([|｜]).+\\1>", re.DOTALL)
+_NEAR = 64
 _LONG_RUN = re.compile(r"\S{128}")
 """Learning from text without spaces (genomes, encoded data) is cut here: it takes merges x word length (100 kB, 1,000 tokens: 4.4 s, cut 0.1 s)."""
 _KNOWN_EOS = (
@@ -62,16 +65,21 @@ class Tokenizer(Protocol):
     @property
     def eos_id(self) -> int: ...
     @property
+    def eos_token(self) -> str:
+        """What spells it in texts that were written here; empty: nothing does."""
+        ...
+
+    @property
     def fingerprint(self) -> str: ...
     def encode(self, text: str) -> Ints: ...
     def encode_batch(self, texts: Sequence[str]) -> list[Ints]: ...
-    def encode_rendered(self, texts: Sequence[str], first: Sequence[bool]) -> list[Ints]:
-        """Ids of texts that were written here (`data/chat.py`): what spells a control token is one. `first`: nothing stands before the text; else no mark of a beginning is added to it."""
+    def encode_rendered(self, texts: Sequence[str], behind: Sequence[str]) -> list[Ints]:
+        """Ids of texts that were written here (`data/chat.py`): what spells a control token is one. `behind`: what each continues, empty at the beginning; no token lies across that border."""
         ...
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
-        """Tokens that no text spells."""
+        """Tokens that say where messages begin and end."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
@@ -86,6 +94,7 @@ class ByteTokenizer:
     name = "byte"
     vocab_size = 257
     eos_id = 256
+    eos_token = ""
     fingerprint = "byte/1"
     control_tokens: tuple[str, ...] = ()
 
@@ -95,7 +104,7 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Ints]:
         return [self.encode(text) for text in texts]
 
-    def encode_rendered(self, texts: Sequence[str], first: Sequence[bool]) -> list[Ints]:
+    def encode_rendered(self, texts: Sequence[str], behind: Sequence[str]) -> list[Ints]:
         return self.encode_batch(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -114,7 +123,7 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True  # text that spells a special token is text
-        self._eos_token = eos_token
+        self.eos_token = eos_token
         self.name = name
         self.vocab_size = 1 + max(vocabulary.values())
         self.eos_id = vocabulary[eos_token]
@@ -131,24 +140,58 @@ class FileTokenizer:
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
-        return tuple(token.content for token in self._added().values() if token.special)
+        """Those that are marked as special, and those that are written as such: DeepSeek's `<｜User｜>` is not marked."""
+        return tuple(token["content"] for token in self._for_rendered[1] if token["special"])
 
-    def _added(self) -> dict[int, Any]:
+    @cached_property
+    def _for_rendered(self) -> tuple[tokenizers.Tokenizer, list[dict[str, Any]]]:
+        """What reads texts that were written here, and its added tokens. Control tokens are found as they are spelled, not where a normalizer (lower case, NFKC) makes them of a message's text."""
         with _in_rust(self.name):
-            return dict(sorted(self._tokenizer.get_added_tokens_decoder().items()))
+            content = parse_json(self._tokenizer.to_str(), where=self.name, plain=False)
+            for token in content["added_tokens"]:
+                token["special"] |= _WRITTEN_SO.fullmatch(token["content"]) is not None
+                token["normalized"] &= not token["special"]
+            return tokenizers.Tokenizer.from_str(json.dumps(content)), content["added_tokens"]
 
-    def encode_rendered(self, texts: Sequence[str], first: Sequence[bool]) -> list[Ints]:
-        """A text that is not the first is encoded behind a control token, which is then taken off: some tokenizers put a blank before all that begins."""
-        plain = (t.content for t in self._added().values() if t.special and not (t.lstrip or t.rstrip or t.single_word))
-        before = next(plain, "")
-        skipped = [int(bool(before) and not begins) for begins in first]
+    def encode_rendered(self, texts: Sequence[str], behind: Sequence[str]) -> list[Ints]:
+        """A text is encoded behind the end of what it continues, whose ids are then taken off: some tokenizers put a blank before all that begins, or behind some control tokens take none.
+        Where both share a token, it is encoded behind others."""
+        found: list[Ints | None] = [None] * len(texts)
+        anchors = [self._anchors(each) for each in behind]
+        for attempt in range(max(map(len, anchors), default=0)):
+            left = [i for i, ids in enumerate(found) if ids is None]
+            before = [anchors[i][attempt] for i in left]
+            told = [head + texts[i] for head, i in zip(before, left, strict=True)]
+            for i, head, ids in zip(left, self._ids(before), self._ids(told), strict=True):
+                if attempt == len(anchors[i]) - 1 or ids[: len(head)] == head:
+                    found[i] = np.asarray(ids[len(head) :], np.int64)
+        return [ids for ids in found if ids is not None]
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         with _in_rust(self.name):
-            tokenizer = tokenizers.Tokenizer.from_str(self._content)
-            tokenizer.no_padding()
-            tokenizer.no_truncation()
-            told = [before + text if skip else text for text, skip in zip(texts, skipped, strict=True)]
-            encodings = tokenizer.encode_batch_fast(told, add_special_tokens=False)
-        return [np.asarray(e.ids[skip:], np.int64) for e, skip in zip(encodings, skipped, strict=True)]
+            return [e.ids for e in self._for_rendered[0].encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    @cached_property
+    def _plain(self) -> str:
+        """A control token that takes no blanks; empty where there is none."""
+        plain = (
+            t["content"]
+            for t in self._for_rendered[1]
+            if t["special"] and not (t["lstrip"] or t["rstrip"] or t["single_word"])
+        )
+        return next(plain, "")
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.control_tokens)) or r"(?!)")
+
+    def _anchors(self, behind: str) -> tuple[str, ...]:
+        """What a text is encoded behind: the first that shares no token with it. From the last control token on where that is near, else the last character."""
+        if not behind:
+            return ("",)
+        end = behind[-_NEAR:]
+        near = [found.start() for found in self._control.finditer(end)]
+        return (end[near[-1] :] if near else self._plain + end[-1], self._plain + "\n", self._plain)
 
     def decode(self, ids: Iterable[int]) -> str:
         legal = [i for i in ids if 0 <= i < self.vocab_size]
@@ -157,7 +200,7 @@ class FileTokenizer:
 
     def save(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text(self._content, encoding="utf-8")
-        meta = {"kind": "file", "eos_token": self._eos_token, "name": self.name, "sum": _sum(self._content)}
+        meta = {"kind": "file", "eos_token": self.eos_token, "name": self.name, "sum": _sum(self._content)}
         (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
 
 

@@ -40,6 +40,8 @@ class RunSummary:
     prompt: str = ""
     text: str | None = None
     """What the model made of the prompt."""
+    talks: bool = False
+    """Whether it was trained on conversations."""
 
     @property
     def finished(self) -> bool:
@@ -51,11 +53,12 @@ def next_commands(summary: RunSummary) -> tuple[tuple[str, str], ...]:
     run, recipe = shlex.quote(str(summary.folder)), shlex.quote(str(summary.folder / "recipe.toml"))
     name = summary.program
     go_on = (f"{name} train {recipe}", f"go on from step {summary.step}")
+    said = ("Hello --chat", "let it answer") if summary.talks else (_beginning(summary.prompt), "let it write")
     longer = (f"{name} train {recipe} --train.steps {2 * summary.total_steps}", "train twice as long")
     return (
         longer if summary.finished else go_on,
         (f"{name} watch {run}", "its charts"),
-        (f"{name} generate {run} {_beginning(summary.prompt)}", "let it write"),
+        (f"{name} generate {run} {said[0]}", said[1]),
         (f"{name} metrics {run}", "its numbers"),
         (f"{name} verify {recipe}", "prove its mapping"),
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from phalanx.core.config import Recipe
-from phalanx.data import Tokenizer
+from phalanx.data import ChatTemplate, Tokenizer
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
 from phalanx.models import Decoder, DecoderOutput, ForwardInfo, ModelContext, TokenBatch, part_of
@@ -40,6 +40,8 @@ from phalanx.train.step import StageRunner
 class LoadedModel:
     model: Decoder
     tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """Of conversations; None: ChatML, or it knows none."""
     recipe: Recipe
     step: int
     runner: StageRunner
@@ -71,7 +73,8 @@ def load_model(path: Path, *, step: int | None = None) -> LoadedModel:
     model = Decoder(ctx)
     _fill(model, manager, chosen, wanted={name for name, _ in buffers(spec)}, dtype=state_dtype(ctx.dtype))
     runner = StageRunner(model=model, pipeline=plain_pipeline(spec), groups=ctx.groups, comms=ctx.comms)
-    return LoadedModel(model=model, tokenizer=tokenizer, recipe=recipe, step=chosen, runner=runner)
+    template = None if recipe.data.chat_template is None else folder.read_template(recipe)
+    return LoadedModel(model=model, tokenizer=tokenizer, template=template, recipe=recipe, step=chosen, runner=runner)
 
 
 def _fill(model: Decoder, manager: CheckpointManager, step: int, *, wanted: set[str], dtype: torch.dtype) -> None:

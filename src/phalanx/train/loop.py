@@ -16,6 +16,7 @@ committed steps and nothing of the next; all ranks leave the loop after the same
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from typing import Literal
 
 from phalanx.core.errors import FinalError, PeerError, RunError, UnsoundError
 from phalanx.core.events import Note, Sampled, WarmupChosen
-from phalanx.data import Loader, MicroBatch, Prefetch, PreparedData, ValidationLoader
+from phalanx.data import Loader, MicroBatch, Prefetch, PreparedData, Tokenizer, ValidationLoader
 from phalanx.models import TokenBatch
 from phalanx.plan.mapping import AnyFolding
 from phalanx.plan.model import ModelSpec
@@ -72,6 +73,17 @@ class Elastic:
     """Called with each committed step; returns how slow the slowest member is."""
     at: Callable[[At], None]
     """Called with what the rank does next."""
+
+
+def beginning(batch: MicroBatch, tokenizer: Tokenizer) -> tuple[list[int], set[int]]:
+    """First tokens of the first text in `batch`, of a conversation all up to its first answer, and the tokens that end what follows."""
+    tokens, predicted = batch.tokens[0].tolist(), batch.labels[0] >= 0
+    asked = int(predicted.argmax())
+    if not asked:
+        return tokens[: min(PROMPT_TOKENS, batch.segments[0][0])], {tokenizer.eos_id}
+    answered = int((~predicted[asked:]).argmax()) or len(tokens) - asked
+    last = int(batch.labels[0][asked + answered - 1])
+    return tokens[: asked + 1], {tokenizer.eos_id} if tokenizer.decode([last]) else {tokenizer.eos_id, last}
 
 
 def _ignore_phase(name: At) -> None:
@@ -365,17 +377,13 @@ class Trainer:
 
     def _sample(self) -> Sampled:
         """A continuation of the first validation text. All ranks compute it (the model is spread over them), all get the same."""
-        first = self.validation.microbatches(0)[0]
-        asked = 1 + int((first.labels[0] >= 0).argmax())  # a conversation goes on where its answer begins
-        prompt = first.tokens[0][: max(asked, min(PROMPT_TOKENS, first.segments[0][0]))].tolist()
         tokenizer = self.prepared.tokenizer
+        prompt, stops = beginning(self.validation.microbatches(0)[0], tokenizer)
         new = generate(
             self.parts.runner, prompt, num_tokens=SAMPLE_TOKENS, window=self.rank.recipe.train.seq_len,
             vocab=tokenizer.vocab_size, sampling=Sampling(seed=self.rank.recipe.train.seed),
         )  # fmt: skip
-        tokens = list(new)
-        if tokenizer.eos_id in tokens:
-            tokens = tokens[: tokens.index(tokenizer.eos_id)]
+        tokens = list(itertools.takewhile(lambda token: token not in stops, list(new)))
         sampled = Sampled(step=self.step, prompt=tokenizer.decode(prompt), text=tokenizer.decode(tokens))
         self.rank.sinks(sampled)
         return sampled

@@ -67,6 +67,8 @@ class Outcome:
     validation_step: int | None
     unigram_loss: float
     sample: Sampled | None
+    talks: bool
+    """Trained on conversations."""
 
 
 LOADS_S = 5.0
@@ -228,6 +230,7 @@ class Reporter:
             validation_step=at,
             unigram_loss=self.prepared.unigram_loss,
             sample=sample,
+            talks=self.rank.recipe.data.chat_template is not None,
         )
 
 
@@ -274,4 +277,5 @@ def _summary(folder: Path, outcome: Outcome, *, seconds: float) -> RunSummary:
         unigram_loss=outcome.unigram_loss,
         prompt=outcome.sample.prompt if outcome.sample is not None else "",
         text=outcome.sample.text if outcome.sample is not None else None,
+        talks=outcome.talks,
     )

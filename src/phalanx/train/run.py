@@ -80,7 +80,7 @@ def build_trainer(rank: Rank, stop: StopRequest, *, hook: MakeStepHook) -> Train
         return step
 
     step = load_start(rank, manager, candidates, load)
-    rank.peers.first(lambda: rank.folder.write_recipe(recipe_to_keep(recipe), prepared.tokenizer))
+    rank.peers.first(lambda: rank.folder.write_recipe(recipe_to_keep(recipe), prepared.tokenizer, prepared.template))
     return Trainer(
         rank=rank, stop=stop, prepared=prepared, spec=spec, folding=folding, parts=parts, loader=loader, manager=manager,
         hook=hook(recipe, spec), progress=RunProgress(start=step, step=step),

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import pickle
 import select
-import struct
 import subprocess
 import sys
 import threading
@@ -24,10 +22,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
+from phalanx.core.pipes import LENGTH, end_program, read_message, start_program, write_message
+
 LIMIT_S = 60.0
 """An answer that takes longer is not waited for: the rank computes it itself."""
-_LENGTH = struct.Struct("<Q")
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.runtime.checkpoint.helper_process import serve; serve(sys.argv[2:])"
 
 
 class HelperProcess:
@@ -80,12 +78,8 @@ class HelperProcess:
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
-            command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), *self.modules]
-            # a session of its own: Ctrl-C is for the rank, which finishes its step
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
-            self._end = weakref.finalize(self, _end, self._process)
+            self._process = start_program("phalanx.runtime.checkpoint.helper_process:serve", self.modules)
+            self._end = weakref.finalize(self, end_program, self._process)
         return self._process
 
     def _read(self) -> bytes | None:
@@ -101,46 +95,21 @@ class HelperProcess:
 
 def _ask(pipe: BinaryIO | Any, asked: bytes) -> None:
     with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-        _write(pipe, asked)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a disk dies later
-        process.wait(timeout=1.0)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-
-def _write(pipe: BinaryIO | Any, data: bytes) -> None:
-    pipe.write(_LENGTH.pack(len(data)) + data)
-    pipe.flush()
+        write_message(pipe, asked)
 
 
 def _read_until(fd: int, end_s: float) -> bytes | None:
     """One message; None at the end, or where it is not there in time."""
-    found, wanted = b"", _LENGTH.size
+    found, wanted = b"", LENGTH.size
     while len(found) < wanted:
         ready, _, _ = select.select([fd], [], [], max(0.0, end_s - time.monotonic()))
         part = os.read(fd, wanted - len(found)) if ready else b""
         if not part:
             return None
         found += part
-        if len(found) == _LENGTH.size == wanted:
-            wanted += _LENGTH.unpack(found)[0]
-    return found[_LENGTH.size :]
-
-
-def _read(pipe: BinaryIO | Any) -> bytes | None:
-    """One message; None at the end."""
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    data: bytes = pipe.read(length)
-    return data if len(data) == length else None
+        if len(found) == LENGTH.size == wanted:
+            wanted += LENGTH.unpack(found)[0]
+    return found[LENGTH.size :]
 
 
 def serve(modules: Sequence[str]) -> None:
@@ -149,11 +118,11 @@ def serve(modules: Sequence[str]) -> None:
     os.dup2(2, 1)  # what a plan prints is no answer
     for name in modules:
         importlib.import_module(name)
-    while (asked := _read(questions)) is not None:
+    while (asked := read_message(questions)) is not None:
         try:
             function, args, options = pickle.loads(asked)
             found = pickle.dumps(function(*args, **options))
         except Exception:
             return
         with contextlib.suppress(BrokenPipeError):
-            _write(answers, found)
+            write_message(answers, found)

@@ -25,10 +25,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from phalanx.core.config import DataConfig, Recipe
+from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.reading import is_count, parse_table, read_text
-from phalanx.data import CHATML_TEMPLATE, template_of
+from phalanx.data import CHATML_TEMPLATE, ChatEncoder
 from phalanx.models.families import Family, NameLink, families, families_for, shapes_of
 from phalanx.plan.model import ModelSpec, buffers, resolve_model
 from phalanx.runtime.checkpoint import CheckpointManager
@@ -277,16 +277,13 @@ def _small_files(plan: Export) -> dict[str, bytes]:
     elif not plan.family.says(config, plan.spec):  # an older version read it otherwise, and trained what it read
         second = ("rope_theta", "rope_scaling", "original_max_position_embeddings", *plan.family.aliases)
         config = {k: v for k, v in config.items() if k not in second} | plan.family.config_of(plan.spec)
+    said = ["model"] if "tokenizer.json" in kept else []  # the model's own files say it all
     if "tokenizer.json" not in kept:
-        kept |= tokenizer_files(plan.run, length=plan.recipe.train.seq_len, chat=_chat_template(plan.recipe.data))
+        kept |= tokenizer_files(plan.run, length=plan.recipe.train.seq_len)
         config["eos_token_id"] = plan.run.read_tokenizer().eos_id
-    elif plan.recipe.data.chat_template not in (
-        None,
-        "model",
-    ):  # conversations in another form than the model came with
+    if plan.recipe.data.chat_template not in (None, *said):
         kept.pop("chat_template.jinja", None)
-        told = parse_table(kept.get("tokenizer_config.json", b"{}"), where=str(kept_folder / "tokenizer_config.json"))
-        kept["tokenizer_config.json"] = _json({**told, "chat_template": _chat_template(plan.recipe.data)})
+        kept |= _of_conversations(plan, kept)
     if plan.family.mtp_rules:
         config.pop("num_mtp_layers", None)
         config["num_nextn_predict_layers"] = plan.spec.mtp_layers  # others were left behind when the model came in
@@ -295,12 +292,19 @@ def _small_files(plan: Export) -> dict[str, bytes]:
     return {**kept, "config.json": _json(config)}
 
 
-def _chat_template(data: DataConfig) -> str | None:
-    """What a run's conversations were rendered by, as other programs read it."""
-    if data.chat_template is None:
-        return None
-    template = template_of(data)
-    return CHATML_TEMPLATE if template is None else template.source
+def _of_conversations(plan: Export, files: dict[str, bytes]) -> dict[str, bytes]:
+    """The template of a run's conversations, and the tokens that end its answers, for other programs."""
+    template = plan.run.read_template(plan.recipe)
+    with ChatEncoder(plan.run.read_tokenizer(), template) as encoder:
+        stops = encoder.stops()
+    found = {}
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        found[name] = parse_table(files.get(name, b"{}"), where=str(plan.run.path / KEPT_FOLDER / name))
+    known = found["generation_config.json"].get("eos_token_id")
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    found["generation_config.json"]["eos_token_id"] = [*known, *sorted(stops.difference(known))]
+    found["tokenizer_config.json"]["chat_template"] = CHATML_TEMPLATE if template is None else template.source
+    return {name: _json(table) for name, table in found.items()}
 
 
 def _fresh_config(plan: Export) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from phalanx.data import EOS, ByteTokenizer
 from phalanx.train.setup import RunFolder
 
 
-def tokenizer_files(run: RunFolder, *, length: int, chat: str | None) -> dict[str, bytes]:
-    """tokenizer.json, tokenizer_config.json and generation_config.json. `length`: tokens that the model was trained on at once. `chat`: the template of its conversations."""
+def tokenizer_files(run: RunFolder, *, length: int) -> dict[str, bytes]:
+    """tokenizer.json, tokenizer_config.json and generation_config.json. `length`: tokens that the model was trained on at once."""
     tokenizer, folder = run.read_tokenizer(), run.path / "tokenizer"
     if isinstance(tokenizer, ByteTokenizer):
         content, eos = byte_tokenizer_json(), EOS
@@ -27,8 +27,6 @@ def tokenizer_files(run: RunFolder, *, length: int, chat: str | None) -> dict[st
         "model_max_length": length,
         "clean_up_tokenization_spaces": False,
     }
-    if chat is not None:
-        config["chat_template"] = chat
     files: dict[str, Any] = {
         "tokenizer_config.json": config,
         "generation_config.json": {"eos_token_id": tokenizer.eos_id},

@@ -24,7 +24,7 @@ from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.reading import parse_table
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.core.settings import describe_settings
-from phalanx.data import ByteTokenizer, Tokenizer, parse_choice, read_tokenizer_file
+from phalanx.data import ByteTokenizer, ChatTemplate, Tokenizer, parse_choice, read_tokenizer_file, template_of
 from phalanx.models.families import NameLink, shapes_of
 from phalanx.plan import run_problems
 from phalanx.plan.layout import boxes_of_range
@@ -65,6 +65,7 @@ class Import:
     recipe: Recipe
     spec: ModelSpec
     tokenizer: Tokenizer
+    template: ChatTemplate | None
 
     @property
     def folder(self) -> RunFolder:
@@ -91,10 +92,11 @@ def plan_import(checkpoint: HfCheckpoint, overrides: Sequence[str]) -> Import:
     raise_if(_recipe_problems(checkpoint, recipe), ConfigError, subject="the import")
     tokenizer = _read_tokenizer(recipe)
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer.vocab_size)
+    template = None if recipe.data.chat_template is None else template_of(recipe.data)
     if derived.get("data.tokenizer") is own:  # the run goes on without the folder it came from
         kept = str(_run_folder(recipe).path / KEPT_FOLDER)
         recipe = replace(recipe, data=replace(recipe.data, tokenizer=kept))
-    return Import(checkpoint=checkpoint, recipe=recipe, spec=spec, tokenizer=tokenizer)
+    return Import(checkpoint=checkpoint, recipe=recipe, spec=spec, tokenizer=tokenizer, template=template)
 
 
 def _decided_problems(said: set[str]) -> list[Problem]:
@@ -173,7 +175,7 @@ def import_rank(job: Import, info: WorldInfo, stop: StopRequest) -> int:
         job.folder.create(shared=job.recipe.run.access == "group")
         locks.append(job.folder.lock())
         _keep_small_files(job.checkpoint, job.folder.path / KEPT_FOLDER)
-        job.folder.write_recipe(job.recipe, job.tokenizer)
+        job.folder.write_recipe(job.recipe, job.tokenizer, job.template)
 
     peers.first(prepare)
     compute = DTYPES[job.recipe.train.dtype]

@@ -190,7 +190,7 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     raise_if(problems, ConfigError, subject="the recipe")
     again = recipe_to_keep(recipe if kept is None else kept)
     if alone or not folder.has_recipe:
-        folder.write_recipe(again, prepared.tokenizer)
+        folder.write_recipe(again, prepared.tokenizer, prepared.template)
     kept = None if alone or joins else again  # the run may be another one, and refuse this host
     return ElasticRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, planner=planner, kept=kept)
 
@@ -251,7 +251,7 @@ def _keep_recipe(run: ElasticRun, sinks: Sinks) -> None:
     if run.kept is None:
         return
     try:
-        run.folder.write_recipe(run.kept, run.prepared.tokenizer)
+        run.folder.write_recipe(run.kept, run.prepared.tokenizer, run.prepared.template)
     except RunError as err:
         sinks(Note(level="warning", text=f"the recipe of the run could not be kept: {err}"))
 

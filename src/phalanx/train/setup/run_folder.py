@@ -27,7 +27,7 @@ from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError,
 from phalanx.core.process import begun
 from phalanx.core.reading import is_count, parse_table
 from phalanx.core.recipe import dump_recipe, load_recipe
-from phalanx.data import Tokenizer, load_tokenizer
+from phalanx.data import ChatTemplate, Tokenizer, load_template, load_tokenizer, save_template
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointFolder, CheckpointManager, write_flushed
 
@@ -180,11 +180,12 @@ class RunFolder:
     def has_recipe(self) -> bool:
         return (self.path / RECIPE_FILE).is_file()
 
-    def write_recipe(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
+    def write_recipe(self, recipe: Recipe, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
         """Keep what this run is, so that it can be run and read again from its folder alone. Raises `RunError` where the disk refuses."""
         path, text = self.path / RECIPE_FILE, dump_recipe(recipe)
         with self._writing():
             tokenizer.save(self.path / "tokenizer")  # first: where there is a recipe, there is all that it needs
+            save_template(template, self.path / "tokenizer")
             before = path.read_text(encoding="utf-8") if path.is_file() else text
             if before != text:  # what was trained so far stays known
                 names = (self.path / f"recipe-{number}.toml" for number in itertools.count(1))
@@ -222,6 +223,10 @@ class RunFolder:
 
     def read_tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path / "tokenizer")
+
+    def read_template(self, recipe: Recipe) -> ChatTemplate | None:
+        """What rendered the conversations of a run that has a `data.chat_template`; None: ChatML."""
+        return load_template(recipe.data, self.path / "tokenizer")
 
 
 def choose_checkpoint(
