@@ -202,7 +202,8 @@ def test_stages_are_drawn_with_layers_and_foldings_of_their_own(chromium: Any, t
         page.locator(".card[data-rank='0']").click()
         said = page.locator(".answer").inner_text()
         assert (
-            "8 experts have no other copy (0 of layer 1" in said and "No other rank has its part of attention." in said
+            "8 experts have no other copy (0 of layer 1" in said
+            and "No other rank has its part of the weights beside the experts." in said
         )
         assert (
             "The run ends, as its ranks are fixed; it resumes from the beginning, for there is no checkpoint." in said

@@ -59,7 +59,7 @@ Slots = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class LayerHoldings:
     """Experts of a layer, or of all layers of a stage where the log does not tell them."""
 
     name: str
@@ -77,7 +77,7 @@ class Holdings:
     """Who holds what."""
 
     folding: AnyFolding
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[LayerHoldings, ...] = ()
     blocks: tuple[tuple[int, ...], ...] = ()
     """Layers of each stage; empty: not told."""
     experts: int = 0
@@ -138,7 +138,7 @@ def in_order(label: Any, *, layers: int, experts: int) -> Holdings | None:
         names = [
             (f"a layer of stage {stage}" if folding.pp > 1 else "every layer", stage) for stage in range(folding.pp)
         ]
-    made = [Layer(name=name, stage=stage, slots=_share(folding, stage, experts)) for name, stage in names]
+    made = [LayerHoldings(name=name, stage=stage, slots=_share(folding, stage, experts)) for name, stage in names]
     return Holdings(folding=folding, layers=tuple(layer for layer in made if layer.slots), experts=experts)
 
 
@@ -171,7 +171,7 @@ def as_told(told: StatePlaced) -> Holdings | None:
         if slots and not (len(slots) == _of_stage(folding, stage).ep and _are_experts(slots, told.experts)):
             return None
         if slots:
-            found.append(Layer(name=f"layer {layer}", stage=stage, slots=slots))
+            found.append(LayerHoldings(name=f"layer {layer}", stage=stage, slots=slots))
     return Holdings(folding=folding, layers=tuple(found), blocks=told.layers, experts=told.experts, told=told)
 
 

@@ -113,7 +113,7 @@ export class Holders {
       const left = loss.lost - loss.named.length;
       state.push(`${many(loss.lost, "expert")} ${loss.lost === 1 ? "has" : "have"} no other copy (${loss.named.map(([layer, e]) => `${e} of ${layer}`).join(", ")}${left > 0 ? ` and ${whole(left)} more` : ""}). `);
     } else if (f.layers.length) state.push(loss.fewer ? `no expert loses its last copy; ${many(loss.fewer, "expert")} in all layers ${loss.fewer === 1 ? "has" : "have"} a copy fewer. ` : "no expert is lost. ");
-    if (!loss.dense) state.push(`No other rank has ${single ? "its part" : "their parts"} of attention. `);
+    if (!loss.dense) state.push(`No other rank has ${single ? "its part" : "their parts"} of the weights beside the experts. `);
     out.push(...state, h("strong", {}, ...this.consequence(loss)));
     return h("p", {}, ...out);
   }
@@ -157,7 +157,7 @@ export class Holders {
 
   stage(stage, number, only, dead) {
     const f = this.found, d = stage.degrees, part = (axes) => axes.filter((a) => d[a] > 1).map((a) => `${a} ${d[a]}`).join(" × ") || "one part";
-    const layers = stage.layers === null ? "" : stage.layers === "" ? ", no layer" : `, ${/[-,]/.test(stage.layers) ? "layers" : "layer"} ${stage.layers.replaceAll("-", "–")}`;
+    const layers = stage.layers === null ? "" : stage.layers === "" ? ", embedding or head alone" : `, ${/[-,]/.test(stage.layers) ? "layers" : "layer"} ${stage.layers.replaceAll("-", "–")}`;
     const last = stage.first + stage.ranks - 1, ranks = f.ranks.filter((row) => row[1] === number);
     return h("div", { class: "stage" },
       h("h4", {}, f.stages.length > 1 ? `Stage ${number}${layers}: ` : layers ? `${layers.slice(2)[0].toUpperCase()}${layers.slice(3)}: ` : "", `${stage.ranks > 1 ? `${f.stages.length > 1 || layers ? "ranks" : "Ranks"} ${stage.first}–${last}` : `rank ${stage.first}`}; attention ${part(["tp", "cp", "dp"])}, experts ${part(["etp", "ep", "edp"])}`),
@@ -167,7 +167,7 @@ export class Holders {
   card(row, degrees, only, dead) {
     const [rank, , edp, ep, tp, cp, dp, etp] = row, f = this.found, held = this.experts(row), holds = held.includes(this.expert), gone = dead.has(rank);
     const at = (pairs) => pairs.filter(([axis]) => degrees[axis] > 1).map(([axis, i]) => `${axis} ${i}`).join(" ") || "whole";
-    const attention = at([["tp", tp], ["cp", cp], ["dp", dp]]), where = at([["etp", etp], ["ep", ep], ["edp", edp]]);
+    const attention = f.stages[row[1]].layers === "" ? "none" : at([["tp", tp], ["cp", cp], ["dp", dp]]), where = at([["etp", etp], ["ep", ep], ["edp", edp]]);
     const uid = f.members[rank], counts = new Map();
     for (const e of held) counts.set(e, (counts.get(e) ?? 0) + 1);
     const words = f.replicas ? [...counts].sort(([a], [b]) => a - b).flatMap(([e, n]) => [h("span", { class: e === this.expert ? "chip this" : "chip" }, `${e}${n > 1 ? `×${n}` : ""}${only.has(e) ? "!" : ""}`), " "]) : [list(held)];
@@ -175,7 +175,7 @@ export class Holders {
     return h("button", { type: "button", class: `card${holds ? " holds" : ""}${gone ? " gone" : ""}`, "data-rank": rank, "aria-pressed": String(this.dead === String(rank)), "aria-label": label, tabindex: rank === this.focus ? "0" : "-1" },
       h("span", { class: "line" }, h("strong", {}, `rank ${rank}`), gone ? h("span", { class: "badge" }, "✕ lost") : holds ? h("span", { class: "badge" }, `✓ has ${this.expert}`) : ""),
       uid ? h("span", { class: "quiet member" }, said(uid)) : "",
-      h("span", { class: "quiet" }, `attention ${attention}`), strip([[tp / degrees.tp, 1 / degrees.tp, "part"]]),
+      h("span", { class: "quiet" }, `attention ${attention}`), strip(attention === "none" ? [] : [[tp / degrees.tp, 1 / degrees.tp, "part"]]),
       h("span", { class: "quiet" }, `experts ${where}`), strip(this.ticks(held, holds)),
       h("span", { class: "chips" }, ...(held.length ? words : ["none of this layer"])));
   }
