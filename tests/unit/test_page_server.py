@@ -496,6 +496,8 @@ def test_what_is_lost_with_a_rank_and_with_its_host() -> None:
     assert rank[1] == {"ranks": [1], "fewer": 3, "lost": 1, "named": [["layer 0", 3]], "dense": True}
     assert rank[0] == {"ranks": [0], "fewer": 4, "lost": 0, "named": [], "dense": True}
     assert host["0"] == {"ranks": [0, 1], "fewer": 3, "lost": 3, "named": [["layer 0", 3], ["layer 1", 0], ["layer 1", 1]], "dense": True}  # fmt: skip
+    both = as_told(REPLICATED).lost_with([1, 3])  # type: ignore[union-attr]
+    assert both["named"][:2] == [["layer 0", 2], ["layer 0", 3]], "in two slots of a rank it is one copy"
     assert host["1"]["named"] == [["layer 1", 2], ["layer 1", 3]] and set(host) == {"0", "1"}
 
 
@@ -525,13 +527,15 @@ def test_who_holds_what_is_read_from_the_log_as_it_was_and_as_it_is(tmp_path: Pa
     (_, first), (_, second) = REPLICATED.slots
     moved = replace(REPLICATED, step=9, why="balance", slots=(((0,), second), ((1,), first)))
     team = replace(SMALLER_TEAM, members=5, folding="dp4|ep4")
-    folder = log(tmp_path / "run", started(), ended(5), team, REPLICATED, ended(9), moved, rank=1)
-    log(folder, started(), replace(STAGED, step=1, folding="dp2|ep2"))  # rank 0 told the first, and died
+    folder = log(tmp_path / "run", started(), replace(STAGED, step=1, folding="dp2|ep2"))
+    log(folder, started(rank=1), ended(5), team, REPLICATED, rank=1)  # the first rank is another for a while
+    log(folder, ended(9), moved)
     with serving(folder) as server:
         placed = get(server, "/run/r1/all")["placed"]
-        assert [(p["step"], p["why"]) for p in sorted(placed, key=lambda p: p["step"])] == [(1, "start"), (7, "members"), (9, "balance")]  # fmt: skip
+        assert [(p["step"], p["why"]) for p in placed] == [(1, "start"), (7, "members"), (9, "balance")]  # fmt: skip
         before, after = (get(server, f"/run/r1/holders?at={p['at']}")["tables"] for p in placed if p["step"] in (7, 9))
         assert before[0] == [[0, 1], [2, 3], [0, 1], [2, 2]] and after == before[::-1]
+        assert get(server, "/run/r1/holders")["tables"] == after
         assert ask(server, "/run/r1/holders?at=12.5")[0] == 404 and ask(server, "/run/r1/holders?at=x")[0] == 400
     view = RunView(folder, id="r1")
     view.open()
