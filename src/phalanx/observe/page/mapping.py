@@ -19,7 +19,7 @@ from phalanx.plan.mapping import AnyFolding, Folding, parse_stages
 
 MOST_RANKS = 4096
 MOST_ROWS = 512
-MOST_EXPERTS = 65536
+MOST_EXPERTS = 16384
 MOST_LAYERS = 4096
 MOST_NAMED = 8
 """Experts that are named of those that are lost."""
@@ -94,16 +94,25 @@ class Holdings:
         gone = {self.coords[rank] for rank in ranks}
         fewer = lost = 0
         named: list[list[Any]] = []
-        for layer in self.layers:
+        for alike in self._alike:
+            layer = alike[0]
             here = [(edp, ep) for stage, edp, ep in gone if stage == layer.stage]
             if not here:
                 continue
             hit = Counter(expert for _, ep in here for expert in set(layer.slots[ep]))
             edp = self.folding.of_rank(self.first_rank(layer.stage)).edp
             dead = sorted(expert for expert, count in hit.items() if count == edp * layer.copies[expert])
-            fewer, lost = fewer + len(hit) - len(dead), lost + len(dead)
-            named += [[layer.name, expert] for expert in dead[: MOST_NAMED - len(named)]]
+            fewer, lost = fewer + len(alike) * (len(hit) - len(dead)), lost + len(alike) * len(dead)
+            named += [[each.name, expert] for each in alike for expert in dead[:MOST_NAMED]][: MOST_NAMED - len(named)]
         return {"ranks": sorted(ranks), "fewer": fewer, "lost": lost, "named": named, "dense": self._dense(ranks)}
+
+    @cached_property
+    def _alike(self) -> list[list[LayerHoldings]]:
+        """Layers that are placed alike, together."""
+        found: dict[tuple[int, Slots], list[LayerHoldings]] = {}
+        for layer in self.layers:
+            found.setdefault((layer.stage, layer.slots), []).append(layer)
+        return list(found.values())
 
     def _dense(self, ranks: Collection[int]) -> bool:
         """Whether some rank that is left has the part of attention of each of them."""
