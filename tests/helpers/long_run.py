@@ -42,6 +42,7 @@ def lines_of_rank(rank: int, *, steps: int, ranks: int, elastic: bool) -> Iterat
     )  # fmt: skip
     if elastic:
         yield team(BEGIN_S + 0.5, generation=1, members=ranks, step=0, folding=mapping, why="the run begins")
+        yield from placed(BEGIN_S + 0.5, rank, ranks=ranks, step=0, why="members")
     lost = {steps * i // 5 for i in range(1, 5)} if elastic else set()
     for step in range(1, steps + 1):
         time_s = BEGIN_S + 1 + step * STEP_S + 0.001 * rank
@@ -63,6 +64,7 @@ def lines_of_rank(rank: int, *, steps: int, ranks: int, elastic: bool) -> Iterat
                 folding=mapping,
                 why="h3.1.ab is lost",
             )
+            yield from placed(time_s + 0.4, rank, ranks=ranks, step=step, why="members")
             yield line(
                 "TrainingResumed",
                 time_s + 0.8,
@@ -79,6 +81,23 @@ def team(time_s: float, **fields: object) -> bytes:
         "TeamFormed", time_s, **fields, noticed_s=0.1, formed_s=0.05, built_s=0.02, moved_s=0.2, moved_bytes=1 << 24, checked=64,
         lost_s=time_s - 0.4, told_s=0.01, plan="x", life="a",
     )  # fmt: skip
+
+
+def placed(time_s: float, rank: int, *, ranks: int, step: int, why: str, per_host: int = 4) -> Iterator[bytes]:
+    """Who holds what, as the first rank tells it: experts with replicas in 4 slots, placed differently in every layer and after every step. On few ranks some experts have no slot but one."""
+    width = max(4, -(-EXPERTS // ranks))
+    experts = range(EXPERTS) if width * ranks < 2 * EXPERTS else [e // 2 for e in range(2 * EXPERTS)]
+    slots = []
+    for layer in range(LAYERS):
+        order = random.Random(layer + step).sample(range(width * ranks), width * ranks)
+        held = [experts[k % len(experts)] for k in order]
+        slots.append([[layer], [held[r * width : (r + 1) * width] for r in range(ranks)]])
+    if rank == 0:
+        yield line(
+            "StatePlaced", time_s, step=step, why=why, folding=f"dp{ranks}|ep{min(ranks, EXPERTS)}", layers=[list(range(LAYERS))], experts=EXPERTS,
+            expert_layers=list(range(LAYERS)), slots_per_rank=width, slots=slots, members=[f"h{r // per_host}.{r % per_host}.ab" for r in range(ranks)],
+            hosts=[r // per_host for r in range(ranks)], minimum=2, holders=2,
+        )  # fmt: skip
 
 
 def step_line(step: int, time_s: float, draw: random.Random) -> bytes:

@@ -8,6 +8,8 @@ import pytest
 from test_elastic import check_equal, events, losses, train
 from train_help import write_text
 
+from phalanx.observe.page.view import RunView
+
 STEPS = 8
 SHORT = {"train__steps": str(STEPS), "train__global_batch": "10", "checkpoint__interval": "3"}
 FOLDINGS = {
@@ -64,6 +66,27 @@ def test_experts_with_replicas_are_on_two_ranks_again(base: Path) -> None:
     formed = [e for e in events(base, "replicas", "TeamFormed") if e["members"] == 3]
     assert formed and all(e["checked"] for e in formed) and sum(e["moved_bytes"] for e in formed) > 0
     assert not any("goes back" in text for text in notes(base, "replicas"))
+    check_told_places(base, "replicas", steps={e["step"] for e in formed})
+
+
+def check_told_places(base: Path, name: str, *, steps: set[int]) -> None:
+    """The first rank of each generation tells who holds what, and what is lost with a rank is what the run survived."""
+    told = [e for e in events(base, name, "StatePlaced") if e["why"] == "members"]
+    formed = events(base, name, "TeamFormed")
+    assert {e["step"] for e in told} >= steps | {0}
+    for e in told:
+        before = [f for f in formed if f["slot"] == e["slot"] and f["time_s"] <= e["time_s"]]
+        assert (before[-1]["step"], before[-1]["folding"], before[-1]["members"]) == (e["step"], e["folding"], len(e["members"]))  # fmt: skip
+    assert {len(e["members"]) for e in told} == {3, 4} and all(e["minimum"] >= 1 for e in told)
+    view = RunView(base / "runs" / name, id="r1")
+    view.index.update()
+    assert len(view.index.course.placed) == len(events(base, name, "StatePlaced"))
+    for e in told:
+        found = view.holders(e["time_s"])
+        if e["holders"] >= 2:
+            assert all(loss["lost"] == 0 and loss["dense"] for loss in found["alone"]), found["alone"]
+        assert [len(table) for table in found["tables"]] == [len(e["members"])] * len(found["tables"])
+        assert all(len(held) == 6 for table in found["tables"] for held in table) and found["experts"] == 8
 
 
 @pytest.mark.ranks

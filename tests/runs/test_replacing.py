@@ -342,6 +342,9 @@ def test_ranks_lost_while_experts_move_change_no_bit(base: Path, name: str, faul
     moves = {e["step"]: e for e in events(base, name, "ExpertsMoved")}
     assert len(moves) >= 2 and all(e["after"] < e["before"] for e in moves.values())
     assert not any("goes back" in e["text"] for e in events(base, name, "Note"))
+    placed = [e for e in events(base, name, "StatePlaced") if e["why"] != "members"]
+    assert {(e["step"], e["why"]) for e in placed} == {(step, e["why"]) for step, e in moves.items()}
+    assert len({str(e["slots"]) for e in placed}) == len(placed), "elsewhere than before"
     ids = {"replace/state", "replace/gradient"} if beside else {f"replace/{kind}" for kind in STATE_KINDS}
     check_recorded_moves(base / "runs" / name, ids=ids, moves={step - beside for step in moves})
 

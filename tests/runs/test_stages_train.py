@@ -15,6 +15,7 @@ from tiers import some
 from train_help import phalanx, train_args, write_text
 
 from phalanx.core.config import PipelineConfig
+from phalanx.observe.page.view import RunView
 from phalanx.plan.mapping.stage_foldings import parse_stages
 from phalanx.plan.pipeline.boundary.edges import BoundaryMessage, EdgePlan, Route
 from phalanx.plan.pipeline.schedule.clock import Edge
@@ -182,6 +183,12 @@ def test_a_run_goes_on_under_other_stages(tmp_path: Path) -> None:
     )
     assert first.returncode == 0, first.stderr
     assert "(tp1/dp2.ep2/tp2)" in first.stdout and "It writes" in first.stdout
+    view = RunView(tmp_path / "runs" / "run", id="r1")
+    view.index.update()
+    held = view.holders()
+    assert [(s["first"], s["ranks"], s["degrees"]["tp"]) for s in held["stages"]] == [(0, 1, 1), (1, 2, 1), (3, 2, 2)]
+    assert ",".join(s["layers"] for s in held["stages"]).strip(",") == "0,1" and held["size"] == 0
+    assert [name for name, _, _ in held["layers"]] == ["layer 0", "layer 1"] and held["experts"] == 8
     then = phalanx("train", *train_args(tmp_path, **base, train__steps=6, folding__ep=2, launch__ranks=2))
     assert then.returncode == 0, then.stderr
     again = phalanx(

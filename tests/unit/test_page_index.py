@@ -17,10 +17,11 @@ from long_run import write_run
 
 from phalanx.core.events import ExpertLoads, Note, RunEnded, TeamFormed, Validated, WentBack
 from phalanx.observe import JsonlSink, read_history
+from phalanx.observe.event_log import encode
 from phalanx.observe.index import COLUMNS, KEPT, IndexSink, LogFiles, RunIndex
 from phalanx.observe.index.curves import MOST_ROWS, Curves
 from phalanx.observe.index.heat import MOST_COLUMNS, HeatMap
-from phalanx.observe.index.logs import MOST_LINE
+from phalanx.observe.index.logs import HEAD_BYTES, MOST_LINE
 from phalanx.observe.recorded import read_run
 from phalanx.train import reporting
 
@@ -288,6 +289,30 @@ def test_an_index_of_another_log_is_not_believed(tmp_path: Path) -> None:
     followed.update()
     followed.update()
     same(followed, read(tmp_path))
+
+
+def test_a_log_that_is_replaced_by_a_longer_one_is_read_anew(tmp_path: Path) -> None:
+    """Read on from its middle, it would keep the losses of the other run. One that was copied whole and goes on is the same."""
+    log(tmp_path, *a_run(30))
+    path = tmp_path / "events" / "rank-0.jsonl"
+    data, followed = path.read_bytes(), read(tmp_path)
+    copied = path.with_name("copy")
+    copied.write_bytes(data + encode(ended(31), time_s=2e9))
+    os.replace(copied, path)
+    revised = followed.revised
+    assert followed.update() and (followed.last_step, followed.revised) == (31, revised), "it was read on"
+    of_others = [encode(ended(step, loss=99.0), time_s=2e9) for step in range(1, 80)]
+    begin = encode(started(), time_s=1e9)
+    alike = begin + of_others[0] * (HEAD_BYTES // len(of_others[0]) + 1)
+    for first in (begin, alike):  # another first line, and another middle
+        if first is alike:
+            path.write_bytes(alike + data)
+            followed = read(tmp_path)
+        path.write_bytes(first + b"".join(of_others))
+        followed.update()
+        followed.update()
+        assert set(curve(followed).values()) == {99.0} and followed.last_step == 79
+        same(followed, read(tmp_path))
 
 
 # ---- beside training -------------------------------------------------------------------------------------------------

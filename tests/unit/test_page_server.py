@@ -22,10 +22,19 @@ from page_help import serving
 
 from phalanx.cli import runs as runs_command, watch as watch_command
 from phalanx.cli.main import main
-from phalanx.core.events import Collective, ExpertLoads, Note, Operation, StepRecorded, TeamFormed, WentBack
+from phalanx.core.events import (
+    Collective,
+    ExpertLoads,
+    Note,
+    Operation,
+    StatePlaced,
+    StepRecorded,
+    TeamFormed,
+    WentBack,
+)
 from phalanx.observe import JsonlSink, differences, recipe_values
 from phalanx.observe.page import PageServer, find_runs, is_loopback, view as view_module
-from phalanx.observe.page.mapping import holders, read_label
+from phalanx.observe.page.mapping import as_told, in_order, read_label, who_holds
 from phalanx.observe.page.view import GROUPS, RunView
 from phalanx.plan.mapping import make_folding, parse_stages
 
@@ -165,7 +174,7 @@ def test_head_has_no_body(server: PageServer) -> None:
     assert status == 200 and int(headers["Content-Length"]) > 1000 and not body
 
 
-@pytest.mark.parametrize("path", ["/", "/static/style.css", "/run/r1/all", "/nothing", "/run/r1/folding.svg"])
+@pytest.mark.parametrize("path", ["/", "/static/style.css", "/run/r1/all", "/nothing", "/run/r1/holders"])
 def test_every_answer_has_the_policy(server: PageServer, path: str) -> None:
     _, headers, _ = ask(server, path)
     policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
@@ -424,10 +433,13 @@ def test_who_holds_what() -> None:
     assert read_label(folding.label()) == folding
     staged = parse_stages(["tp1", "tp1"])
     assert read_label(staged.label()) == staged
-    found = holders(folding.label(), experts=16)
-    assert (
-        found["axes"] == ["tp", "dp", "ep", "edp"] and found["rows"][3] == [3, 1, 1, 3, 0, "12-15"] and found["picture"]
-    )
+    found = who_holds(in_order(folding.label(), layers=2, experts=16))
+    assert found["ranks"][3] == [3, 0, 0, 3, 1, 0, 1, 0], "rank, stage, edp, ep, tp, cp, dp, etp"
+    assert found["layers"] == [["layer 0", 0, 0], ["layer 1", 0, 0]] and found["tables"][0][3] == (12, 13, 14, 15)
+    assert found["stages"] == [
+        {"first": 0, "ranks": 8, "degrees": {"tp": 2, "cp": 1, "dp": 4, "etp": 1, "ep": 4, "edp": 2}, "layers": None}
+    ]
+    assert found["alone"][3] == {"ranks": [3], "fewer": 8, "lost": 0, "named": [], "dense": True}
     for wrong in (
         None,
         "",
@@ -436,20 +448,125 @@ def test_who_holds_what() -> None:
         "dp2|ep3",
         "dp99999|ep2",
         "dp0|ep0",
+        "tp99999/tp1",
         "x" * 9999,
         7,
         ["dp2|ep2"],
         "dp4|ep2.ep2.zz9",
     ):
-        assert holders(wrong, experts=8)["rows"] == [], wrong
+        assert in_order(wrong, layers=1, experts=8) is None, wrong
+
+
+STAGED = StatePlaced(
+    step=0, why="start", folding="tp1/tp2.dp2.ep4/tp2.ep2.etp1", layers=((0,), (1, 2, 3), (4,)), experts=8, expert_layers=(1, 2, 4)
+)  # fmt: skip
+"""Seven ranks; the first layers are dense."""
+REPLICATED = StatePlaced(
+    step=7, why="members", folding="dp4|ep4", layers=((0, 1),), experts=4, expert_layers=(0, 1), slots_per_rank=2,
+    slots=(((0,), ((0, 1), (2, 3), (0, 1), (2, 2))), ((1,), ((0, 1), (0, 1), (2, 3), (2, 3)))),
+    members=("h0.0.a", "h0.1.a", "h1.0.a", "h1.1.a", "h1.2.a"), hosts=(0, 0, 1, 1), minimum=2, holders=2,
+)  # fmt: skip
+"""Expert 3 of layer 0 is on rank 1 alone, and layer 1 is on one host each; a fifth member is idle."""
+
+
+def told(event: StatePlaced) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(who_holds(as_told(event))))
+    return found
+
+
+def test_stages_have_layers_and_foldings_of_their_own() -> None:
+    found = told(STAGED)
+    assert [(s["first"], s["ranks"], s["layers"]) for s in found["stages"]] == [(0, 1, "0"), (1, 4, "1-3"), (5, 2, "4")]
+    assert found["layers"] == [["layer 1", 1, 0], ["layer 2", 1, 0], ["layer 4", 2, 1]]
+    assert [[row[0], row[1], row[3], row[4]] for row in found["ranks"]] == [
+        [0, 0, 0, 0], [1, 1, 0, 0], [2, 1, 1, 1], [3, 1, 2, 0], [4, 1, 3, 1], [5, 2, 0, 0], [6, 2, 1, 1],
+    ]  # fmt: skip
+    assert found["tables"] == [[[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]]
+    assert found["alone"][0] == {"ranks": [0], "fewer": 0, "lost": 0, "named": [], "dense": False}
+    assert found["alone"][2] == {
+        "ranks": [2], "fewer": 0, "lost": 4, "named": [["layer 1", 2], ["layer 1", 3], ["layer 2", 2], ["layer 2", 3]], "dense": True
+    }  # fmt: skip
+    assert found["alone"][6]["dense"] is False, "the only rank with its part of attention in that stage"
+
+
+def test_what_is_lost_with_a_rank_and_with_its_host() -> None:
+    found = told(REPLICATED)
+    assert found["idle"] == ["h1.2.a"] and (found["size"], found["minimum"], found["holders"]) == (5, 2, 2)
+    rank, host = found["alone"], found["with_host"]
+    assert rank[1] == {"ranks": [1], "fewer": 3, "lost": 1, "named": [["layer 0", 3]], "dense": True}
+    assert rank[0] == {"ranks": [0], "fewer": 4, "lost": 0, "named": [], "dense": True}
+    assert host["0"] == {"ranks": [0, 1], "fewer": 3, "lost": 3, "named": [["layer 0", 3], ["layer 1", 0], ["layer 1", 1]], "dense": True}  # fmt: skip
+    both = as_told(REPLICATED).lost_with([1, 3])  # type: ignore[union-attr]
+    assert both["named"][:2] == [["layer 0", 2], ["layer 0", 3]], "in two slots of a rank it is one copy"
+    assert host["1"]["named"] == [["layer 1", 2], ["layer 1", 3]] and set(host) == {"0", "1"}
+
+
+def test_a_copy_is_lost_with_any_rank_of_its_etp_group() -> None:
+    event = StatePlaced(step=0, why="start", folding="dp4|etp2.ep2", layers=((0,),), experts=2, expert_layers=(0,))
+    assert [loss["named"] for loss in told(event)["alone"]] == [[["layer 0", e]] for e in (0, 0, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"folding": "dp4|ep3"}, {"layers": ()}, {"layers": ((0,), (1,))}, {"expert_layers": (0, 9)}, {"experts": -1}, {"experts": 10**12}, {"experts": 3},
+        {"hosts": (0, 1)}, {"slots": (((0,), ((0, 1),)),)}, {"slots": (((0,), ((0, -1), (2, 3), (0, 1), (2, 2))),)},
+    ],
+)  # fmt: skip
+def test_a_placement_that_cannot_be_is_not_drawn(change: dict[str, Any]) -> None:
+    assert told(replace(REPLICATED, **change))["ranks"] == []
+
+
+def test_experts_too_many_for_a_line_are_not_made_up() -> None:
+    found = told(replace(REPLICATED, slots=()))
+    assert found["layers"] == [] and found["replicas"] == 2 and len(found["ranks"]) == 4
+
+
+def test_who_holds_what_is_read_from_the_log_as_it_was_and_as_it_is(tmp_path: Path) -> None:
+    """After a recovery and a rebalance, also by the index alone; of what was not told yet nothing is said."""
+    (_, first), (_, second) = REPLICATED.slots
+    moved = replace(REPLICATED, step=9, why="balance", slots=(((0,), second), ((1,), first)))
+    team = replace(SMALLER_TEAM, members=5, folding="dp4|ep4")
+    folder = log(tmp_path / "run", started(), replace(STAGED, step=1, folding="dp2|ep2"))
+    log(folder, started(rank=1), ended(5), team, REPLICATED, rank=1)  # the first rank is another for a while
+    log(folder, ended(9), moved)
+    with serving(folder) as server:
+        placed = get(server, "/run/r1/all")["placed"]
+        assert [(p["step"], p["why"]) for p in placed] == [(1, "start"), (7, "members"), (9, "balance")]  # fmt: skip
+        before, after = (get(server, f"/run/r1/holders?at={p['at']}")["tables"] for p in placed if p["step"] in (7, 9))
+        assert before[0] == [[0, 1], [2, 3], [0, 1], [2, 2]] and after == before[::-1]
+        assert get(server, "/run/r1/holders")["tables"] == after
+        assert ask(server, "/run/r1/holders?at=12.5")[0] == 404 and ask(server, "/run/r1/holders?at=x")[0] == 400
+    view = RunView(folder, id="r1")
+    view.open()
+    view.index.save()
+    again = RunView(folder, id="r1")
+    assert again.index.load()
+    assert again.index.course.placed == view.index.course.placed and again.holders() == view.holders()
+    log(folder, replace(team, generation=3, folding="dp3|ep3"), rank=1)
+    view.advance()
+    assert (view.holders()["world"], view.holders()["members"]) == (3, []), "the label alone"
+
+
+def test_an_index_names_no_file_of_its_own(tmp_path: Path) -> None:
+    folder = log(tmp_path / "run", started(), REPLICATED)
+    log(tmp_path / "other", started(), REPLICATED)
+    view = RunView(folder, id="r1")
+    view.open()
+    entry = view.index.course.placed[0]
+    assert view_module.read_placed(view.index.files, entry) == REPLICATED
+    for wrong in ({"log": "../../other/events/rank-0.jsonl"}, {"log": "rank-9.jsonl"}, {"offset": 3}, {"offset": 1 << 40}):  # fmt: skip
+        assert view_module.read_placed(view.index.files, entry | wrong) is None, wrong
 
 
 def test_experts_with_replicas_are_in_no_order(tmp_path: Path) -> None:
+    """Of a log that does not tell who holds what."""
     folder = log(tmp_path / "run", started(), ended(1), ExpertLoads(step=1, counts=((1, 2, 3, 4),)))
     with serving(folder) as server:
-        assert [row[-1] for row in get(server, "/run/r1/holders")["rows"]] == ["0", "1", "2", "3"]
+        assert get(server, "/run/r1/holders")["tables"] == [[[0], [1], [2], [3]]]
         (folder / "recipe.toml").write_text("[resilience]\nslots_per_rank = 3\n")
-        assert {row[-1] for row in get(server, "/run/r1/holders")["rows"]} == {""}
+        found = get(server, "/run/r1/holders")
+        assert found["layers"] == [] and len(found["ranks"]) == 4
 
 
 SMALLER_TEAM = TeamFormed(
@@ -501,11 +618,6 @@ def test_one_run_that_cannot_be_understood_leaves_the_others(tmp_path: Path, mon
             known["head"]["step"] == 6
             or get(server, f"/changes?of=r1:{known['version']}:-:1:1")["runs"][0]["head"]["step"] == 6
         )
-
-
-def test_the_folding_is_drawn(server: PageServer) -> None:
-    status, headers, body = ask(server, "/run/r1/folding.svg")
-    assert status == 200 and headers["Content-Type"] == "image/svg+xml" and body.startswith(b"<svg") and b"ep3" in body
 
 
 def test_a_recovery_shows_the_new_folding(tmp_path: Path) -> None:
@@ -577,6 +689,20 @@ def test_a_run_that_one_may_not_read_hides_no_other(tmp_path: Path, monkeypatch:
     assert [p.name for p in find_runs(tmp_path)] == ["a", "b", "c"]
     monkeypatch.setattr(view_module, "MOST_RUNS", 2)
     assert [p.name for p in find_runs(tmp_path)] == ["a", "b"]
+
+
+def test_a_run_whose_rank_0_died_is_as_new_as_its_newest_log(tmp_path: Path) -> None:
+    """In the list, of too many, and when a browser asks for nothing; its line tells the steps of those that live."""
+    for name, at in (("old", 1000), ("lost", 500), ("new", 3000)):
+        log(tmp_path / name, *a_run(3))
+        os.utime(tmp_path / name / "events" / "rank-0.jsonl", (at, at))
+    log(tmp_path / "lost", started(rank=1), *(ended(step) for step in range(1, 9)), rank=1)
+    os.utime(tmp_path / "lost" / "events" / "rank-1.jsonl", (5000, 5000))
+    assert view_module.written_s(tmp_path / "lost") == 5000 and view_module.written_s(tmp_path / "none") == 0.0
+    assert view_module.peek(tmp_path / "lost", id="x").summary()["step"] == 8
+    with serving(below=tmp_path) as server:
+        ids = {r["folder"]: r["id"] for r in get(server, "/runs")["runs"]}
+        assert get(server, "/first")["ids"] == [ids["lost"]]
 
 
 def test_a_log_that_says_odd_things_leaves_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from checkpoint_help import run_state
 
 from phalanx.core.config import CheckpointConfig, LaunchConfig, Recipe
 from phalanx.core.errors import RunError
 from phalanx.core.events import CheckpointSaved, Note, RunEnded
-from phalanx.runtime.checkpoint.folder import CheckpointFolder
+from phalanx.plan.mapping.stage_foldings import parse_stages, to_json_dict
+from phalanx.runtime.checkpoint.folder import CheckpointFolder, parse_state
 from phalanx.runtime.checkpoint.manager import CheckpointManager, Saved
 from phalanx.runtime.comm.peers import Peers
 from phalanx.runtime.processes import StopRequest
@@ -123,3 +125,9 @@ def test_the_recipe_that_is_kept_goes_back_nowhere_and_names_no_host() -> None:
         checkpoint=CheckpointConfig(step=3), launch=LaunchConfig(host="h3", rack="r", keep_service=True, ranks=2)
     )
     assert recipe_to_keep(given) == Recipe(launch=LaunchConfig(ranks=2))
+
+
+def test_a_checkpoint_of_stages_with_foldings_of_their_own_is_read() -> None:
+    written = run_state(4, folding=to_json_dict(parse_stages(["tp1", "dp2.ep2"])))
+    read = parse_state(written.to_json(), where="run_state.json")
+    assert read.folding["pp"] == 2 and read.folding["stages"][1]["ep"] == 2

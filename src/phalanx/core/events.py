@@ -403,6 +403,35 @@ class ExpertsMoved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StatePlaced(Event):
+    """Which rank holds what from the next step on. Told by the first rank: when a run begins or resumes, when the members of an elastic run are connected anew, when experts move."""
+
+    step: int
+    """Steps committed."""
+    why: str
+    """start, members, balance or mend."""
+    folding: str
+    layers: tuple[tuple[int, ...], ...]
+    """Layers of each stage of the pipeline, by its rank."""
+    experts: int
+    """Routed experts of a layer."""
+    expert_layers: tuple[int, ...]
+    """Layers that have them."""
+    slots_per_rank: int = 0
+    """Replicas of experts that an ep rank has room for in each layer; 0: none has any, and each ep rank has its share of the experts in order."""
+    slots: tuple[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]], ...] = ()
+    """(layers, expert in each slot of each ep rank of their stage), where experts have replicas. Layers that are placed alike stand together. Empty: these are too many for a line of the log."""
+    members: tuple[str, ...] = ()
+    """Members of an elastic run in the order of their ranks, then those that are idle; empty: the world is fixed."""
+    hosts: tuple[int, ...] = ()
+    """Failure domain of each rank of an elastic run: its host, or on a single machine the rank itself."""
+    minimum: int = 0
+    """An elastic run waits while it has fewer members."""
+    holders: int = 0
+    """As in `TeamFormed`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
     """Training stopped. ``reason`` is finished, interrupted or the error in one line."""
 

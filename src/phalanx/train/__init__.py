@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from phalanx.train.generation import Sampling as Sampling, generate as generate, load_model as load_model
     from phalanx.train.loop import Elastic as Elastic, Trainer as Trainer
     from phalanx.train.recording import MoveRecorder as MoveRecorder, Recorder as Recorder
-    from phalanx.train.reporting import Outcome as Outcome, RunEnd as RunEnd, RunProgress as RunProgress
+    from phalanx.train.reporting import (
+        Outcome as Outcome,
+        RunEnd as RunEnd,
+        RunProgress as RunProgress,
+        Team as Team,
+    )
     from phalanx.train.resume import (
         Fallback as Fallback,
         load_newest as load_newest,

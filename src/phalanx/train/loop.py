@@ -28,7 +28,7 @@ from phalanx.core.errors import FinalError, PeerError, RunError, UnsoundError
 from phalanx.core.events import Note, Sampled, WarmupChosen
 from phalanx.data import Loader, MicroBatch, Prefetch, PreparedData, Tokenizer, ValidationLoader
 from phalanx.models import TokenBatch
-from phalanx.plan.mapping import AnyFolding
+from phalanx.plan.mapping import AnyFolding, LayerPlacements
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.membership import Decision, run_steps
@@ -36,7 +36,7 @@ from phalanx.runtime.processes import StopRequest
 from phalanx.train.build import token_batch
 from phalanx.train.generation import Sampling, generate
 from phalanx.train.recording import Recorder
-from phalanx.train.reporting import Outcome, Reporter, RunProgress
+from phalanx.train.reporting import Outcome, Reporter, RunProgress, Team
 from phalanx.train.saving import AGAIN_S, Saving, run_state
 from phalanx.train.setup import Rank, lasting_rate, matmul_flops_per_s, rated_flops_per_s
 from phalanx.train.step import (
@@ -73,6 +73,7 @@ class Elastic:
     """Called with each committed step; returns how slow the slowest member is."""
     at: Callable[[At], None]
     """Called with what the rank does next."""
+    team: Team
 
 
 def beginning(batch: MicroBatch, tokenizer: Tokenizer) -> tuple[list[int], set[int]]:
@@ -175,6 +176,7 @@ class Trainer:
         """All steps, or those until some rank wants to stop; then what a run ends with. Collective."""
         self._measure_machine()
         self.reporter.announce()
+        self.tell_placed("start", self.hook.placements(self.parts, self.rank))
         try:
             run_steps(self, self._step)
         finally:
@@ -190,6 +192,11 @@ class Trainer:
         rate = lasting_rate(measured, dtype=dtype, device=rank.device, threads=threads, sharing=sharing)
         rates = rank.peers.gather((rate, rated_flops_per_s(rank.device, dtype)))
         self.reporter.peak_flops_per_s, self.reporter.rated_flops_per_s = (sum(of) for of in zip(*rates, strict=True))
+
+    def tell_placed(self, why: str, placements: Sequence[LayerPlacements]) -> None:
+        """Who holds what from the next step on. `placements` of each stage of the pipeline, where experts have replicas."""
+        team = Team() if self.elastic is None else self.elastic.team
+        self.reporter.placed(why, self.parts.pipeline.stages, placements, team=team)
 
     def _step(self) -> Decision:
         """One step, which counts on all ranks once it is reduced on all."""
@@ -351,6 +358,7 @@ class Trainer:
         self.parts.buffers.close()
         self.parts, self.moving = new.parts, None
         self.rank.sinks(new.event)
+        self.tell_placed(new.event.why, new.placements)
 
     def validate(self) -> None:
         """The loss over the validation text. Collective."""

@@ -23,13 +23,14 @@ from phalanx.core.events import (
     RunStarted,
     Sampled,
     SamplesTaken,
+    StatePlaced,
     StepEnded,
     Validated,
 )
 from phalanx.core.messages import message
 from phalanx.data import MicroBatch, PreparedData
 from phalanx.observe import RunSummary, print_summary, program_name
-from phalanx.plan.mapping import AnyFolding
+from phalanx.plan.mapping import AnyFolding, LayerPlacements, StagePlan
 from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.train.setup import Rank, RunStatus
 from phalanx.train.step import StepResult
@@ -74,6 +75,20 @@ class Outcome:
 LOADS_S = 5.0
 LOADS_SHARE = 500
 """Loads of experts are told at most every 5 s, and about 500 times while the time that a process has trained grows by a factor of e: some tens of MB in a month."""
+
+
+MOST_SLOTS = 150_000
+"""More are not told: a line of the log that is longer than 1 MiB is not read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    """Members of a generation of an elastic run, as `StatePlaced` tells them."""
+
+    members: tuple[str, ...] = ()
+    hosts: tuple[int, ...] = ()
+    minimum: int = 0
+    holders: int = 0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -189,6 +204,29 @@ class Reporter:
         numbers = tuple(m.index for m in taken)
         step, history = self.progress.step, self.progress.history
         self.rank.sinks(SamplesTaken(step=step, microbatches=numbers, windows=windows, history=history))
+
+    def placed(self, why: str, stages: StagePlan, placements: Sequence[LayerPlacements], *, team: Team) -> None:
+        """Tell, by the first rank, who holds what. `placements` of each stage of the pipeline; none: experts have no replicas."""
+        if self.rank.info.rank != 0:
+            return
+        alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for placed in placements:
+            for layer, of in placed.layers.items():
+                alike.setdefault(of.slots[0], []).append(layer)
+        num_slots = sum(len(held) for slots in alike for held in slots)
+        self.rank.sinks(
+            StatePlaced(
+                step=self.progress.step,
+                why=why,
+                folding=self.folding.label(),
+                layers=tuple(tuple(n for s in stages.of_rank(pp) for n in s.layers) for pp in range(self.folding.pp)),
+                experts=self.spec.num_experts if self.spec.moe_layers else 0,
+                expert_layers=tuple(self.spec.moe_layers),
+                slots_per_rank=max((len(slots[0]) for slots in alike), default=0),
+                slots=tuple((tuple(of), slots) for slots, of in alike.items()) if num_slots <= MOST_SLOTS else (),
+                **vars(team),
+            )
+        )
 
     def validated(self, loss: float, tokens: int, *, seconds: float) -> None:
         self.progress.validation = self.progress.step, loss

@@ -40,6 +40,9 @@ class NewPlacement:
 class StepHook(Protocol):
     """One rank's part of it. It outlives the parts of a step."""
 
+    def placements(self, parts: StepParts, rank: Rank) -> Sequence[LayerPlacements]:
+        """Placements of each pipeline stage, where experts have replicas; else none. Collective."""
+
     def between(
         self, parts: StepParts, rank: Rank, *, step: int, where: Where, recorder: Recorder | None, others_idle: bool
     ) -> NewPlacement | None:

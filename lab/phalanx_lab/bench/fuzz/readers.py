@@ -50,7 +50,6 @@ from phalanx.observe.event_log import encode, log_path
 from phalanx.observe.index import RunIndex
 from phalanx.observe.index.kept import VERSION
 from phalanx.observe.page.lanes import step_lanes
-from phalanx.observe.page.mapping import holders
 from phalanx.observe.page.view import RunView
 from phalanx.observe.recorded import find_recording, perfetto_trace, read_run, recovery_figures, recovery_spans
 from phalanx.observe.recorded.lanes import Recording
@@ -212,7 +211,7 @@ def _logs() -> list[FuzzReader]:
         events.RunStarted, events.ClockCompared, events.TeamFormed, events.Operation, events.Collective, events.StepRecorded, events.StepEnded, events.TrainingResumed, events.StepPublished,
     )  # fmt: skip
     rest = (
-        events.Validated, events.CheckpointSaved, events.Note, events.Sampled, events.WentBack, events.MoveRecorded, events.Straggling, events.ExpertsMoved, events.WarmupChosen, events.SamplesTaken,
+        events.Validated, events.CheckpointSaved, events.Note, events.Sampled, events.WentBack, events.MoveRecorded, events.Straggling, events.ExpertsMoved, events.WarmupChosen, events.SamplesTaken, events.StatePlaced,
     )  # fmt: skip
     plain = [k for k in (*elastic, *rest) if k not in (events.TeamFormed, events.TrainingResumed)]
 
@@ -262,7 +261,7 @@ def _sent(view: RunView) -> None:
     """All that a browser can ask of a run."""
     found: list[Any] = [view.snapshot(), view.summary(), view.zoom(1, 9), view.experts(0)]
     found += [step_lanes(view.folder, entry) for entry in view.index.course.recorded]
-    found.append(holders(view.summary()["folding_now"], experts=view.index.shape[1]))
+    found += [view.holders(at) for at in (None, *(e["at"] for e in view.index.course.placed[-2:]))]
     json.dumps(found, allow_nan=False)
 
 

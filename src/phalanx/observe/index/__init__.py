@@ -14,6 +14,6 @@ if TYPE_CHECKING:
     from phalanx.observe.index.course import KEPT as KEPT
     from phalanx.observe.index.curves import COLUMNS as COLUMNS
     from phalanx.observe.index.kept import IndexSink as IndexSink, RunIndex as RunIndex
-    from phalanx.observe.index.logs import LogFiles as LogFiles
+    from phalanx.observe.index.logs import ChangedLogError as ChangedLogError, LogFiles as LogFiles
 else:
     __getattr__ = lazy(__name__)

@@ -16,7 +16,7 @@ from phalanx.observe.index.curves import LARGEST, number
 
 KEPT = {
     "starts": 200, "validations": 8192, "checkpoints": 400, "notes": 200, "samples": 20, "recoveries": 500, "rollbacks": 100,
-    "losses": 500, "stragglers": 100, "moves": 200, "recorded": 64,
+    "losses": 500, "stragglers": 100, "moves": 200, "recorded": 64, "placed": 100,
 }  # fmt: skip
 """List of `Course` -> how many of its entries are kept."""
 FIELDS = {
@@ -25,6 +25,7 @@ FIELDS = {
     "recoveries": {"generation", "members", "step", "folding", "why", "life", "lost_s", "moved_bytes", "resumed_s", "since_lost_s", "told_s", "noticed_s", "formed_s", "built_s", "moved_s"},
     "losses": {"uid", "host", "why", "at_s"}, "stragglers": {"step", "host", "members", "slowness", "put_out", "why"},
     "moves": {"step", "why", "experts", "moved_s", "before", "after"}, "recorded": {"step", "generation", "committed", "begin_s"},
+    "placed": {"step", "why", "folding", "log", "offset"},
 }  # fmt: skip
 """What entries of each list have, beside `at`. Values are those of `plain_value`."""
 SUMS = ("moved_bytes", "told_s", "noticed_s", "formed_s", "built_s", "moved_s")
@@ -75,6 +76,8 @@ class RunCourse:
     moves: list[Entry] = field(default_factory=list)
     recorded: list[Entry] = field(default_factory=list)
     """Steps of which every operation was recorded, with the times of their first and last line."""
+    placed: list[Entry] = field(default_factory=list)
+    """When who holds what was told, by time, and where in which log the line stands: it is read when somebody asks."""
 
     def take(self, record: Entry, *, at: float) -> None:
         """What an event says, but for the figures of steps."""
@@ -122,7 +125,7 @@ class RunCourse:
 
 def _check_entries(name: str, entries: list[Entry]) -> None:
     """Raises `ValueError` where they are not what `RunCourse.take` makes."""
-    numbers = ("at", *{"recoveries": SUMS, "recorded": ("step", "begin_s")}.get(name, ()))
+    numbers = ("at", *{"recoveries": SUMS, "recorded": ("step", "begin_s"), "placed": ("offset",)}.get(name, ()))
     for entry in entries:
         if entry.keys() != FIELDS[name] | {"at"} or any(math.isnan(number(entry[n])) for n in numbers):
             raise ValueError(f"{name} has an entry that cannot be")
@@ -211,6 +214,12 @@ def _experts_moved(course: RunCourse, record: Entry, at: float) -> None:
     course.keep("moves", entry, key=("step",))
 
 
+def _state_placed(course: RunCourse, record: Entry, at: float) -> None:
+    entry = {"at": at, **plain(record, "step", "why", "folding", "log"), "offset": int(_zero(record.get("offset")))}
+    course.keep("placed", entry)
+    course.placed.sort(key=lambda e: float(e["at"]))  # logs are read one after the other
+
+
 def _step_recorded(course: RunCourse, record: Entry, at: float) -> None:
     entry = {
         **plain(record, "generation", "committed"),
@@ -228,10 +237,12 @@ def _zero(value: Any) -> float:
 LISTS = {
     "RunStarted": "starts", "Validated": "validations", "CheckpointSaved": "checkpoints", "Note": "notes", "Sampled": "samples", "TeamFormed": "recoveries",
     "TrainingResumed": "recoveries", "WentBack": "rollbacks", "MemberLost": "losses", "Straggling": "stragglers", "ExpertsMoved": "moves", "StepRecorded": "recorded",
+    "StatePlaced": "placed",
 }  # fmt: skip
 """Kind of event -> the list that it changes."""
 _TAKERS = {
     "RunStarted": _run_started, "RunEnded": _run_ended, "Validated": _validated, "CheckpointSaved": _checkpoint, "Note": _note,
     "Sampled": _sampled, "TeamFormed": _team_formed, "TrainingResumed": _resumed, "WentBack": _went_back,
     "MemberLost": _member_lost, "Straggling": _straggling, "ExpertsMoved": _experts_moved, "StepRecorded": _step_recorded,
+    "StatePlaced": _state_placed,
 }  # fmt: skip

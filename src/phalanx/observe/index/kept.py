@@ -37,6 +37,7 @@ NOT_READ = frozenset(
     {b"SamplesTaken", b"Operation", b"Collective", b"ClockCompared", b"StepPublished", b"MoveRecorded"}
 )
 STEP, SAMPLES = b'{"kind":"StepEnded"', b'{"kind":"SamplesTaken"'
+PLACED = b"StatePlaced"
 LOOK_BYTES = 65536
 TOKENS, LOAD, EXPOSED, HIDDEN = map(COLUMNS.index, ("tokens", "load", "exposed_s", "hidden_s"))
 
@@ -91,7 +92,7 @@ class RunIndex:
                     if place.offset == before:
                         break
                     if not self._is_known(data):
-                        self.take_lines(data.split(b"\n")[:-1])
+                        self.take_lines(data.split(b"\n")[:-1], log=name, offset=before)
                     done += place.offset - before
                     yield done, todo
         except ChangedLogError:
@@ -116,17 +117,18 @@ class RunIndex:
         with self.files.open(name) as handle:
             return b'"kind":"TeamFormed"' in os.pread(handle, LOOK_BYTES, 0)
 
-    def take_lines(self, lines: list[bytes]) -> None:
-        """What whole lines of a log say, in their order."""
+    def take_lines(self, lines: list[bytes], *, log: str = "", offset: int = 0) -> None:
+        """What whole lines of a log say, in their order. `offset`: where they begin in `log`."""
         for line in lines:
-            kind = kind_of(line)
+            kind, begin = kind_of(line), offset
+            offset += len(line) + 1
             if kind in NOT_READ or (kind == b"StepEnded" and self._knows(_step_of(line))):
                 continue
             record = parse_event(line)
             if record is None:
                 self.course.broken += 1
             else:
-                self.take(record)
+                self.take(record | {"log": log, "offset": begin} if kind == PLACED else record)
         if self._newest is not None:
             (when, values), self._newest = self._newest, None
             self.course.last = when | {n: v for n, v in zip(COLUMNS, values, strict=True) if math.isfinite(v)}
@@ -262,7 +264,7 @@ class RunIndex:
     def _to_bytes(self) -> bytes:
         parts = {"curves": self.curves.to_bytes(), "layers": _bytes_of(self.layers), "experts": _bytes_of(self.experts)}
         head = {
-            "logs": {n: [p.offset, p.inside, self.files.mark(n, p.offset)] for n, p in self.places.items()},
+            "logs": {n: [p.offset, p.inside, p.mark] for n, p in self.places.items()},
             "course": self.course.to_json_dict(), "shape": self.shape, "last_step": self.last_step, "elastic": self.elastic,
             "missing": sorted(self.missing), "voids": self.voids, "parts": {n: [h, len(d)] for n, (h, d) in parts.items()},
         }  # fmt: skip
@@ -288,7 +290,7 @@ class RunIndex:
                 or self.files.mark(name, offset) != mark
             ):
                 raise ChangedLogError(name)
-            self.places[name] = LogPlace(offset=int(offset), inside=bool(inside))
+            self.places[name] = LogPlace(offset=int(offset), inside=bool(inside), mark=str(mark))
         self.curves = Curves.from_bytes(*found["curves"])
         self.layers, self.experts = _heat_of(*found["layers"]), _heat_of(*found["experts"])
         self.course = RunCourse.from_json_dict(head["course"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import stat
@@ -39,7 +40,7 @@ class LogPlace:
     inside: bool = False
     """Whether that is inside a line that is too long to be read."""
     mark: str = ""
-    """Hash of its first bytes and of those before `offset`."""
+    """Hash of its first bytes and of those before `offset`; empty: nothing was read."""
 
 
 class LogFiles:
@@ -53,6 +54,12 @@ class LogFiles:
         with self._events() as events, os.scandir(events) as entries:
             found = [e.name for e in entries if NAME.fullmatch(e.name) and e.is_file(follow_symlinks=False)]
         return sorted(found, key=lambda n: (n[0] != "r", int(n[5:-6]) if n[0] == "r" else 0, n))[:MOST_LOGS]
+
+    def times(self) -> dict[str, float]:
+        """When each log was written last (seconds since the epoch), by name."""
+        with self._events() as events, os.scandir(events) as entries:
+            logs = itertools.islice((e for e in entries if NAME.fullmatch(e.name)), MOST_LOGS)
+            return {e.name: e.stat(follow_symlinks=False).st_mtime for e in logs}
 
     @contextlib.contextmanager
     def _events(self) -> Iterator[int]:
@@ -85,19 +92,18 @@ class LogFiles:
     def next_lines(self, name: str, place: LogPlace) -> bytes:
         """The next whole lines, about `CHUNK` bytes of them at most; `place` moves behind them. Empty at the end, and inside a line that is too long."""
         with self.open(name) as handle:
-            if os.fstat(handle).st_size < place.offset:
+            if os.fstat(handle).st_size < place.offset or (place.mark and _mark(handle, place.offset) != place.mark):
                 raise ChangedLogError(name)
             data = os.pread(handle, CHUNK, place.offset)
             cut = data.rfind(b"\n") + 1
             if not cut and len(data) == CHUNK and not place.inside:
                 data = os.pread(handle, MOST_LINE, place.offset)
                 cut = data.rfind(b"\n") + 1
-        if place.inside or (not cut and len(data) >= MOST_LINE):  # of a line that is longer than any event
-            end = data.find(b"\n") + 1
-            place.inside = not end
-            place.offset += end or len(data)
-            return b""
-        place.offset += cut
+            if place.inside or (not cut and len(data) >= MOST_LINE):  # of a line that is longer than any event
+                end = data.find(b"\n") + 1
+                place.inside, cut, data = not end, end or len(data), b""
+            place.offset += cut
+            place.mark = _mark(handle, place.offset)  # of the file that was read, whatever has this name by now
         return data[:cut]
 
     def lines_from(self, name: str, offset: int, *, most: int) -> Iterator[bytes]:
@@ -112,9 +118,7 @@ class LogFiles:
     def mark(self, name: str, offset: int) -> str:
         """What tells a log that was read up to `offset` from another one."""
         with self.open(name) as handle:
-            head = os.pread(handle, min(HEAD_BYTES, offset), 0)
-            tail = os.pread(handle, min(TAIL_BYTES, offset), max(0, offset - TAIL_BYTES))
-        return hashlib.sha256(head + b"|" + tail).hexdigest()[:32]
+            return _mark(handle, offset)
 
     def offset_at(self, name: str, time_s: float) -> int:
         """Where the lines begin that were written at `time_s` or later, by bisection; lines stand in the order of time."""
@@ -129,6 +133,14 @@ class LogFiles:
                     low = middle
             begin = os.pread(handle, 65536, low).find(b"\n") + 1 if low else 0
             return low + begin
+
+
+def _mark(handle: int, offset: int) -> str:
+    if not offset:
+        return ""
+    head = os.pread(handle, min(HEAD_BYTES, offset), 0)
+    tail = os.pread(handle, min(TAIL_BYTES, offset), max(0, offset - TAIL_BYTES))
+    return hashlib.sha256(head + b"|" + tail).hexdigest()[:32]
 
 
 _TIME = re.compile(rb'\n\{"kind":"\w{1,40}","time_s":(\d{1,12}(?:\.\d{1,9})?)')

@@ -23,7 +23,6 @@ from urllib.parse import parse_qs, urlsplit
 
 from phalanx.observe import differences, recipe_values
 from phalanx.observe.page.lanes import step_lanes
-from phalanx.observe.page.mapping import folding_picture, holders
 from phalanx.observe.page.view import RunView, find_runs, peek, written_s
 
 STATIC = Path(__file__).with_name("static")
@@ -300,14 +299,9 @@ class _Handler(BaseHTTPRequestHandler):
             "zoom": lambda: view.zoom(_whole(query["first"]), _whole(query["last"])),
             "experts": lambda: view.experts(_whole(query["layer"])),
             "lanes": lambda: step_lanes(view.folder, _recorded(view, _whole(query["step"]))),
-            "holders": lambda: holders(view.summary()["folding_now"], experts=_in_order(view)),
+            "holders": lambda: view.holders(_moment(query.get("at", ""))),
         }
-        if what != "folding.svg":
-            return self._json(answers[what]())
-        picture = folding_picture(view.summary()["folding_now"])
-        if picture is None:
-            raise Unknown(what)
-        self._send(200, TYPES[".svg"], picture.encode())
+        self._json(answers[what]())
 
     def _json(self, found: Any) -> None:
         self._send(200, "application/json", json.dumps(found, separators=(",", ":"), allow_nan=False).encode())
@@ -328,11 +322,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _in_order(view: RunView) -> int:
-    """Experts of a layer, where each rank holds its share of them in order; 0 where they have replicas, which are placed by load, or where nothing is known of them."""
-    return 0 if "resilience.slots_per_rank" in recipe_values(view.folder) else view.index.shape[1]
-
-
 def _recorded(view: RunView, step: int) -> dict[str, Any]:
     """Raises `Unknown`."""
     for entry in reversed(view.index.course.recorded):
@@ -345,6 +334,12 @@ def _whole(text: str) -> int:
     if len(text) > 12:
         raise ValueError("a number that long")
     return int(text)
+
+
+def _moment(text: str) -> float | None:
+    if len(text) > 40:
+        raise ValueError("a number that long")
+    return float(text) if text else None
 
 
 def _same(given: str, token: str) -> bool:

@@ -16,8 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core.errors import printable
-from phalanx.observe.index import COLUMNS, KEPT, LogFiles, RunIndex
+from phalanx.core.errors import DataError, printable
+from phalanx.core.events import StatePlaced
+from phalanx.core.reading import MalformedError
+from phalanx.observe import event_of, read_line, recipe_values
+from phalanx.observe.index import COLUMNS, KEPT, ChangedLogError, LogFiles, RunIndex
+from phalanx.observe.page.mapping import as_told, in_order, who_holds
 
 GROUPS = 400
 """Most groups of steps of a curve that are sent."""
@@ -26,6 +30,8 @@ SLICE_S = 0.1
 SILENT_S = 30.0
 PEEK_BYTES = 1 << 18
 MOST_RUNS = 1000
+SAME_S = 5.0
+"""Ranks tell the same step so far apart at most, or one of them is lost."""
 
 
 class RunView:
@@ -119,6 +125,26 @@ class RunView:
             codes = self.index.experts.codes(slice(layer * experts, (layer + 1) * experts))
             return {"layer": layer, "rows": experts, **_heat(self.index.experts.width, codes)}
 
+    def holders(self, at: float | None = None) -> dict[str, Any]:
+        """Who holds what since `at`; None: now. A log that does not tell has a label, by which experts lie in order, but for those with replicas. Raises `KeyError` where nothing was told
+        then, `OSError`."""
+        with self._lock:
+            label, (layers, experts), placed = self._team().get("folding"), self.index.shape, self.index.course.placed
+            found = [e for e in placed if e["at"] == at] if at is not None else placed[-1:]
+            if at is None and found and found[0]["folding"] != label:  # what is so now is not told yet
+                found = []
+            told = read_placed(self.index.files, found[0]) if found else None
+        if at is not None and not found:
+            raise KeyError(at)
+        if found:
+            return who_holds(None if told is None else as_told(told))
+        ordered = "resilience.slots_per_rank" not in recipe_values(self.folder)
+        return who_holds(in_order(label, layers=layers, experts=experts if ordered else 0))
+
+    def _team(self) -> dict[str, Any]:
+        """The newest start, or the newest team of an elastic run."""
+        return max(self.index.course.recoveries, key=lambda r: float(r["at"]), default=self.index.course.started)
+
     def _curves(self, most: int, *, first: int, last: int | None = None, group: int = 0) -> dict[str, Any]:
         width, begin, low, mean, high, times = self.index.curves.joined(most, first=first, last=last, width=group)
         found: dict[str, Any] = {
@@ -155,7 +181,7 @@ class RunView:
         total, step = started.get("total_steps"), self.index.last_step
         left_s = max(0, total - step) * step_s if isinstance(total, int) and step_s is not None else None
         validated = course.validations[-1] if course.validations else {}
-        team = max(course.recoveries, key=lambda r: float(r["at"]), default=started)
+        team = self._team()
         return {
             **{k: started.get(k) for k in ("run", "world", "total_steps", "num_params", "active_params", "folding", "unigram_loss")},
             **{k: last.get(k) for k in ("loss", "tokens_per_s", "mfu", "peak_memory_bytes", "grad_norm", "lr")},
@@ -191,17 +217,27 @@ def peek(folder: Path, *, id: str) -> RunView:
         names = files.names()
         if not names:
             return view
-        with files.open(names[0]) as handle:
-            size = os.fstat(handle).st_size
+        first, newest = names[0], _newest(files, names)
+        with files.open(first) as handle:
             parts = [os.pread(handle, PEEK_BYTES, 0)]
-            if size > PEEK_BYTES:
-                parts.append(os.pread(handle, PEEK_BYTES, max(PEEK_BYTES, size - PEEK_BYTES)).partition(b"\n")[2])
+        with files.open(newest) as handle:
+            size = os.fstat(handle).st_size
+            begin = max(PEEK_BYTES if newest == first else 0, size - PEEK_BYTES)
+            tail = os.pread(handle, PEEK_BYTES, begin)
+            parts.append(tail.partition(b"\n")[2] if begin else tail)
         for part in parts:
             view.index.take_lines(part[: part.rfind(b"\n") + 1].split(b"\n")[:-1])
-        if len(parts) > 1:  # most steps were not seen: as many tokens each as the newest has
+        if size > PEEK_BYTES:  # most steps were not seen: as many tokens each as the newest has
             course = view.index.course
             course.tokens = course.last.get("tokens", 0.0) * view.index.last_step
     return view
+
+
+def _newest(files: LogFiles, names: list[str]) -> str:
+    """The log that tells the newest steps: the first, while its rank lives. Raises `OSError`."""
+    times = {name: at for name, at in files.times().items() if name.startswith("rank-")}
+    newest = max(times, key=lambda name: times[name], default=names[0])
+    return names[0] if times.get(names[0], 0.0) > times.get(newest, 0.0) - SAME_S else newest
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -214,11 +250,23 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def written_s(folder: Path) -> float:
-    """When the log of rank 0 was written last; 0 where there is none."""
+    """When the newest of its logs was written last; 0 where there is none."""
     try:
-        return (folder / "events" / "rank-0.jsonl").lstat().st_mtime
+        return max(LogFiles(folder).times().values(), default=0.0)
     except OSError:
         return 0.0
+
+
+def read_placed(files: LogFiles, entry: dict[str, Any]) -> StatePlaced | None:
+    """The event that an entry of `RunCourse.placed` names; None where the log has another one there. Raises `OSError`."""
+    if entry["log"] not in files.names():  # it may be an index's word
+        return None
+    try:
+        line = next(files.lines_from(entry["log"], max(0, int(entry["offset"])), most=1), b"")
+        found = event_of(read_line(files.folder / "events" / entry["log"], 0, line))
+    except (DataError, MalformedError, ChangedLogError):
+        return None
+    return found if isinstance(found, StatePlaced) else None
 
 
 def _short(values: Any) -> list[float | None]:

@@ -64,7 +64,8 @@ class RunState:
     """The model's shape, field by field."""
     model_hash: str
     recipe_hash: str
-    folding: Mapping[str, int]
+    folding: Mapping[str, Any]
+    """Degrees of its mapping: of all stages, or of each."""
     world: int
     versions: Mapping[str, str]
     created: str = ""

@@ -172,6 +172,12 @@ class Rebalancer:
         """Whether the helper process was started in this generation."""
         self._helper = HelperProcess(["phalanx.plan.placement.rebalancing", "scipy.optimize"])
 
+    def placements(self, parts: StepParts, rank: Rank) -> list[LayerPlacements]:
+        """Placements of each pipeline stage, where experts have replicas; else none. Collective."""
+        if rank.recipe.resilience.slots_per_rank is None:
+            return []
+        return list(_by_stage(_folding(parts), rank.peers.gather(placement_in_use(parts))).values())
+
     def committed(self, counts_LE: NDArray[np.int64]) -> None:
         """Tokens that chose each expert in a committed step, before dropping."""
         if not self.interval:
@@ -291,7 +297,7 @@ class Rebalancer:
             return None
         self.seen, self.loads, self.earlier = best.seen, best.loads, best.earlier
         loads = best.loads if ahead or best.earlier is None else best.earlier
-        before = {folding.coord(r, "pp"): told[r].placement for r in range(folding.world)}
+        before = _by_stage(folding, [t.placement for t in told])
         stages = [_stage(before[i], loads, self.spec) for i in sorted(before) if before[i].layers]
         return _Asked(step=step, parts=parts, before=before, stages=stages, costs=self._costs(parts, told))
 
@@ -398,6 +404,11 @@ def _stage(placed: LayerPlacements, loads: Floats, spec: ModelSpec) -> StageNow:
     rows = [spec.moe_layers.index(layer) for layer in layers]
     slots = placed.layers[layers[0]].slots_per_rank
     return StageNow(layers=layers, placement=on_hosts, loads=loads[rows], slots_per_rank=slots)
+
+
+def _by_stage(folding: Folding, told: Sequence[LayerPlacements]) -> dict[int, LayerPlacements]:
+    """Of what each rank says of its stage."""
+    return {folding.coord(rank, "pp"): placed for rank, placed in enumerate(told)}
 
 
 def _after(placed: LayerPlacements, migrations: Iterator[Migration]) -> LayerPlacements:

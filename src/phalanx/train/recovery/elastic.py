@@ -41,7 +41,7 @@ from phalanx.plan.recovery import (
 )
 from phalanx.runtime.checkpoint import CheckpointManager, Writer, import_beside
 from phalanx.runtime.comm import AbortableCall, Axis, Collectives, Peers, RankProgress, build_groups, with_second_groups
-from phalanx.runtime.membership import Generation, GroupEpoch, MemberReport, NoMapping, Resolution, resolve
+from phalanx.runtime.membership import Generation, GroupEpoch, MemberReport, NoMapping, Reformed, Resolution, resolve
 from phalanx.runtime.processes import StopRequest, WorldInfo
 from phalanx.runtime.reshard import hosts_by_name
 from phalanx.train import (
@@ -50,6 +50,7 @@ from phalanx.train import (
     Outcome,
     Recorder,
     RunProgress,
+    Team,
     Trainer,
     Where,
     make_loader,
@@ -352,7 +353,7 @@ class ElasticMember:
             rank=rank, stop=StopRequest(), prepared=self.run.prepared, spec=self.run.spec, folding=plan.folding, parts=parts,
             loader=make_loader(self.recipe, self.run.prepared), manager=self._manager(team, rank),
             hook=self.hook, progress=self.progress,
-            elastic=Elastic(where=where, others_idle=bool(plan.idle), pace=self._watch_pace, at=self._now),
+            elastic=Elastic(where=where, others_idle=bool(plan.idle), pace=self._watch_pace, at=self._now, team=self._team(team, plan)),
         )  # fmt: skip
         trainer.recorder.rank, trainer.recorder.generation = team.rank, team.generation.number
         told = [r.about.flops_per_s for r in team.reports[: plan.folding.world]]
@@ -360,6 +361,14 @@ class ElasticMember:
         rated = rated_flops_per_s(self.device, DTYPES[self.recipe.train.dtype])
         trainer.reporter.rated_flops_per_s = rated * plan.folding.world
         return trainer
+
+    def _team(self, team: GroupEpoch, plan: GenerationPlan) -> Team:
+        minimum = team.generation.minimum
+        return Team(members=plan.uids, hosts=plan.hosts, minimum=minimum, holders=self._least_holders(plan))
+
+    def _least_holders(self, plan: GenerationPlan) -> int:
+        """Hosts (on one machine: ranks) that hold each piece of state, at least."""
+        return 1 if plan.notes else self.run.planner.floor
 
     def _rank(self, team: GroupEpoch, plan: GenerationPlan) -> Rank:
         """This member as a rank of the mapping."""
@@ -406,7 +415,7 @@ class ElasticMember:
         self.place_of = {uid: plan.state_descriptor(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
         self._idle, self._others_idle, self._entered = trainer is None, bool(plan.idle), plan
         self._pace.formed()
-        self._signs.holders = 1 if plan.notes else self.run.planner.floor
+        self._signs.holders = self._least_holders(plan)
         self.progress.step = step
         if trainer is None:
             return
@@ -514,6 +523,8 @@ class ElasticMember:
         if self.watch is not None:
             self.watch.tell(event)
         self._telling(event)
+        if isinstance(event, Reformed) and self.trainer is not None and self._entered is not None:
+            self.trainer.tell_placed("members", self._entered.placement)
 
     @property
     def _mine(self) -> Trainer:

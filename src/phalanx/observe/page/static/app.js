@@ -3,11 +3,14 @@
 import { ask, byId, bytes, count, digits, finite, h, percent, said, seconds, whole } from "./dom.js";
 import { Chart, swatch } from "./chart.js";
 import { Heat, Lanes } from "./maps.js";
-import { mapping, settings, story, timeline, words } from "./parts.js";
+import { Holders } from "./holders.js";
+import { settings, story, timeline, words } from "./parts.js";
 
-const LISTS = ["starts", "checkpoints", "notes", "samples", "recoveries", "rollbacks", "losses", "stragglers", "moves", "recorded"];
+const LISTS = ["starts", "checkpoints", "notes", "samples", "recoveries", "rollbacks", "losses", "stragglers", "moves", "recorded", "placed"];
 const MOST = 8;
 const runs = new Map();
+/** Pictures of who holds what, by run: each keeps what was chosen. */
+const held = new Map();
 const shared = { range: null, choose(range) { shared.range = range; byId("whole").hidden = !range; drawCharts(); if (range) closer(range); } };
 const byValue = (name) => (run) => points(run, name);
 const CHARTS = [
@@ -104,7 +107,7 @@ async function follow() {
 }
 
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
-const marks = () => JSON.stringify(chosen().map((r) => [r.head.folding_now, r.experts, (r.lists.recorded ?? []).length]));
+const marks = () => JSON.stringify(chosen().map((r) => [r.head.folding_now, r.experts, (r.lists.recorded ?? []).length, r.lists.placed?.at(-1)?.at]));
 
 function say(text) {
   byId("connection").hidden = !text;
@@ -165,9 +168,12 @@ async function slow() {
   options(byId("experts-run"), all.filter((r) => r.layers).map((r) => [r.id, r.head.run || r.folder]));
   byId("experts-run").parentElement.hidden = !several;
   showExperts();
-  const held = await Promise.all(all.map((run) => ask(`/run/${run.id}/holders`).catch(() => ({ rows: [], axes: [] }))));
+  for (const id of held.keys()) if (!runs.has(id)) held.delete(id);
+  for (const { id } of all) if (!held.has(id)) held.set(id, new Holders(id));
+  const pictures = all.map((run) => held.get(run.id)), place = byId("foldings");
+  await Promise.all(pictures.map((picture, i) => picture.ask(all[i], i, several)));
   byId("mapping").hidden = !all.some((run) => run.head.folding_now);
-  keepOpen(byId("foldings"), all.map((run, i) => mapping(run, held[i], i, several)));
+  if (pictures.length !== place.children.length || pictures.some((p, i) => place.children[i] !== p.element)) place.replaceChildren(...pictures.map((p) => p.element));
   const recorded = all.flatMap((run) => [...new Set((run.lists.recorded ?? []).filter((r) => r.committed !== false).map((r) => r.step))].map((step) => [`${run.id}/${step}`, several ? `${whole(step)} of ${run.head.run || run.folder}` : whole(step)]));
   byId("steps").hidden = !recorded.length;
   if (options(byId("step"), recorded)) showLanes();

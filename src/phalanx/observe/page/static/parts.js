@@ -1,4 +1,4 @@
-// The parts of the page in words and tables: where a run is, what happened to it, who holds what, how recipes differ, what it says.
+// The parts of the page in words and tables: where a run is, what happened to it, how recipes differ, what it says.
 
 import { bytes, colour, count, digits, disclosure, finite, h, moment, percent, s, said, seconds, table, whole } from "./dom.js";
 import { paint, swatch } from "./chart.js";
@@ -65,15 +65,6 @@ export function timeline(run, i, several) {
     h("p", { class: "quiet" }, `${moment(begin)} to ${moment(end)}; tall marks: recoveries, ways back, stragglers, moved experts; short marks: checkpoints and starts.`),
     major.length ? table(["when", "", "after step", "what was lost, or why", "what was chosen", "moved", "next step after", "phases, slowest member"], rows, [2, 5, 6], "wide") : h("p", {}, "Nothing was lost and nobody was moved."),
     minor.length ? disclosure("Checkpoints and starts", () => table(["when", "", "step", "", "moved", "took"], minor.map((e) => [moment(e.at), e.kind, whole(e.step), e.chosen, e.moved, finite(e.took) ? seconds(e.took) : ""]), [2, 4, 5])) : null);
-}
-
-/** The folding as a picture, and its ranks as a table. `holders`: of the server. */
-export function mapping(run, holders, i, several) {
-  const label = run.head.folding_now ?? "", parts = [several ? h("h3", {}, swatch(i), said(run.head.run || run.folder)) : null, h("p", {}, "folding ", h("strong", {}, said(label)), ": the same ranks twice, as the attention grid and as the expert grid.")];
-  if (holders.picture) parts.push(h("div", { class: "frame", tabindex: "0", role: "region", "aria-label": "picture of the folding" }, h("img", { src: `/run/${run.id}/folding.svg?v=${encodeURIComponent(label)}`, alt: "The folding; the table of ranks says the same." })));
-  else parts.push(h("p", { class: "quiet" }, "There is no picture of it: foldings of up to 64 ranks, the same for all stages, are drawn."));
-  if (holders.rows.length) parts.push(disclosure("Table of ranks", () => h("div", {}, holders.left_out ? h("p", {}, `${holders.left_out} more ranks are left out.`) : null, table(["rank", ...holders.axes, "experts held"], holders.rows))));
-  return h("div", {}, ...parts);
 }
 
 export function settings(found) {
