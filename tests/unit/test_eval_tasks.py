@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -134,8 +133,13 @@ def test_all_is_told_at_once(folder: Path) -> None:
 def test_the_extra_that_is_missing_and_arguments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "lm_eval" else importlib.util.find_spec(name))  # fmt: skip
+    monkeypatch.setattr(command, "is_installed", lambda name: name != "lm_eval")
     assert main(["eval", str(tmp_path), "--limit", "0", "--allow-functions"]) == 2
     said = capsys.readouterr().err
-    assert "needs lm_eval, which is not installed; in a checkout of Phalanx: pip install -e '.[eval]'" in said
+    assert (
+        "needs the package lm_eval, which is not installed; in a checkout of Phalanx: pip install -e '.[eval]'" in said
+    )
     assert "--limit = 0: must be at least 1" in said and "--allow-functions: has no effect without --tasks" in said
+    monkeypatch.setattr(command, "is_installed", lambda name: name == "transformers")
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "needs the packages lm_eval, accelerate, which are not installed; in a" in capsys.readouterr().err

@@ -25,8 +25,8 @@ from phalanx.core.errors import (
     Problem,
     RunError,
     first_line,
-    install_extra,
     nearest,
+    not_installed,
     raise_if,
 )
 from phalanx.core.events import Event, Note, RunStarted
@@ -212,12 +212,7 @@ def sink_problems(config: ObserveConfig) -> list[Problem]:
         "observe.prometheus_port": (config.prometheus_port, "prometheus_client", "prometheus"),
     }
     return [
-        Problem(
-            where=where,
-            value=value,
-            rule=f"needs the package {package}, which is not installed",
-            hint=f"{install_extra(extra)}; or leave {where} out",
-        )
+        not_installed(where, value, package, extra=extra, instead=f"leave {where} out")
         for where, (value, package, extra) in wanted.items()
         if value is not None and not is_installed(package)
     ]
@@ -274,8 +269,7 @@ def _added(name: str, options: dict[str, str], *, where: str, folder: Path) -> S
 def _own(name: str, options: dict[str, str], where: str, folder: Path) -> Sink:
     """A sink of `OWN`. Raises `ConfigError` where its package is not there, or does not know an option."""
     if not is_installed(name):
-        rule, hint = f"needs the package {name}, which is not installed", f"{install_extra(name)}; or leave it out"
-        raise ConfigError([Problem(where=where, value=name, rule=rule, hint=hint)])
+        raise ConfigError([not_installed(where, name, name, extra=name, instead="leave it out")])
     make, known = _own_class(name)
     if wrong := sorted(options.keys() - set(known)):
         rule = f"is no option of {name}"
