@@ -176,7 +176,10 @@ def _show(recipe: Recipe, launched: WorldInfo | None, card_gb: float | None) -> 
     from phalanx.cli.predicting.cards import card_here, card_sold_as
     from phalanx.cli.predicting.dry_run import available_bytes, dry_run, machine_here
     from phalanx.cli.predicting.room import has_room
+    from phalanx.observe import sink_problems
 
+    raise_if(sink_problems(recipe.observe), ConfigError, subject="the recipe")
+    raise_if(_file_problems(most_open_files()), ConfigError, subject="this machine")
     local = launched.local_world if launched else recipe.launch.ranks
     found = card_here() if card_gb is None and recipe.launch.device == "cuda" else None
     machine = replace(
