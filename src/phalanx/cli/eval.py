@@ -27,7 +27,7 @@ from phalanx.core.errors import ConfigError, DataError, Problem, RunError, not_i
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.process import is_installed
 from phalanx.core.reading import parse_json, read_text
-from phalanx.observe import read_history
+from phalanx.observe.recorded import read_run
 from phalanx.train.setup import RunFolder
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def _compared(found: dict[str, Any], own: dict[str, Any], options: EvalArgs, ste
 def _validations(run: Path) -> dict[int, Any]:
     """By step; none of a run that was imported and not trained."""
     try:
-        return dict(read_history(run).validations)
+        return dict(read_run(run).history.validations)
     except DataError:
         return {}
 
