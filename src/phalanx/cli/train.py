@@ -225,12 +225,14 @@ def _take_card(rest: list[str], *, is_dry: bool) -> float | None:
 
 
 def take_word(rest: list[str], name: str) -> str | None:
-    """What follows an argument, "" where nothing does, None where it is not there; both are taken out."""
-    at = next((i for i, word in enumerate(rest) if word == name or word.startswith(f"{name}=")), None)
-    if at is None:
-        return None
-    word = rest.pop(at)
-    return word.split("=", 1)[1] if "=" in word else rest.pop(at) if at < len(rest) else ""
+    """What follows an argument, "" where nothing does, None where it is not there; both are taken out. Of several the last one counts, as it does of settings."""
+    found = None
+    while (
+        at := next((i for i, word in enumerate(rest) if word == name or word.startswith(f"{name}=")), None)
+    ) is not None:
+        word = rest.pop(at)
+        found = word.split("=", 1)[1] if "=" in word else rest.pop(at) if at < len(rest) else ""
+    return found
 
 
 def read_recipe(
