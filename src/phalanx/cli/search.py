@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -186,14 +187,14 @@ def write_recipe(path: Path, found: Fitting, cluster: GpuCluster) -> str:
     step = format_seconds(found.prediction.step.seconds)
     lines = [f"{path}: {which}, step {step}, {format_bytes(found.peak_bytes)} a rank by the dry run"]
     lines += [f"  passed over: {text}" for text in found.passed_over[:SHOWN]]
-    more = len(found.passed_over) - SHOWN
+    more, recipe = len(found.passed_over) - SHOWN, shlex.quote(str(path))
     lines += [f"  and {more} more"] if more > 0 else []
     return "\n".join(
         [
             *lines,
             "next",
-            f"  phalanx train {path} --dry-run --cluster {cluster.name}",
-            f"  phalanx launch slurm {path} --nodes {cluster.hosts}",
+            f"  phalanx train {recipe} --dry-run --cluster {shlex.quote(cluster.word)}",
+            f"  phalanx launch slurm {recipe} --nodes {cluster.hosts}",
         ]
     )
 
@@ -212,7 +213,7 @@ def _more_gpus(cluster: GpuCluster, find: Find) -> str:
     larger = fits_on(cluster, find)
     if larger is None:
         return f"nothing fits {LARGER[-1]} times as many GPUs either: take a smaller batch, sequence or model"
-    return f"{larger.world - cluster.world} more GPUs would: --cluster {larger.name}"
+    return f"{larger.world - cluster.world} more GPUs would: --cluster {shlex.quote(larger.word)}"
 
 
 def to_dict(result: SearchResult, *, seconds: float) -> dict[str, Any]:

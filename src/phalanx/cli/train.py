@@ -19,8 +19,10 @@ Ctrl-C finishes the step, saves and ends; a second one, or one before training h
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
+import shlex
 import signal
 import threading
 import warnings
@@ -304,7 +306,8 @@ def _trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
     ):
         if wrong and name not in given:
             rule = f"{does}, which a recipe file alone may not decide"
-            hint = f"repeat it on the command line (--{name} {value}), or add --trust if the file is your own"
+            word = shlex.quote(json.dumps(value) if isinstance(value, tuple) else f"{value}")
+            hint = f"repeat it on the command line (--{name} {word}), or add --trust if the file is your own"
             found.append(Problem(where=name, value=value, rule=rule, hint=hint))
     return found
 

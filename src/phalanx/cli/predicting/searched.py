@@ -6,6 +6,7 @@ Decides which of a search's mappings is written. Must never change: what is writ
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -156,6 +157,6 @@ def searched_text(found: Fitting, cluster: GpuCluster) -> str:
     p = found.prediction
     head = (
         f"Found by phalanx search for {p.job.spec.name} on {cluster.name}. Predicted, not measured: look with",
-        f"phalanx train FILE --dry-run --cluster {cluster.name}",
+        f"phalanx train FILE --dry-run --cluster {shlex.quote(cluster.word)}",
     )
     return recipe_text(found.recipe, cluster, head=head, comments={"optim#": LR})
