@@ -54,7 +54,7 @@ def test_a_projection_adds_to_its_sum_and_returns_nothing() -> None:
     want = [torch.zeros_like(a), torch.zeros_like(b)]
     for _ in range(3):
         x = torch.randn(5, 2, 6, dtype=torch.float64, requires_grad=True)
-        y, z = projections(x, [a, b], [None, None], sums=sums)
+        y, z = projections(x, [a, b], [None, None], weight_sums=sums)
         (y.square().sum() + z.sum()).backward()
         plain = x.detach().clone().requires_grad_()
         found = torch.autograd.grad((plain @ a.T).square().sum() + (plain @ b.T).sum(), [plain, a, b])
@@ -72,10 +72,10 @@ def test_a_weight_in_another_shape_is_found_and_a_part_of_one_is_not() -> None:
     assert sums.of(weight[0]) is None and sums.of(torch.randn(2, 4, 6)) is None
     assert sums.of(weight.transpose(1, 2)) is None
     with torch.no_grad():
-        linear(torch.randn(3, 6), weight.flatten(0, 1), sums=sums)
+        linear(torch.randn(3, 6), weight.flatten(0, 1), weight_sums=sums)
     assert total.times == 0
     x = torch.randn(3, 6, requires_grad=True)
-    linear(x, weight.flatten(0, 1), sums=sums).sum().backward()
+    linear(x, weight.flatten(0, 1), weight_sums=sums).sum().backward()
     assert torch.allclose(total.sum.flatten(0, 1), x.sum(0).expand(8, 6)) and weight.grad is None
 
 

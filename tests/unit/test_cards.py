@@ -95,8 +95,8 @@ def test_a_run_that_would_be_refused_is_not_named() -> None:
     assert with_settings(recipe, {"optim.zero": 2}) == replace(recipe, optim=replace(recipe.optim, zero=2))
 
 
-@pytest.mark.parametrize("words", [["--card-gb", "80"], ["--card-gb=80"]])
-def test_the_size_of_a_card_is_an_argument_of_a_dry_run(words: list[str]) -> None:
+@pytest.mark.parametrize("words", [["--card-gb", "80"], ["--card-gb=80"], ["--card-gb", "24", "--card-gb=80"]])
+def test_the_size_of_a_card_is_an_argument_of_a_dry_run_and_the_last_one_counts(words: list[str]) -> None:
     request = read_args(["tiny.toml", "--dry-run", *words, "--train.steps", "3"])
     assert request.card_gb == 80 and request.recipe_path == "tiny.toml" and request.overrides == ("--train.steps", "3")
 

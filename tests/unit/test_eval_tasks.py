@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from phalanx.cli.evaluating.harness import OFFLINE, HarnessJob
 from phalanx.cli.evaluating.tasks import MOST_BYTES, read_tasks
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
+from phalanx.core.events import TeamFormed, Validated
+from phalanx.observe.event_log import JsonlSink
 
 pytest.importorskip("yaml")
 pytestmark = pytest.mark.unit
@@ -134,8 +136,27 @@ def test_all_is_told_at_once(folder: Path) -> None:
 def test_the_extra_that_is_missing_and_arguments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "lm_eval" else importlib.util.find_spec(name))  # fmt: skip
+    monkeypatch.setattr(command, "is_installed", lambda name: name != "lm_eval")
     assert main(["eval", str(tmp_path), "--limit", "0", "--allow-functions"]) == 2
     said = capsys.readouterr().err
-    assert "needs lm_eval, which is not installed; in a checkout of Phalanx: pip install -e '.[eval]'" in said
+    assert (
+        "needs the package lm_eval, which is not installed; in a checkout of Phalanx: pip install -e '.[eval]'" in said
+    )
     assert "--limit = 0: must be at least 1" in said and "--allow-functions: has no effect without --tasks" in said
+    monkeypatch.setattr(command, "is_installed", lambda name: name == "transformers")
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "needs the packages lm_eval, accelerate, which are not installed; in a" in capsys.readouterr().err
+
+
+def test_validations_are_those_of_all_logs(tmp_path: Path) -> None:
+    """The host of rank 0 is lost after step 2: another member validates step 4."""
+    assert command._validations(tmp_path) == {}, "of a run that was imported"
+    team = {"folding": "dp1", "noticed_s": 0.0, "formed_s": 0.0, "built_s": 0.0, "moved_s": 0.0, "moved_bytes": 0, "checked": 1}  # fmt: skip
+    for rank, told in {
+        0: [TeamFormed(generation=1, members=2, step=0, why="begins", **team), Validated(step=2, loss=5.0, tokens=9, seconds=1.0)],
+        1: [TeamFormed(generation=2, members=1, step=2, why="lost", **team), Validated(step=4, loss=4.0, tokens=9, seconds=1.0)],
+    }.items():  # fmt: skip
+        with contextlib.closing(JsonlSink(tmp_path, rank=rank)) as log:
+            for event in told:
+                log.write(event)
+    assert {step: r["loss"] for step, r in command._validations(tmp_path).items()} == {2: 5.0, 4: 4.0}

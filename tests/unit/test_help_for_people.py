@@ -63,7 +63,9 @@ def test_every_command_and_setting_is_completed(shell: str, capsys: pytest.Captu
     words = {w.strip("'\"") for w in script.split()}
     assert all(c.name in words or f"'{c.name}" in script for c in COMMANDS)
     assert all((f"-l {s.name} " if shell == "fish" else f"--{s.name}") in script for s in describe_settings())
-    assert "laptop" in script
+    assert "laptop" in script and "local torchrun slurm kubernetes" in script
+    for option in ("nodes", "elastic", "dry-run", "card-gb"):
+        assert (f"-l {option} " if shell == "fish" else f"--{option}") in script, option
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True)
 
@@ -82,6 +84,12 @@ def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
     assert complete("phalanx", "train", "tiny", "--train.st") == {"--train.steps"}
     assert complete("phalanx", "train", "--train.recompute", "") == {"none", "selective", "full"}
     assert complete("phalanx", "metrics", "--train.st") == set()
+    assert complete("phalanx", "train", "--dry") == {"--dry-run"}
+    assert complete("phalanx", "launch", "") == {"local", "torchrun", "slurm", "kubernetes"}
+    assert complete("phalanx", "launch", "lap") == set()
+    assert complete("phalanx", "launch", "slurm", "lap") == {"laptop"}
+    assert complete("phalanx", "launch", "slurm", "laptop", "--gp") == {"--gpus-per-node"}
+    assert complete("phalanx", "launch", "slurm", "laptop", "--train.st") == {"--train.steps"}
 
 
 def test_a_shell_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:

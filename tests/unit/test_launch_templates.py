@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import phalanx
-from phalanx.cli.launch import explain
+from phalanx.cli.launch import explain, read_args
 from phalanx.cli.launch_choice import Asked, Launch, choose
 from phalanx.cli.launch_scripts import NAMES, fill, script_of
 from phalanx.cli.main import main
@@ -302,6 +302,11 @@ def test_kubernetes_objects_fit_together(tmp_path: Path, which: str) -> None:
 
 def test_the_next_command_can_be_pasted() -> None:
     assert explain(launch_of(nodes=2), Path("my run.sh")).endswith("next: sbatch 'my run.sh'")
+
+
+def test_of_an_option_given_twice_the_last_one_counts() -> None:
+    asked, out = read_args(["slurm", "tiny", "--nodes", "2", "--out=a.sh", "--nodes=4", "--out", "b.sh"])
+    assert (asked.nodes, out, asked.settings) == (4, Path("b.sh"), ())
 
 
 def test_counts_beyond_all_reason_are_told_at_once() -> None:

@@ -65,6 +65,14 @@ def plain_run(*, steps: int = 30, step_s: float = 1.0, log_interval: int | None 
     return drawn(console)
 
 
+def test_the_command_for_charts_can_be_pasted(tmp_path: Path) -> None:
+    console, folder = pipe(), tmp_path / "my run"
+    (folder / "tensorboard").mkdir(parents=True)
+    ConsoleSink(console, live=False, folder=folder).write(started())
+    told = "\n".join(drawn(console))
+    assert f"watch '{folder}'" in told and f"--logdir '{folder / 'tensorboard'}'" in told
+
+
 def steps_of(lines: list[str]) -> list[int]:
     """Steps of the rows (lines that start with a number and have a loss)."""
     return [

@@ -11,6 +11,7 @@ import pytest
 from fake_events import ended, started
 
 import phalanx.observe.sinks as sinks_module
+from phalanx.cli.main import main
 from phalanx.core.config import ObserveConfig
 from phalanx.core.errors import ConfigError
 from phalanx.core.events import RunEnded
@@ -175,6 +176,20 @@ def test_what_is_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert "pip install -e '.[mlflow]'" in missing.hint
     assert (option.where, option.value, option.rule) == ("observe.sinks[1]", "projekt", "is no option of trackio")
     assert "'project'" in option.hint and unknown.where == "observe.sinks[2]" and "'mlflow'" in unknown.hint
+
+
+def test_a_dry_run_tells_what_a_start_would_and_opens_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sinks_module, "is_installed", lambda name: name != "mlflow")
+    words = ["train", "tiny", "--dry-run", "--launch.device", "cpu", "--observe.sinks"]
+    assert main([*words, '["nope:a=b", "mlflow", "trackio:projekt=a"]']) == 2
+    said = capsys.readouterr().err
+    assert "3 problems" in said and "observe.sinks[0] = 'nope': is no sink of Phalanx" in said
+    assert "observe.sinks[1] = 'mlflow': needs the package mlflow" in said and "'projekt': is no option of" in said
+    monkeypatch.setitem(sys.modules, "phalanx.observe.trackio", None)  # importing it would fail
+    assert main([*words, '["trackio:project=a"]']) == 0 and list(tmp_path.iterdir()) == []
 
 
 def test_a_server_that_cannot_be_reached_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip

@@ -126,10 +126,10 @@ def test_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_one_is_copied_and_never_over_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "mine.toml"
+    out = tmp_path / "my own.toml"
     assert main(["recipes", "laptop", "--out", str(out)]) == 0
     assert out.read_text() == packaged_recipes()["laptop"].read_text()
-    capsys.readouterr()
+    assert capsys.readouterr().out == f"{out}: phalanx train '{out}'\n"
     assert main(["recipes", "laptop"]) == 0 and capsys.readouterr().out == out.read_text()
     assert main(["recipes", "tiny", "--out", str(out)]) == 2 and "is there already" in capsys.readouterr().err
     assert main(["recipes", "mixtral-8x7b"]) == 2 and "mixtral-8x7b-" in capsys.readouterr().err

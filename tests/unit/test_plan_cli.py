@@ -23,7 +23,7 @@ def test_legal_folding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     result = json.loads(file.read_text())
     assert result.keys() >= KEYS
     assert (result["legal"], result["problems"], result["pp_groups_equal"]) == (True, [], True)
-    assert result["num_groups"] == 47 and result["folding"]["edp"] == 1
+    assert result["num_groups"] == 43 and result["folding"]["edp"] == 1
     assert "attention  tp 2 x cp 2 x dp 2 x pp 2" in capsys.readouterr().out
 
 

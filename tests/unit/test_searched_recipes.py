@@ -122,9 +122,9 @@ def test_what_the_search_may_fill_is_bounded() -> None:
 
 
 def test_the_next_commands_are_said(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "b.toml"
+    path = tmp_path / "my b.toml"
     assert main([*SEARCH, "--recipe", str(path)]) == 0
     text = capsys.readouterr().out
-    assert f"phalanx train {path} --dry-run --cluster h100x16" in text
-    assert f"phalanx launch slurm {path} --nodes 2" in text
+    assert f"phalanx train '{path}' --dry-run --cluster h100x16" in text
+    assert f"phalanx launch slurm '{path}' --nodes 2" in text
     assert path.read_text() == written.read_text(), "the same search writes the same"

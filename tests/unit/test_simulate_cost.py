@@ -99,6 +99,7 @@ def test_a_file_of_ones_own(tmp_path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(H100_FILE.read_text() + "\n[measured]\ngemm = [[4096, 4096, 4096, 1e-3]]\n")
     cluster = parse_cluster(f"{path}:16")
+    assert parse_cluster(cluster.word) == cluster and parse_cluster("H100x8").word == "h100x8"
     assert cluster.name == "minex16" and load_hardware(str(path)) == cluster.hardware
     cost = Oracle(cluster.hardware).gemm(4096, 4096, 4096)
     assert cost.origin == "measured"

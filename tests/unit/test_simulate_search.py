@@ -1,21 +1,23 @@
 """What a search finds, against every choice of its space on the whole clock; and what its first pass, which has no clock, takes for one."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import pytest
 from step_without_clock import fullest_bytes
 
+from phalanx.cli.predicting.searched import fits_on
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.model.model import PRESETS
 from phalanx.plan.pipeline.schedule.clock import simulate, uniform_costs
 from phalanx.plan.pipeline.schedule.make import SCHEDULES, make_schedule
 from phalanx.simulate.hardware.clusters import GpuCluster, parse_cluster
-from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
-from phalanx.simulate.search.best import search
+from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap, RouterModel, Sharding
+from phalanx.simulate.search.best import SearchResult, base_mapping, may_fit, search
 from phalanx.simulate.search.space import Space, foldings, micro_batches, overlaps, pipelines
 from phalanx.simulate.step.bubble import bubble_share, idle_passes
-from phalanx.simulate.step.device_memory import usable_bytes
+from phalanx.simulate.step.device_memory import least_bytes, usable_bytes
 from phalanx.simulate.step.quick import QuickPredictor
 from phalanx.simulate.step.timing import predict_many
 
@@ -101,3 +103,37 @@ def test_bubble_and_idle_ends_are_those_of_the_clock(name: str) -> None:
             assert idle_passes(name, p, v, m, w / 2) == pytest.approx(tuple(idle), abs=1e-9), (p, m, w)
             bubble = timeline.makespan - 3 * m * v
             assert 3 * v * bubble_share(name, p, v, m, w / 2) == pytest.approx(bubble, abs=1e-9), (p, m, w)
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients"])
+@pytest.mark.parametrize("model", ["deepseek-v3", "mixtral-8x7b", "tied"])
+def test_no_choice_of_a_folding_needs_less_than_is_said_of_it(model: str, sharding: Sharding) -> None:
+    """So a cluster on which none may fit need not be searched."""
+    tied = replace(PRESETS["qwen3-30b-a3b"], tied_embeddings=True, num_layers=14)
+    spec = tied if model == "tied" else replace(PRESETS[model], num_layers=14)
+    job, cluster = Job(spec=spec, seq_len=4096, global_batch=32), parse_cluster("h100x16")
+    quick, least_excess = QuickPredictor(job, cluster), 10.0
+    for folding in foldings(job, cluster.world):
+        told = least_bytes(job, Mapping(folding=folding, sharding=sharding))
+        for schedule, virtual in pipelines(job.spec.num_layers, folding.pp, Space()):
+            choice = Mapping(folding=folding, sharding=sharding, schedule=schedule, virtual=virtual, recompute="full")
+            excess = quick.peak_bytes(choice) / told
+            assert excess > 1, choice.label()
+            least_excess = min(excess, least_excess)
+    assert least_excess < 1.3, "nor much less than some needs"
+
+
+def test_a_larger_cluster_is_the_one_that_a_search_of_all_finds() -> None:
+    job, cluster = Job(spec=PRESETS["mixtral-8x7b"], seq_len=4096, global_batch=16), parse_cluster("h100x4")
+    base, searched = base_mapping(RouterModel(kind="balanced")), list[str]()
+
+    def find(larger: GpuCluster, room: float) -> SearchResult:
+        searched.append(larger.name)
+        return search(job, larger, space=SPACE, keep=3, base=base, room=room)
+
+    slow = fits_on(cluster, find, lambda larger: True)
+    assert slow is not None and slow.name == searched[-1]
+    long = searched[:]
+    searched.clear()
+    assert fits_on(cluster, find, partial(may_fit, job, base=base)) == slow
+    assert searched and len(searched) < len(long)

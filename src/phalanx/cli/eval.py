@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,10 +23,11 @@ from rich.table import Table
 from phalanx.cli.evaluating import OFFLINE, HarnessJob, read_tasks, task_files
 from phalanx.cli.export_hf import ExportArgs, export
 from phalanx.core.arguments import read_words
-from phalanx.core.errors import ConfigError, DataError, Problem, RunError, install_extra, printable, raise_if
+from phalanx.core.errors import ConfigError, DataError, Problem, RunError, not_installed, printable, raise_if
 from phalanx.core.files import check_writable, write_json
+from phalanx.core.process import is_installed
 from phalanx.core.reading import parse_json, read_text
-from phalanx.observe import read_history
+from phalanx.observe.recorded import read_run
 from phalanx.train.setup import RunFolder
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ def problems(options: EvalArgs) -> list[Problem]:
     ]
     if options.allow_functions and not options.tasks:
         found.append(Problem(where="--allow-functions", value=None, rule="has no effect without --tasks", hint="leave it out"))  # fmt: skip
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    missing = [name for name in NEEDED if not is_installed(name)]
     if missing:
-        found.append(Problem(where="phalanx eval", value=None, rule=f"needs {', '.join(missing)}, which is not installed", hint=install_extra("eval")))  # fmt: skip
+        found.append(not_installed("phalanx eval", None, *missing, extra="eval"))
     return found
 
 
@@ -205,7 +205,7 @@ def _compared(found: dict[str, Any], own: dict[str, Any], options: EvalArgs, ste
 def _validations(run: Path) -> dict[int, Any]:
     """By step; none of a run that was imported and not trained."""
     try:
-        return dict(read_history(run).validations)
+        return dict(read_run(run).history.validations)
     except DataError:
         return {}
 

@@ -104,7 +104,7 @@ def _write(path: Path, script: str) -> None:
     if path.exists() and path.stat().st_size and path.read_text(errors="replace") != script:
         rule, hint = (
             "is there already, and another script",
-            f"remove it, or name another one: --out {path.stem}-2{path.suffix}",
+            f"remove it, or name another one: --out {shlex.quote(f'{path.stem}-2{path.suffix}')}",
         )
         raise ConfigError([Problem(where="--out", value=str(path), rule=rule, hint=hint)], subject="the arguments")
     write_text(path, script)

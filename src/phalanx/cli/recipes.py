@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         raise _wrong("--out", str(args.out), "is there already", "name another file, or remove it")
     check_writable(args.out)
     write_text(args.out, text)
-    print(f"{args.out}: phalanx train {args.out}")
+    print(f"{args.out}: phalanx train {shlex.quote(str(args.out))}")
     return 0
 
 

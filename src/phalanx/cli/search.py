@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from phalanx.simulate.search import (
     SearchResult,
     Space,
     base_mapping,
+    may_fit,
     reasons,
     search,
     with_slow_ranks,
@@ -79,8 +81,10 @@ def main(argv: Sequence[str]) -> int:
     raise_if(problems, ConfigError, subject="the arguments")
     assert spec is not None and cluster is not None
     begin = time.perf_counter()
-    find = partial(_find, args, Job(spec=spec, seq_len=args.seq, global_batch=args.batch))
-    result = _first(find, cluster, writes=args.recipe is not None)
+    job = Job(spec=spec, seq_len=args.seq, global_batch=args.batch)
+    find = partial(_find, args, job)
+    more = partial(_more_gpus, cluster, find, partial(may_fit, job, precision=args.precision, base=_base(args)))
+    result = _first(find, cluster, more, writes=args.recipe is not None)
     seconds = time.perf_counter() - begin
     if args.json is not None:
         write_json(args.json, to_dict(result, seconds=seconds))
@@ -93,18 +97,18 @@ def main(argv: Sequence[str]) -> int:
 
     found, reasons_why = fastest_fitting(result, find)
     if found is None:
-        print(f"no recipe written: {_no_recipe(result, find, reasons_why)}", file=sys.stderr)
+        print(f"no recipe written: {_no_recipe(result, more, reasons_why)}", file=sys.stderr)
         return 2
     print(write_recipe(args.recipe, found, cluster))
     return 0
 
 
-def _first(find: Find, cluster: GpuCluster, *, writes: bool) -> SearchResult:
+def _first(find: Find, cluster: GpuCluster, more: Callable[[], str], *, writes: bool) -> SearchResult:
     """The search. Raises `PlanError` where nothing fits, with how many more GPUs would."""
     try:
         return find(cluster, 1.0)
     except PlanError as error:
-        found = [replace(problem, hint=_more_gpus(cluster, find)) for problem in error.problems]
+        found = [replace(problem, hint=more()) for problem in error.problems]
         raise PlanError(found, subject=f"the search{', so no recipe was written' if writes else ''}") from error
 
 
@@ -118,7 +122,7 @@ def _find(args: argparse.Namespace, job: Job, cluster: GpuCluster, room: float) 
             space=_space(args),
             precision=args.precision,
             keep=max(args.exact, args.top),
-            base=base_mapping(RouterModel(kind=args.routing)),
+            base=_base(args),
             room=room,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
@@ -168,6 +172,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _base(args: argparse.Namespace) -> Mapping:
+    return base_mapping(RouterModel(kind=args.routing))
+
+
 def _space(args: argparse.Namespace) -> Space:
     space = Space(ep_overlaps=None if args.ep_overlap is None else tuple(args.ep_overlap))
     return space if args.schedules is None else replace(space, schedules=tuple(args.schedules))
@@ -186,33 +194,33 @@ def write_recipe(path: Path, found: Fitting, cluster: GpuCluster) -> str:
     step = format_seconds(found.prediction.step.seconds)
     lines = [f"{path}: {which}, step {step}, {format_bytes(found.peak_bytes)} a rank by the dry run"]
     lines += [f"  passed over: {text}" for text in found.passed_over[:SHOWN]]
-    more = len(found.passed_over) - SHOWN
+    more, recipe = len(found.passed_over) - SHOWN, shlex.quote(str(path))
     lines += [f"  and {more} more"] if more > 0 else []
     return "\n".join(
         [
             *lines,
             "next",
-            f"  phalanx train {path} --dry-run --cluster {cluster.name}",
-            f"  phalanx launch slurm {path} --nodes {cluster.hosts}",
+            f"  phalanx train {recipe} --dry-run --cluster {shlex.quote(cluster.word)}",
+            f"  phalanx launch slurm {recipe} --nodes {cluster.hosts}",
         ]
     )
 
 
-def _no_recipe(result: SearchResult, find: Find, why: tuple[str, ...]) -> str:
+def _no_recipe(result: SearchResult, more: Callable[[], str], why: tuple[str, ...]) -> str:
     """Why none was written, and on how many more GPUs one would be."""
     if not any("by the dry run" in text for text in why):
         return "; ".join(why[:1])
-    return f"nothing fits {result.cluster.name} by the dry run ({why[0]}); {_more_gpus(result.cluster, find)}"
+    return f"nothing fits {result.cluster.name} by the dry run ({why[0]}); {more()}"
 
 
-def _more_gpus(cluster: GpuCluster, find: Find) -> str:
+def _more_gpus(cluster: GpuCluster, find: Find, may_fit: Callable[[GpuCluster], bool]) -> str:
     """On how many more something fits."""
     from phalanx.cli.predicting.searched import LARGER, fits_on
 
-    larger = fits_on(cluster, find)
+    larger = fits_on(cluster, find, may_fit)
     if larger is None:
         return f"nothing fits {LARGER[-1]} times as many GPUs either: take a smaller batch, sequence or model"
-    return f"{larger.world - cluster.world} more GPUs would: --cluster {larger.name}"
+    return f"{larger.world - cluster.world} more GPUs would: --cluster {shlex.quote(larger.word)}"
 
 
 def to_dict(result: SearchResult, *, seconds: float) -> dict[str, Any]:

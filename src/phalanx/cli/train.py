@@ -19,8 +19,10 @@ Ctrl-C finishes the step, saves and ends; a second one, or one before training h
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
+import shlex
 import signal
 import threading
 import warnings
@@ -176,7 +178,10 @@ def _show(recipe: Recipe, launched: WorldInfo | None, card_gb: float | None) -> 
     from phalanx.cli.predicting.cards import card_here, card_sold_as
     from phalanx.cli.predicting.dry_run import available_bytes, dry_run, machine_here
     from phalanx.cli.predicting.room import has_room
+    from phalanx.observe import sink_problems
 
+    raise_if(sink_problems(recipe.observe), ConfigError, subject="the recipe")
+    raise_if(_file_problems(most_open_files()), ConfigError, subject="this machine")
     local = launched.local_world if launched else recipe.launch.ranks
     found = card_here() if card_gb is None and recipe.launch.device == "cuda" else None
     machine = replace(
@@ -222,12 +227,14 @@ def _take_card(rest: list[str], *, is_dry: bool) -> float | None:
 
 
 def take_word(rest: list[str], name: str) -> str | None:
-    """What follows an argument, "" where nothing does, None where it is not there; both are taken out."""
-    at = next((i for i, word in enumerate(rest) if word == name or word.startswith(f"{name}=")), None)
-    if at is None:
-        return None
-    word = rest.pop(at)
-    return word.split("=", 1)[1] if "=" in word else rest.pop(at) if at < len(rest) else ""
+    """What follows an argument, "" where nothing does, None where it is not there; both are taken out. Of several the last one counts, as it does of settings."""
+    found = None
+    while (
+        at := next((i for i, word in enumerate(rest) if word == name or word.startswith(f"{name}=")), None)
+    ) is not None:
+        word = rest.pop(at)
+        found = word.split("=", 1)[1] if "=" in word else rest.pop(at) if at < len(rest) else ""
+    return found
 
 
 def read_recipe(
@@ -299,7 +306,8 @@ def _trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
     ):
         if wrong and name not in given:
             rule = f"{does}, which a recipe file alone may not decide"
-            hint = f"repeat it on the command line (--{name} {value}), or add --trust if the file is your own"
+            word = shlex.quote(json.dumps(value) if isinstance(value, tuple) else f"{value}")
+            hint = f"repeat it on the command line (--{name} {word}), or add --trust if the file is your own"
             found.append(Problem(where=name, value=value, rule=rule, hint=hint))
     return found
 

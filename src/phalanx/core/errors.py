@@ -57,6 +57,17 @@ def first_line(err: BaseException) -> str:
     return (str(err).strip() or type(err).__name__).splitlines()[0]
 
 
+def not_installed(where: str, value: object, *packages: str, extra: str, instead: str = "") -> Problem:
+    """What needs packages of an extra that are not here; `instead` is another way out."""
+    needs = (
+        f"the package {packages[0]}, which is"
+        if len(packages) == 1
+        else f"the packages {', '.join(packages)}, which are"
+    )
+    hint = f"{install_extra(extra)}; or {instead}" if instead else install_extra(extra)
+    return Problem(where=where, value=value, rule=f"needs {needs} not installed", hint=hint)
+
+
 class PhalanxError(Exception):
     """Base of every error that Phalanx raises on purpose. The command line prints it without a traceback and exits with `exit_code`."""
 

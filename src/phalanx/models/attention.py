@@ -63,7 +63,13 @@ class Attention(nn.Module):
         inputs = (self.wq, self.wk, self.wv)
         weights, biases = [p.weight for p in inputs], [p.bias for p in inputs]
         q, k, v = projections(
-            x_NH, weights, biases, impl=self.impl, lanes=self.lanes, later=self.wq.later, sums=self.wq.sums
+            x_NH,
+            weights,
+            biases,
+            impl=self.impl,
+            lanes=self.lanes,
+            later=self.wq.later,
+            weight_sums=self.wq.weight_sums,
         )
         if self.norm_over == "hidden":
             assert isinstance(self.q_norm, ShardedRMSNorm) and isinstance(self.k_norm, ShardedRMSNorm)

@@ -96,7 +96,9 @@ class Linear(nn.Module):
         self.weight = new_parameter(ctx, f"{name}.weight")
         self.bias = new_parameter(ctx, f"{name}.bias") if bias else None
         self.impl: Impl = ctx.kernels
-        self.lanes, self.later, self.sums = ctx.lanes, ctx.later, None if last else ctx.weight_sums
+        self.lanes, self.later, self.weight_sums = ctx.lanes, ctx.later, None if last else ctx.weight_sums
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias, impl=self.impl, lanes=self.lanes, later=self.later, sums=self.sums)
+        return linear(
+            x, self.weight, self.bias, impl=self.impl, lanes=self.lanes, later=self.later, weight_sums=self.weight_sums
+        )

@@ -28,7 +28,7 @@ class Mlp(nn.Module):
         self.w2 = new_parameter(ctx, f"layers.{layer}.{name}.w2")
         self.sequence = SequenceParallel(ctx, op, layer)
         self.impl: Impl = ctx.kernels
-        self.lanes, self.later, self.sums = ctx.lanes, ctx.later, ctx.weight_sums
+        self.lanes, self.later, self.weight_sums = ctx.lanes, ctx.later, ctx.weight_sums
         self.is_last = ctx.recompute == "full"
         """Whether its second product is the last one of what a backward pass runs again: see `Linear`."""
 
@@ -40,9 +40,9 @@ class Mlp(nn.Module):
 
     def _compute(self, x_NH: torch.Tensor) -> torch.Tensor:
         project = partial(linear, impl=self.impl, lanes=self.lanes, later=self.later)
-        gate_up_NF = project(x_NH, self.w13.flatten(0, 1), sums=self.sums)
+        gate_up_NF = project(x_NH, self.w13.flatten(0, 1), weight_sums=self.weight_sums)
         h_NF = swiglu(gate_up_NF.view(-1, *self.w13.shape[:2]), impl=self.impl, lanes=self.lanes)
-        return project(h_NF, self.w2, sums=None if self.is_last else self.sums)
+        return project(h_NF, self.w2, weight_sums=None if self.is_last else self.weight_sums)
 
 
 class SharedExpert(Mlp):

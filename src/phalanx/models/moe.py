@@ -61,7 +61,7 @@ class MoE(nn.Module):
             shared_ffn=ctx.spec.shared_ffn,
             micro_tokens=ctx.micro_tokens,
         )
-        self.layer, self.later, self.sums = layer, ctx.later, ctx.weight_sums
+        self.layer, self.later, self.weight_sums = layer, ctx.later, ctx.weight_sums
         self.recompute = ctx.recompute == "selective"
 
     def forward(self, x_TH: torch.Tensor, info: ForwardInfo, batch: TokenBatch) -> tuple[torch.Tensor, RoutingStats]:
@@ -78,7 +78,7 @@ class MoE(nn.Module):
             experts_TK=routing.experts_TK,
             experts=ExpertWeights(self.experts.w13, self.experts.w2),
             later=self.later,
-            sums=self.sums,
+            weight_sums=self.weight_sums,
             recompute=self.recompute,
             known=info.known,
             counts_E=routing.counts_E,
@@ -113,7 +113,7 @@ class MoE(nn.Module):
             experts_TK=experts_TK,
             experts=ExpertWeights(self.experts.w13, self.experts.w2),
             later=self.later,
-            sums=self.sums,
+            weight_sums=self.weight_sums,
             recompute=self.recompute,
             known=info.known,
             op_prefix=op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase),

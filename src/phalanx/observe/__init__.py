@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         Sinks as Sinks,
         open_sinks as open_sinks,
         open_watched as open_watched,
+        sink_problems as sink_problems,
         warn_without_screen as warn_without_screen,
     )
     from phalanx.observe.summary import (

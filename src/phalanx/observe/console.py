@@ -15,6 +15,7 @@ Colours mean: yellow, something was lost or needs a look; red, an error. All els
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 import time
 from collections import deque
@@ -149,8 +150,8 @@ class ConsoleSink:
                          f"each token, on {run.world} rank{'s' if run.world != 1 else ''} ({run.folding})", style="bold"))  # fmt: skip
         if self._folder is not None:
             board = self._folder / "tensorboard"
-            more = f", or tensorboard --logdir {board}" if board.is_dir() else ""
-            self._print(Text(printable(f"charts: phalanx watch {self._folder}{more}")))
+            more = f", or tensorboard --logdir {shlex.quote(str(board))}" if board.is_dir() else ""
+            self._print(Text(printable(f"charts: phalanx watch {shlex.quote(str(self._folder))}{more}")))
         known = [f"resumed after step {run.step}"] if run.step else []
         if run.peak_flops_per_s or run.rated_flops_per_s:
             known.append(f"matmul rate {_rate_words(run)}")

@@ -14,7 +14,6 @@ from phalanx.core.events import Event, RunEnded, RunStarted
 from phalanx.observe.metrics import samples
 from phalanx.observe.recipes import recipe_values
 
-OPTIONS = ("project", "uri")
 MOST_PARAMS = 100
 """In one request of MLflow's. Texts of `recipe_values` are shorter than it allows in a parameter."""
 

@@ -25,8 +25,8 @@ from phalanx.core.errors import (
     Problem,
     RunError,
     first_line,
-    install_extra,
     nearest,
+    not_installed,
     raise_if,
 )
 from phalanx.core.events import Event, Note, RunStarted
@@ -43,8 +43,8 @@ OPENING_EVENTS = 1000
 PLACE_S = 10.0
 """How long the place of a rank that is lost stays free: its host may start it anew, and then goes on with its own."""
 
-OWN = ("mlflow", "trackio")
-"""Names in `observe.sinks` that are ours; also the names of packages and extras, which are imported when a sink is opened."""
+OWN = {"mlflow": ("project", "uri"), "trackio": ("project", "space")}
+"""Names in `observe.sinks` that are ours, with their options; also the names of packages and extras, which are imported when a sink is opened."""
 
 
 class Sink(Protocol):
@@ -206,32 +206,40 @@ def warn_without_screen(text: str) -> None:
 
 
 def sink_problems(config: ObserveConfig) -> list[Problem]:
-    """Sinks that the recipe asks for and this installation does not have."""
+    """What is wrong with the sinks that the recipe asks for, as far as that is known before one is opened."""
+    problems = _package_problems(config)
+    for where, text in _named(config).items():
+        try:
+            _opener(text, where)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
+def _package_problems(config: ObserveConfig) -> list[Problem]:
+    """Sinks with settings of their own whose package this installation does not have."""
     wanted = {
         "observe.wandb_project": (config.wandb_project, "wandb", "wandb"),
         "observe.prometheus_port": (config.prometheus_port, "prometheus_client", "prometheus"),
     }
     return [
-        Problem(
-            where=where,
-            value=value,
-            rule=f"needs the package {package}, which is not installed",
-            hint=f"{install_extra(extra)}; or leave {where} out",
-        )
+        not_installed(where, value, package, extra=extra, instead=f"leave {where} out")
         for where, (value, package, extra) in wanted.items()
         if value is not None and not is_installed(package)
     ]
+
+
+def _named(config: ObserveConfig) -> dict[str, str]:
+    return {f"observe.sinks[{number}]": text for number, text in enumerate(config.sinks or ())}
 
 
 def open_added(config: ObserveConfig, folder: Path) -> tuple[list[Sink], list[Problem]]:
     """Sinks that `observe.sinks` names: those of `OWN`, and those of installed packages (entry points of `phalanx.sinks`: functions of the run folder and options that return a `Sink`); and what is wrong with them."""
     opened: list[Sink] = []
     problems: list[Problem] = []
-    for number, text in enumerate(config.sinks or ()):
-        where = f"observe.sinks[{number}]"
+    for where, text in _named(config).items():
         try:
-            name, options = parse_sink(text, where)
-            opened.append(_added(name, options, where=where, folder=folder))
+            opened.append(_added(text, where, folder))
         except ConfigError as error:
             problems += error.problems
     return opened, problems
@@ -250,14 +258,10 @@ def parse_sink(text: str, where: str) -> tuple[str, dict[str, str]]:
     return name, options
 
 
-def _added(name: str, options: dict[str, str], *, where: str, folder: Path) -> Sink:
-    known = extensions("sinks", taken=OWN)
-    if name not in known and name not in OWN:
-        rule = "is no sink of Phalanx, and none that an installed package gives"
-        raise ConfigError([Problem(where=where, value=name, rule=rule, hint=nearest(name, [*OWN, *known]))])
-    package = known[name].package if name in known else name
+def _added(text: str, where: str, folder: Path) -> Sink:
+    name, package, make = _opener(text, where)
     try:
-        sink = known[name].load()(folder, options) if name in known else _own(name, options, where, folder)
+        sink = make(folder)
         for method in ("write", "close"):
             getattr(sink, method)
         sink.name = str(getattr(sink, "name", name))
@@ -271,27 +275,33 @@ def _added(name: str, options: dict[str, str], *, where: str, folder: Path) -> S
     return sink
 
 
-def _own(name: str, options: dict[str, str], where: str, folder: Path) -> Sink:
-    """A sink of `OWN`. Raises `ConfigError` where its package is not there, or does not know an option."""
+def _opener(text: str, where: str) -> tuple[str, str, Callable[[Path], Sink]]:
+    """Name, package, and how to open the sink in a run folder. Raises `ConfigError` where it is not known, not installed, or one of `OWN` that does not know an option."""
+    name, options = parse_sink(text, where)
+    known = extensions("sinks", taken=OWN)
+    if name in known:
+        make = known[name].load()
+        return name, known[name].package, lambda folder: make(folder, options)
+    if name not in OWN:
+        rule = "is no sink of Phalanx, and none that an installed package gives"
+        raise ConfigError([Problem(where=where, value=name, rule=rule, hint=nearest(name, [*OWN, *known]))])
     if not is_installed(name):
-        rule, hint = f"needs the package {name}, which is not installed", f"{install_extra(name)}; or leave it out"
-        raise ConfigError([Problem(where=where, value=name, rule=rule, hint=hint)])
-    make, known = _own_class(name)
-    if wrong := sorted(options.keys() - set(known)):
+        raise ConfigError([not_installed(where, name, name, extra=name, instead="leave it out")])
+    if wrong := sorted(options.keys() - set(OWN[name])):
         rule = f"is no option of {name}"
-        raise ConfigError([Problem(where=where, value=key, rule=rule, hint=nearest(key, known)) for key in wrong])  # fmt: skip
-    return make(folder, options)
+        raise ConfigError([Problem(where=where, value=key, rule=rule, hint=nearest(key, OWN[name])) for key in wrong])
+    return name, name, lambda folder: _own_class(name)(folder, options)
 
 
-def _own_class(name: str) -> tuple[Callable[[Path, Mapping[str, str]], Sink], Sequence[str]]:
-    """A class of `OWN`, and its options. Imports its package."""
+def _own_class(name: str) -> Callable[[Path, Mapping[str, str]], Sink]:
+    """A class of `OWN`. Imports its package."""
     if name == "trackio":
-        from phalanx.observe.trackio import OPTIONS as FOR_TRACKIO, TrackioSink
+        from phalanx.observe.trackio import TrackioSink
 
-        return TrackioSink, FOR_TRACKIO
-    from phalanx.observe.mlflow import OPTIONS as FOR_MLFLOW, MlflowSink
+        return TrackioSink
+    from phalanx.observe.mlflow import MlflowSink
 
-    return MlflowSink, FOR_MLFLOW
+    return MlflowSink
 
 
 def open_sinks(
@@ -326,7 +336,7 @@ def open_watched(
 ) -> list[Sink]:
     """What a person watches of the run in `folder`, and its index: all that the recipe asks for. Raises `ConfigError` with all of it that cannot be opened."""
     opened, problems = open_added(config, folder)
-    problems += sink_problems(config)
+    problems += _package_problems(config)
     lacking = {p.where for p in problems}
     for setting, make in _rank_zero(config, folder, console, patient=patient).items():
         try:

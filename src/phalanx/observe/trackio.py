@@ -12,8 +12,6 @@ from phalanx.core.events import Event, RunStarted
 from phalanx.observe.metrics import samples
 from phalanx.observe.recipes import recipe_values
 
-OPTIONS = ("project", "space")
-
 
 class TrackioSink:
     """Begins with the run, whose recipe is its config; a run that goes on continues its curves."""

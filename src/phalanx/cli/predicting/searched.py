@@ -6,6 +6,7 @@ Decides which of a search's mappings is written. Must never change: what is writ
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -116,12 +117,14 @@ def _by_time(result: SearchResult) -> Iterator[tuple[int | None, Prediction]]:
         yield places.get(p.mapping), p
 
 
-def fits_on(cluster: GpuCluster, find: Find) -> GpuCluster | None:
-    """A larger cluster of the same hosts on which a recipe fits: the smallest of `LARGER`; None where none does."""
+def fits_on(cluster: GpuCluster, find: Find, may_fit: Callable[[GpuCluster], bool]) -> GpuCluster | None:
+    """A larger cluster of the same hosts on which a recipe fits: the smallest of `LARGER`; None where none does. Where nothing `may_fit` none is searched for."""
     per_host = cluster.hardware.ranks_per_host
     for factor in LARGER:
         world = math.ceil(cluster.world * factor / per_host) * per_host
         larger = replace(cluster, world=world)
+        if not may_fit(larger):
+            continue
         try:
             result = find(larger, 1.0)
         except PlanError:
@@ -156,6 +159,6 @@ def searched_text(found: Fitting, cluster: GpuCluster) -> str:
     p = found.prediction
     head = (
         f"Found by phalanx search for {p.job.spec.name} on {cluster.name}. Predicted, not measured: look with",
-        f"phalanx train FILE --dry-run --cluster {cluster.name}",
+        f"phalanx train FILE --dry-run --cluster {shlex.quote(cluster.word)}",
     )
     return recipe_text(found.recipe, cluster, head=head, comments={"optim#": LR})

@@ -57,7 +57,7 @@ def expert_ffn(
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
     later: DeferredGradients | None = None,
-    sums: WeightSums | None = None,
+    weight_sums: WeightSums | None = None,
 ) -> torch.Tensor:
     """`w2 (row_weight * silu(w_gate x) * (w_up x))`, (M, H), in the type of `x_MH`.
 
@@ -65,16 +65,16 @@ def expert_ffn(
     where `counts` is None the only ones that know, which the host waits for where products are not grouped.
     `row_weights_M` may be of a wider type than `x_MH`; its gradient comes back in that type. With `recompute` the backward pass
     computes the first projection again instead of keeping it (the reference lets autograd keep what it likes). With `later` the gradients of the
-    weights are put off; until then `h` and the gradient of the first projection are kept, so that nothing is computed twice. With `sums` those of large experts are added there,
+    weights are put off; until then `h` and the gradient of the first projection are kept, so that nothing is computed twice. With `weight_sums` those of large experts are added there,
     by their products, where these are grouped otherwise.
     """
     target = target_of([w13_e2fH, w2_eHf], x_MH, later)
     if target is None:
         later = None
     w13, w2 = (w13_e2fH, w2_eHf) if target is None else (w13_e2fH.detach(), w2_eHf.detach())
-    on_device = x_MH.device.type != "cpu" or sums is not None
+    on_device = x_MH.device.type != "cpu" or weight_sums is not None
     if impl == "fast" and on_device and can_group(x_MH, w13, w2) and lanes.sums is None:
-        into = () if target is not None or counts is None else sums_of_experts(sums, w13, w2)
+        into = () if target is not None or counts is None else sums_of_experts(weight_sums, w13, w2)
         return grouped_ffn(
             x_MH, w13, w2, counts,
             row_weights_M=row_weights_M, ends_e=ends_e, recompute=recompute, target=target, into=into,

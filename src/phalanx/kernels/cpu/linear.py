@@ -40,10 +40,10 @@ def linear(
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
     later: DeferredGradients | None = None,
-    sums: WeightSums | None = None,
+    weight_sums: WeightSums | None = None,
 ) -> torch.Tensor:
     """One projection; any leading dims."""
-    (y,) = projections(x, [weight_OH], [bias_O], impl=impl, lanes=lanes, later=later, sums=sums)
+    (y,) = projections(x, [weight_OH], [bias_O], impl=impl, lanes=lanes, later=later, weight_sums=weight_sums)
     return y
 
 
@@ -55,14 +55,14 @@ def projections(
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
     later: DeferredGradients | None = None,
-    sums: WeightSums | None = None,
+    weight_sums: WeightSums | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """`x` through each weight (and bias, or None), in the type of `x`; any leading dims. Gradients of weights that have one in `sums` are added there, by their products."""
+    """`x` through each weight (and bias, or None), in the type of `x`; any leading dims. Gradients of weights that have one in `weight_sums` are added there, by their products."""
     target = target_of(weights, x, later)
-    if impl == "reference" or x.device.type != "cpu" or sums is not None:
+    if impl == "reference" or x.device.type != "cpu" or weight_sums is not None:
         if lanes.sums is not None and target is None:
             return tuple(checked_linear(lanes.sums, x, w, b) for w, b in zip(weights, biases, strict=True))
-        into = sums_of(sums, weights)
+        into = sums_of(weight_sums, weights)
         if (later is None or target is None) and (len(weights) > 1 or into) and impl != "reference":
             several: tuple[torch.Tensor, ...] = _Projections.apply(len(weights), into, x, *weights, *biases)
             return several

@@ -41,13 +41,10 @@ GROUP_AXES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "dp_cp": ("attention", ("cp", "dp")),
     "tp_cp": ("attention", ("tp", "cp")),
     "tp_dp_cp": ("attention", ("tp", "cp", "dp")),
-    "tp_pp": ("attention", ("tp", "pp")),
     "etp": ("experts", ("etp",)),
     "ep": ("experts", ("ep",)),
     "edp": ("experts", ("edp",)),
     "ep_etp": ("experts", ("etp", "ep")),
-    "ep_edp": ("experts", ("ep", "edp")),
-    "etp_ep_pp": ("experts", ("etp", "ep", "pp")),
     "world": ("attention", ("tp", "cp", "dp", "pp")),
 }
 """Groups that lie along axes: all that training uses, but for `embedding`, which is made of the ends of each `pp` group."""

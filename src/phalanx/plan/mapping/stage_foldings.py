@@ -38,7 +38,7 @@ from phalanx.plan.model import ModelSpec
 
 STAGE_DEGREES = ("tp", "cp", "dp", "ep", "etp")
 """What a person says of a stage, as `tp2.dp2.ep4`; what is left out is 1."""
-ACROSS_STAGES = ("pp", "tp_pp", "etp_ep_pp", "world", "embedding")
+ACROSS_STAGES = ("pp", "world", "embedding")
 """Groups of a uniform folding that reach beyond a stage."""
 _PART = re.compile(r"(?P<axis>[a-z]+)(?P<degree>\d{1,9})")
 

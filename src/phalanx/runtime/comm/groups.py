@@ -40,8 +40,8 @@ class Axis:
         return len(self.ranks)
 
 
-SILENT = ("dp", "tp_pp", "etp_ep_pp", "ep_edp")
-"""Axes that say where a rank is, or what a plan is made of; no message goes over them."""
+SILENT = ("dp",)
+"""Axes that say where a rank is; no message goes over them."""
 Purpose = Literal["passes", "step", "second", "beside", "control"]
 """What a group of ranks is for: the passes of a step; the rest of a step, where messages match by their order; passes that run beside others; a thread that has it alone while steps are
 computed; values of hosts."""

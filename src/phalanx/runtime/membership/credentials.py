@@ -14,7 +14,7 @@ import ssl
 import stat
 from pathlib import Path
 
-from phalanx.core.errors import ConfigError, Problem, RunError, install_extra
+from phalanx.core.errors import ConfigError, Problem, RunError, not_installed
 from phalanx.core.files import private_folder
 
 VARIABLE = "PHALANX_CREDENTIALS"
@@ -116,11 +116,9 @@ def _new_credentials() -> bytes:
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
-        rule = "needs the package cryptography to make credentials, and it is not installed"
-        hint = f"{install_extra('service')}; or set {VARIABLE} to a file with a key and certificates"
-        raise ConfigError(
-            [Problem(where=VARIABLE, value="", rule=rule, hint=hint)], subject="phalanx service"
-        ) from None
+        instead = f"set {VARIABLE} to a file with a key and certificates"
+        problem = not_installed(VARIABLE, "", "cryptography", extra="service", instead=instead)
+        raise ConfigError([problem], subject="phalanx service") from None
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a run of phalanx")])
     now = datetime.datetime.now(datetime.UTC)

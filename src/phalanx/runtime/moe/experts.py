@@ -42,7 +42,7 @@ class MoeCall:
     experts: ExpertWeights
     later: DeferredGradients | None = None
     """Takes the gradients of the slots, where they are deferred."""
-    sums: WeightSums | None = None
+    weight_sums: WeightSums | None = None
     """Where the gradients of large experts are added by their products."""
     recompute: bool = False
     """The backward pass computes activations again that are not kept."""
@@ -102,7 +102,7 @@ def rows_of_experts(
         impl=kernels,
         lanes=lanes,
         later=call.later,
-        sums=call.sums,
+        weight_sums=call.weight_sums,
     )
 
 

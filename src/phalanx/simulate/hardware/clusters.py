@@ -113,10 +113,17 @@ class GpuCluster:
 
     hardware: Hardware
     world: int
+    file: str | None = None
+    """Where its constants are, if they are the user's."""
 
     @property
     def name(self) -> str:
         return f"{self.hardware.name}x{self.world}"
+
+    @property
+    def word(self) -> str:
+        """What `--cluster` takes."""
+        return self.name if self.file is None else f"{self.file}:{self.world}"
 
     @property
     def hosts(self) -> int:
@@ -231,7 +238,7 @@ def parse_cluster(text: str) -> GpuCluster:
             rule, hint = "needs a number of ranks after the colon", f"try {path}:128"
             raise ConfigError([Problem(where="--cluster", value=text, rule=rule, hint=hint)], subject="the cluster")
         hardware = _read_hardware(path)
-        cluster = GpuCluster(hardware=hardware, world=int(count) if count else hardware.ranks_per_host)
+        cluster = GpuCluster(hardware=hardware, world=int(count) if count else hardware.ranks_per_host, file=path)
     else:
         match = _NAME.fullmatch(text.strip())
         if match is None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         RERANKED as RERANKED,
         SearchResult as SearchResult,
         base_mapping as base_mapping,
+        may_fit as may_fit,
         reasons as reasons,
         search as search,
         with_slow_ranks as with_slow_ranks,

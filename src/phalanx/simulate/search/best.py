@@ -19,7 +19,7 @@ from phalanx.simulate.failures import with_stragglers
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision, Recompute, RouterModel, Stragglers
 from phalanx.simulate.search.space import Space, foldings, micro_batches, overlaps, pairs_pass, pipelines
-from phalanx.simulate.step import Prediction, QuickPredictor, predict_many, usable_bytes
+from phalanx.simulate.step import Prediction, QuickPredictor, least_bytes, predict_many, usable_bytes
 
 RERANKED = 60
 """Choices that the second pass looks at."""
@@ -104,6 +104,13 @@ def search(
     if progress is not None:
         progress(2 * len(every), 2 * len(every))
     return run.result(len(every))
+
+
+def may_fit(job: Job, cluster: GpuCluster, *, precision: Precision = "bf16", base: Mapping) -> bool:
+    """Whether the state alone of some folding leaves room on its ranks. Where none does a search finds nothing, which takes it long to say."""
+    usable = usable_bytes(cluster.hardware)
+    common = replace(base, precision=precision)
+    return any(least_bytes(job, replace(common, folding=each)) <= usable for each in foldings(job, cluster.world))
 
 
 class _Search:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         WASTE as WASTE,
         StageMemory as StageMemory,
         fits as fits,
+        least_bytes as least_bytes,
         usable_bytes as usable_bytes,
     )
     from phalanx.simulate.step.fused_time import fused_run_problems as fused_run_problems

@@ -12,10 +12,11 @@ fused attention; rows of experts as their fullest rank holds them.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from phalanx.plan.mapping import Folding
 from phalanx.plan.pipeline.schedule import Order, make_schedule, most_extra, schedules
 from phalanx.simulate.hardware import BF16, FP32, Hardware
 from phalanx.simulate.mapping import AnyMapping, Job, Mapping
@@ -291,27 +292,42 @@ class PipelinePlace(NamedTuple):
     states: States
 
 
-def memory_at(job: Job, mapping: Mapping, place: PipelinePlace, layer: LayerBytes) -> StageMemory:
-    content, item = place.content, mapping.item_bytes
+def _state_bytes(job: Job, mapping: Mapping, content: StageContent) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer state of a rank that holds these layers."""
     dense, expert = parameters_of_rank(job, mapping, content)
     own = sum(kept_state(job, mapping, (dense, expert)))
-    # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root
-    excess = (layer.load - 1) * math.sqrt(content.moe_layers) * layer.rows
-    held = content.moe_layers * layer.moe + excess + content.dense_layers * layer.dense
     kept = dense + expert
     if mapping.sharding == "parameters":
         if mapping.reshard_after_forward:
             kept = 2 * kept / max(1, content.layers)
         kept += own
-    of_optimizer = (FP32 + 2 * mapping.moment_bytes) * own
     gradients = mapping.gradient_bytes * (own if mapping.sharding == "gradients" else kept)
-    state = item * kept + gradients + of_optimizer
+    return mapping.item_bytes * kept, gradients, (FP32 + 2 * mapping.moment_bytes) * own
+
+
+def least_bytes(job: Job, mapping: Mapping) -> float:
+    """Less than the fullest rank of the folding needs, whatever pipeline, micro-batch, recomputation and overlap it has: the state alone, as if each rank of the pipeline held as much.
+
+    Not of sharded parameters, of which a rank collects a layer at a time.
+    """
+    assert mapping.sharding != "parameters"
+    whole = contents(job, replace(mapping, folding=Folding(world=1), schedule="1f1b", virtual=1))[0]
+    return sum(_state_bytes(job, mapping, whole)) / mapping.folding.pp * (1 + UNNAMED) + FIXED_BYTES
+
+
+def memory_at(job: Job, mapping: Mapping, place: PipelinePlace, layer: LayerBytes) -> StageMemory:
+    content = place.content
+    weights, gradients, of_optimizer = _state_bytes(job, mapping, content)
+    # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root
+    excess = (layer.load - 1) * math.sqrt(content.moe_layers) * layer.rows
+    held = content.moe_layers * layer.moe + excess + content.dense_layers * layer.dense
+    state = weights + gradients + of_optimizer
     later = content.moe_layers * layer.moe_later + content.dense_layers * layer.dense_later
     activations = max(held * n + later * w for n, w in place.states) / max(1, len(content.chunk_layers))
     logits = layer.logits if content.heads else 0.0
     return StageMemory(
         pipeline_rank=place.pipeline_rank,
-        weights=item * kept,
+        weights=weights,
         gradients=gradients,
         optimizer=of_optimizer,
         activations=activations,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -282,5 +283,6 @@ def _told(job: Import, read: Sequence[int]) -> str:
         lines.append(
             f"optim.lr = {FINE_TUNING_LR:g}, with which pretrained weights are commonly tuned (arXiv 2307.09288); --optim.lr sets another"
         )
-    lines.append(f"{path} is a run at step 0: phalanx train {path}/recipe.toml, or phalanx generate {path} PROMPT")
+    run, recipe = shlex.quote(str(path)), shlex.quote(f"{path}/recipe.toml")
+    lines.append(f"{path} is a run at step 0: phalanx train {recipe}, or phalanx generate {run} PROMPT")
     return "\n".join(lines)
