@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import os
 import random
 import tempfile
@@ -29,7 +30,7 @@ from safetensors.torch import save_file
 from phalanx.cli.metrics import run_figures, show
 from phalanx.cli.predicting.arguments import read_steps
 from phalanx.core import events, messages
-from phalanx.core.config import DataConfig
+from phalanx.core.config import DataConfig, Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, PhalanxError, Problem, RunError, raise_if
 from phalanx.core.files import read_json
 from phalanx.core.op_ids import read_op_id
@@ -129,8 +130,15 @@ def _file(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], 
 # ---- recipes, clusters, plans -------------------------------------------------------------------------------------------
 
 
+def _problems(recipe: Recipe) -> list[Problem]:
+    """On 4 ranks, or as few as the degrees ask for."""
+    f = recipe.folding
+    fewest = f.pp * math.lcm(f.tp * f.cp, (f.ep or 1) * f.etp)
+    return run_problems(recipe, world=4 if fewest in (0, 1, 2) else fewest)
+
+
 def _recipes() -> list[FuzzReader]:
-    check = partial(run_problems, world=4)
+    check = _problems
     packaged = sorted((Path(events.__file__).parents[1] / "recipes").glob("*.toml"))
     seeds = [path.read_bytes() for path in packaged]
     seeds.append(dump_recipe(load_recipe(None, ["--train.dtype", "float32", "--launch.ranks", "4"])).encode())
@@ -193,7 +201,7 @@ def _example(kind: type[events.Event], step: int) -> events.Event:
         if origin is typing.Literal:
             return given[0]
         if origin is tuple:
-            return (value(name, given[0]),) * 2
+            return tuple(value(name, each) for each in (given[:1] * 2 if given[-1] is ... else given))
         return (
             {}
             if origin not in (None, typing.Union) and issubclass(origin, Mapping)
