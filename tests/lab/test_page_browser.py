@@ -73,6 +73,7 @@ def test_it_tells_where_a_run_is_and_follows_it(chromium: Any, run: Path, tmp_pa
         assert "token" not in page.url
         assert page.locator("#charts svg path.curve").count() >= 8
         assert "1,200 of 1,200" in page.locator("#story").inner_text()
+        page.wait_for_selector(".holders .card")
         assert page.locator(".holders .card").count() == 4
         assert "h3.1.ab is lost" in page.locator("#happened").inner_text()
         page.locator("#happened [tabindex]").first.focus()

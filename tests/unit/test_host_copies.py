@@ -201,14 +201,15 @@ def test_a_commit_and_experts_that_move_come_behind_the_copy(monkeypatch: pytest
         done.append("commit")
         return SimpleNamespace(loss=1.0, counts_LE=None)
 
-    parts = SimpleNamespace(buffers=SimpleNamespace(close=noting("drop")))
+    parts = SimpleNamespace(buffers=SimpleNamespace(close=noting("drop")), pipeline=SimpleNamespace(stages=1))
+    moved = SimpleNamespace(parts=parts, event=SimpleNamespace(why="balance"), placements=())
     trainer: Any = object.__new__(Trainer)
     vars(trainer).update(
         manager=SimpleNamespace(order=noting("order")), parts=parts, _at=noting("at"), progress=RunProgress(),
-        moving=SimpleNamespace(parts=parts, event=None) if moves else None, rank=SimpleNamespace(sinks=noting("told")),
+        moving=moved if moves else None, rank=SimpleNamespace(sinks=noting("told")),
         elastic=None, _reduced=SimpleNamespace(step=None, begin_s=0.0, data_s=0.0, micros=[]),
         recorder=SimpleNamespace(decided=noting("decided"), end=noting("end"), tell=noting("tell")),
-        hook=SimpleNamespace(applied=noting("applied"), committed=noting("committed")), reporter=SimpleNamespace(step_ended=noting("ended")),
+        hook=SimpleNamespace(applied=noting("applied"), committed=noting("committed")), reporter=SimpleNamespace(step_ended=noting("ended"), placed=noting("placed")),
     )  # fmt: skip
     monkeypatch.setattr(loop, "commit_step", commit_step)
     monkeypatch.setattr(loop, "publish", noting("publish"))
@@ -216,8 +217,8 @@ def test_a_commit_and_experts_that_move_come_behind_the_copy(monkeypatch: pytest
     assert done.index("order") < done.index("drop" if moves else "commit") and trainer.step == 1
     if moves:
         done.clear()
-        trainer._move_in(SimpleNamespace(parts=parts, event=None))
-        assert done == ["order", "drop", "told"]
+        trainer._move_in(moved)
+        assert done == ["order", "drop", "told", "placed"]
 
 
 def test_memory_is_pinned_once_and_each_tensor_has_a_storage_of_its_own(tmp_path: Path) -> None:
