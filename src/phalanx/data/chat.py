@@ -64,9 +64,8 @@ class ChatML:
 
 
 def template_of(config: DataConfig) -> ChatTemplate | None:
-    """What renders the conversations of a recipe with a `data.chat_template`; None: ChatML. Raises `DataError`."""
-    assert config.chat_template is not None
-    if config.chat_template == CHATML:
+    """What renders the conversations of a recipe; None: ChatML, or there are none. Raises `DataError`."""
+    if config.chat_template in (None, CHATML):
         return None
     choice = parse_choice(config)
     return read_template(config.chat_template, choice if isinstance(choice, Path) else None)
@@ -81,7 +80,7 @@ def save_template(template: ChatTemplate | None, folder: Path) -> None:
 def load_template(config: DataConfig, folder: Path) -> ChatTemplate | None:
     """As `template_of`, for a run that keeps its tokenizer in `folder`. Raises `DataError`."""
     path = folder / _KEPT
-    if config.chat_template == CHATML or not path.is_file():
+    if config.chat_template in (None, CHATML) or not path.is_file():
         return template_of(config)
     try:
         found: ChatTemplate = typed(load_json(path), ChatTemplate, where=str(path))

@@ -90,8 +90,8 @@ def prepare(config: DataConfig, *, progress: CacheProgress = silent, resume: str
     sources = _resolve_all(config)
     sources = _identified(config, sources, cache, progress, resume)
     tokenizer = _tokenizer(config, sources, cache, progress)
-    folders = _store_folders(cache, config, sources, tokenizer)
-    template = None if config.chat_template is None else template_of(config)
+    template = template_of(config)
+    folders = _store_folders(cache, config, sources, tokenizer, template)
     built = _write_stores(config, sources, folders, tokenizer, progress, template)
     stores = [store.open_store(f, s, tokenizer) for f, s in zip(folders, sources, strict=True)]
     keys = [folder.name for folder in folders]
@@ -132,7 +132,7 @@ def _resolve_all(config: DataConfig) -> tuple[Source, ...]:
         choice = parse_choice(config)
     except DataError as error:
         problems += error.problems
-    if config.chat_template is not None and not problems:
+    if not problems:
         try:
             template_of(config)
         except DataError as error:
@@ -178,7 +178,7 @@ def _is_prepared(config: DataConfig, sources: Sequence[Source], cache: Path) -> 
     if isinstance(choice, int) and not _has_tokenizer(_bpe_folder(choice, config, sources, cache)):
         return False
     tokenizer = _tokenizer(config, sources, cache, silent)
-    folders = _store_folders(cache, config, sources, tokenizer)
+    folders = _store_folders(cache, config, sources, tokenizer, template_of(config))
     return all(store.is_complete(f) for f, s in zip(folders, sources, strict=True) if s.kind == "builtin")
 
 
@@ -286,10 +286,11 @@ def _report_everything(sources: Sequence[Source]) -> None:
 # --- tokens
 
 
-def _store_folders(cache: Path, config: DataConfig, sources: Sequence[Source], tokenizer: Tokenizer) -> list[Path]:
+def _store_folders(
+    cache: Path, config: DataConfig, sources: Sequence[Source], tokenizer: Tokenizer, template: ChatTemplate | None
+) -> list[Path]:
     """Folder of each source, named by all that decides its content."""
-    chat = [] if config.chat_template is None else [chat_identity(template_of(config))]
-    common = [tokenizer.fingerprint, config.validation_fraction]
+    common, chat = [tokenizer.fingerprint, config.validation_fraction], [chat_identity(template)]
     keys = [[store.STORE_VERSION, s.identity, *common, *(chat if s.kind == "chat" else [])] for s in sources]
     return [cache / "tokens" / digest(key) for key in keys]
 

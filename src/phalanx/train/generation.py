@@ -73,7 +73,7 @@ def load_model(path: Path, *, step: int | None = None) -> LoadedModel:
     model = Decoder(ctx)
     _fill(model, manager, chosen, wanted={name for name, _ in buffers(spec)}, dtype=state_dtype(ctx.dtype))
     runner = StageRunner(model=model, pipeline=plain_pipeline(spec), groups=ctx.groups, comms=ctx.comms)
-    template = None if recipe.data.chat_template is None else folder.read_template(recipe)
+    template = folder.read_template(recipe)
     return LoadedModel(model=model, tokenizer=tokenizer, template=template, recipe=recipe, step=chosen, runner=runner)
 
 

@@ -138,7 +138,6 @@ def _problems(recipe: Recipe) -> list[Problem]:
 
 
 def _recipes() -> list[FuzzReader]:
-    check = _problems
     packaged = sorted((Path(events.__file__).parents[1] / "recipes").glob("*.toml"))
     seeds = [path.read_bytes() for path in packaged]
     seeds.append(dump_recipe(load_recipe(None, ["--train.dtype", "float32", "--launch.ranks", "4"])).encode())
@@ -148,8 +147,8 @@ def _recipes() -> list[FuzzReader]:
         b"--folding.stages\ntp2.ep2,tp2.ep2\n--optim.lr\n3e-4",
     ]
     return [
-        FuzzReader(name="recipe", seeds=seeds, changes=(change_toml, change_toml, change_bytes, change_number), read=_file("a.toml", lambda p: load_recipe(p, check=check))),
-        FuzzReader(name="overrides", seeds=words, changes=(change_bytes, change_number), read=lambda data, _: load_recipe(None, data.decode("utf-8", "replace").split("\n"), check=check)),
+        FuzzReader(name="recipe", seeds=seeds, changes=(change_toml, change_toml, change_bytes, change_number), read=_file("a.toml", lambda p: load_recipe(p, check=_problems))),
+        FuzzReader(name="overrides", seeds=words, changes=(change_bytes, change_number), read=lambda data, _: load_recipe(None, data.decode("utf-8", "replace").split("\n"), check=_problems)),
     ]  # fmt: skip
 
 

@@ -100,7 +100,7 @@ class Holdings:
             if not here:
                 continue
             hit = Counter(expert for _, ep in here for expert in set(layer.slots[ep]))
-            edp = self.folding.of_rank(self.first_rank(layer.stage)).edp
+            edp = self.folding.of_rank(self.first_ranks[layer.stage]).edp
             dead = sorted(expert for expert, count in hit.items() if count == edp * layer.copies[expert])
             fewer, lost = fewer + len(alike) * (len(hit) - len(dead)), lost + len(alike) * len(dead)
             named += [[each.name, expert] for each in alike for expert in dead[:MOST_NAMED]][: MOST_NAMED - len(named)]
@@ -127,12 +127,9 @@ class Holdings:
     def _part(self, rank: int) -> tuple[int, int]:
         return self.coords[rank][0], self.folding.coord(rank, "tp")
 
-    def first_rank(self, stage: int) -> int:
-        """Ranks of a stage follow one another."""
-        return self._firsts[stage]
-
     @cached_property
-    def _firsts(self) -> list[int]:
+    def first_ranks(self) -> list[int]:
+        """Of each stage, whose ranks follow one another."""
         stages = [stage for stage, _, _ in self.coords]
         return [stages.index(stage) for stage in range(self.folding.pp)]
 
@@ -223,7 +220,7 @@ def _stage(found: Holdings, stage: int) -> dict[str, Any]:
     of = _of_stage(found.folding, stage)
     degrees = {axis: of.degree(axis) for axis in (*ATTENTION, *EXPERTS)}
     blocks = _spans(found.blocks[stage]) if found.blocks else None
-    return {"first": found.first_rank(stage), "ranks": of.world // of.pp, "degrees": degrees, "layers": blocks}
+    return {"first": found.first_ranks[stage], "ranks": of.world // of.pp, "degrees": degrees, "layers": blocks}
 
 
 def _spans(numbers: Sequence[int]) -> str:

@@ -93,7 +93,7 @@ def plan_import(checkpoint: HfCheckpoint, overrides: Sequence[str]) -> Import:
     raise_if(_recipe_problems(checkpoint, recipe), ConfigError, subject="the import")
     tokenizer = _read_tokenizer(recipe)
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer.vocab_size)
-    template = None if recipe.data.chat_template is None else template_of(recipe.data)
+    template = template_of(recipe.data)
     if derived.get("data.tokenizer") is own:  # the run goes on without the folder it came from
         kept = str(_run_folder(recipe).path / KEPT_FOLDER)
         recipe = replace(recipe, data=replace(recipe.data, tokenizer=kept))

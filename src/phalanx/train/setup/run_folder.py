@@ -225,7 +225,7 @@ class RunFolder:
         return load_tokenizer(self.path / "tokenizer")
 
     def read_template(self, recipe: Recipe) -> ChatTemplate | None:
-        """What rendered the conversations of a run that has a `data.chat_template`; None: ChatML."""
+        """What rendered the conversations of a run; None: ChatML, or there were none."""
         return load_template(recipe.data, self.path / "tokenizer")
 
 
