@@ -24,7 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from phalanx.cli.train import Request, read_recipe, start
+from phalanx.cli.launching import Request, read_recipe
+from phalanx.cli.train import start
 from phalanx.core import config
 from phalanx.core.errors import PhalanxError
 from phalanx.core.events import Collective, Event, Operation

@@ -20,7 +20,7 @@ from started import OBSERVED, Seen, seen_of
 from tiers import some
 from train_help import write_text
 
-from phalanx.cli.train import Request, read_recipe
+from phalanx.cli.launching import Request, read_recipe
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.settings import Setting, describe_settings
 from phalanx.plan import choose_recovery
@@ -111,6 +111,7 @@ TRIES: dict[str, Try] = {
     "model.qk_norm": Try(value="head"),
     "model.rope_theta": Try(value="5000"),
     "model.norm_eps": Try(value="0.001"),
+    "model.init_std": Try(value="0.01"),
     "model.shared_gate": Try(beside={"model.shared_ffn": "16"}),
     "model.mtp_layers": Try(value="1"),
     "model.mtp_weight": Try(value="0.7", beside={"model.mtp_layers": "1"}),

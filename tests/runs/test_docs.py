@@ -15,7 +15,7 @@ import pytest
 from docs_programs import Programs
 from train_help import start_program
 
-from phalanx.cli.train import Request, read_recipe
+from phalanx.cli.launching import Request, read_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

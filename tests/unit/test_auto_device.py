@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.cli.train import Request, read_recipe
+from phalanx.cli.launching import Request, read_recipe
 from phalanx.core.config import LaunchConfig, Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import Device, dump_recipe, load_recipe

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli.launching import read_args
 from phalanx.cli.predicting.cards import card_sold_as, check_card, nearest_fit, room_of, smallest_card, with_settings
 from phalanx.cli.predicting.room import has_room, memory_problems
-from phalanx.cli.train import read_args
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import load_recipe

@@ -186,7 +186,13 @@ def test_a_file_of_the_wrong_kind_stops_after_some_problems(tmp_path):
     path = write(tmp_path / "a.jsonl", b"not json\n" * 1000)
     with pytest.raises(DataError) as caught:
         read(path)
-    assert len(caught.value.problems) == MOST and "reading stopped" in str(caught.value)
+    assert [p.where for p in caught.value.problems] == [
+        f"{path}:1",
+        f"{path}:2",
+        f"{path}:3",
+        f"{MOST - 3} more, the last of them {path}:{MOST}",
+    ]
+    assert "one JSON object" in caught.value.problems[-1].rule and "reading stopped" in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "pack"), [("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstd)])

@@ -15,8 +15,7 @@ import pytest
 
 import phalanx
 from phalanx.cli.launch import explain, read_args
-from phalanx.cli.launch_choice import Asked, Launch, choose
-from phalanx.cli.launch_scripts import NAMES, fill, script_of
+from phalanx.cli.launching import NAMES, Asked, Launch, choose, fill, script_of
 from phalanx.cli.main import main
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError

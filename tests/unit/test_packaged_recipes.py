@@ -11,11 +11,11 @@ from types import ModuleType
 
 import pytest
 
+from phalanx.cli.launching import Request, read_recipe
 from phalanx.cli.main import main
 from phalanx.cli.predicting.dry_run import machine_of, peak_bytes
 from phalanx.cli.predicting.packaged import packaged_recipes, read_predicted
 from phalanx.cli.predicting.recipe import device_of, predict_on
-from phalanx.cli.train import Request, read_recipe
 from phalanx.core.config import Recipe
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.recovery import moment_bytes

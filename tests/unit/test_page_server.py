@@ -569,6 +569,19 @@ def test_experts_with_replicas_are_in_no_order(tmp_path: Path) -> None:
         assert found["layers"] == [] and len(found["ranks"]) == 4
 
 
+def test_loads_are_of_the_layers_that_the_model_names(tmp_path: Path) -> None:
+    loads = ExpertLoads(step=1, counts=((1, 2, 3, 4),) * 3)
+    view = RunView(log(tmp_path / "run", started(), ended(1), loads), id="r1")
+    view.open()
+    assert view.snapshot()["experts"]["layers"] == [0, 1, 2], "the log does not tell"
+    told = log(tmp_path / "told", started(), ended(1), loads, STAGED)
+    view = RunView(told, id="r1")
+    view.open()
+    assert view.snapshot()["experts"]["layers"] == [1, 2, 4]
+    (told / "events/rank-0.jsonl").unlink()
+    assert view.snapshot()["experts"]["layers"] == [0, 1, 2]
+
+
 SMALLER_TEAM = TeamFormed(
     generation=2,
     members=3,

@@ -159,7 +159,11 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"top_k": 4}, {"num_groups": 4, "group_topk": 1}, ["top_k = 4: the 1 chosen groups hold only 2 experts; try 2"]),
     ({}, {"num_groups": 8, "group_topk": 2, "group_score": "top2"}, ["group_score top2 needs two experts in a group"]),
     ({}, {"aux_loss": -1.0, "z_loss": -1.0, "scale": 0.0}, ["aux_loss = -1.0", "z_loss = -1.0", "scale = 0.0"]),
-    ({"shared_ffn": -1, "norm_eps": 0.0, "rope_theta": 0.0}, {}, ["shared_ffn", "norm_eps", "rope_theta"]),
+    (
+        {"shared_ffn": -1, "norm_eps": 0.0, "init_std": 0.0, "rope_theta": 0.0},
+        {},
+        ["shared_ffn", "norm_eps", "init_std", "rope_theta"],
+    ),
 ]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiers import some
 
-from phalanx.cli.train import Request, read_recipe
+from phalanx.cli.launching import Request, read_recipe
 from phalanx.core.config import Recipe, RouterConfig, TrainConfig
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.processor import MULTIPLIES_BF16, Processor

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.train import read_args, read_recipe
+from phalanx.cli.launching import read_args, read_recipe
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.train.huggingface.hugging_face import strange_links

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import train as command
+from phalanx.cli.launching import Request, read_args, read_recipe
 from phalanx.cli.predicting import room
-from phalanx.cli.train import Request, changed_settings, read_args, read_recipe, with_learning_rate
+from phalanx.cli.train import changed_settings, with_learning_rate
 from phalanx.core.config import MOST_LR, FoldingConfig, LaunchConfig, Recipe, RunConfig, TrainConfig
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import dump_recipe, load_recipe

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli.launching import Request, read_recipe
 from phalanx.cli.main import main
 from phalanx.cli.predicting import searched
 from phalanx.cli.predicting.cards import Card
 from phalanx.cli.predicting.dry_run import machine_of
-from phalanx.cli.train import Request, read_recipe
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.model import PRESETS
 from phalanx.simulate.hardware import GpuCluster, parse_cluster

@@ -40,8 +40,6 @@ SURVIVED = ("down", "lose", "ranks", "grow")
 STEPS, LONG = 120, 400
 """Steps of a run, and of one in which another job has to start meanwhile. What step n is does not depend on them."""
 NODES = 3
-TOLERANCE = 1e-3
-"""Largest relative difference of losses: mode fast shares the same micro-batches among fewer ranks, in another order of sums."""
 WAIT_S, LOOK_S = 180.0, 0.1
 BATCH_OF_A_LIFE = 100_000
 _STEP = re.compile(rb'"kind":"StepEnded","time_s":[0-9.]+,"step":([0-9]+)')
@@ -68,11 +66,12 @@ class JobOutcome:
 
 
 def settings() -> list[str]:
-    """A run of seconds: byte tokens, a tiny model, steps of about 0.1 s."""
+    """A run of seconds: byte tokens, a tiny model, steps of about 0.1 s. In mode exact, so that every loss and norm has to be that of the undisturbed run: in mode
+    fast two undisturbed runs, of one rank and of two, differ by 2e-3 within 400 steps, since a rounding sends one token to another expert (step 31)."""
     own = {
         "data.sources": '["text"]', "data.builtin_bytes": "none", "data.cache": "cache", "data.validation_fraction": 0.2, "train.steps": LONG, "train.seq_len": 32,
         "train.global_batch": 6, "train.micro_batch": 1, "train.eval_interval": 0, "train.eval_batches": 1, "optim.lr": 3e-4,
-        "optim.schedule": "constant", "optim.warmup_steps": 10, "checkpoint.interval": 50, "folding.ep": 1, "observe.tensorboard": "false", "launch.threads": 1,
+        "optim.schedule": "constant", "optim.warmup_steps": 10, "checkpoint.interval": 50, "folding.ep": 1, "observe.tensorboard": "false", "launch.threads": 1, "resilience.mode": "exact",
     }  # fmt: skip
     return [word for name, value in own.items() for word in (f"--{name}", str(value))]
 
@@ -216,7 +215,7 @@ def run_event(cluster: SlurmCluster, folder: Path, *, event: str, seed: int, rig
         cluster.wait(lambda: all(cluster.state_of(n) == "IDLE" for n in cluster.nodes), "idle nodes")
     logs = job.logs()
     outcome.next_step_s = next_step_s(logs, at_s, joins=event == "grow")
-    verdict = judge(read_ledger(members_of(logs)), right, steps=steps, tolerance=TOLERANCE)
+    verdict = judge(read_ledger(members_of(logs)), right, steps=steps, tolerance=0.0)
     outcome.lost_samples, outcome.doubled_samples = verdict.lost_samples, verdict.doubled_samples
     outcome.problems = verdict.problems + [f"training went back: {back}" for back in verdict.rollbacks]
     return outcome

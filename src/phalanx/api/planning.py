@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.api.recipe_words import RecipeLike, Settings, recipe_words
+from phalanx.cli.launching import Request, read_recipe
 from phalanx.cli.predicting.arguments import model_named
 from phalanx.cli.predicting.dry_run import describe, machine_here, rank_estimates, tokenizer_vocab
 from phalanx.cli.predicting.recipe import predict_recipe
-from phalanx.cli.train import Request, read_recipe
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import no_device

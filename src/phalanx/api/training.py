@@ -13,7 +13,7 @@ from pathlib import Path
 from phalanx.api.programs import LAST_LINES, Program, ProgramError, complaint, start
 from phalanx.api.recipe_words import RecipeLike, Settings, recipe_words
 from phalanx.api.runs import RunHandle, open_run
-from phalanx.cli.train import Request, read_recipe
+from phalanx.cli.launching import Request, read_recipe
 from phalanx.core.config import Recipe
 from phalanx.core.events import Event
 from phalanx.core.reading import MalformedError, parse_json

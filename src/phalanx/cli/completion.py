@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from phalanx.cli.launch_choice import WHERE
+from phalanx.cli.launching import WHERE
 from phalanx.core.arguments import print_usage
 from phalanx.core.errors import ConfigError, Problem, nearest
 from phalanx.core.recipe import PACKAGED

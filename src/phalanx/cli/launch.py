@@ -26,12 +26,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from phalanx.core.arguments import print_usage
+from phalanx.core.arguments import print_usage, take_word
 from phalanx.core.errors import ConfigError, Problem, nearest, printable, raise_if
 from phalanx.core.files import check_writable, write_text
 
 if TYPE_CHECKING:
-    from phalanx.cli.launch_choice import Asked, Launch
+    from phalanx.cli.launching import Asked, Launch
 
 
 def main(args: list[str]) -> int:
@@ -39,8 +39,7 @@ def main(args: list[str]) -> int:
     if not args or "-h" in args or "--help" in args:
         print_usage(__doc__)
         return 0
-    from phalanx.cli.launch_choice import choose
-    from phalanx.cli.launch_scripts import NAMES, script_of
+    from phalanx.cli.launching import NAMES, choose, script_of
 
     asked, out = read_args(args)
     launch = choose(asked)
@@ -53,7 +52,7 @@ def main(args: list[str]) -> int:
 
 def read_args(args: list[str]) -> tuple[Asked, Path | None]:
     """What is asked for, and where to write it. Raises `ConfigError` with all that is wrong."""
-    from phalanx.cli.launch_choice import WHERE, Asked, Where
+    from phalanx.cli.launching import WHERE, Asked, Where
 
     rest, problems = list(args), list[Problem]()
     numbers = {name: _take_number(rest, name, problems) for name in ("--nodes", "--gpus-per-node")}
@@ -80,8 +79,6 @@ def read_args(args: list[str]) -> tuple[Asked, Path | None]:
 
 def _take(rest: list[str], name: str, problems: list[Problem]) -> str | None:
     """The value of an option, which is taken out of `rest`."""
-    from phalanx.cli.train import take_word
-
     value = take_word(rest, name)
     if value == "":
         problems.append(Problem(where=name, value=None, rule="has no value", hint=f"as in {name} 2"))
@@ -112,7 +109,7 @@ def _write(path: Path, script: str) -> None:
 
 def explain(launch: Launch, path: Path) -> str:
     """What was chosen and why, and the next command."""
-    from phalanx.cli.launch_scripts import cpus_of
+    from phalanx.cli.launching import cpus_of
 
     world, each = launch.nodes * launch.ranks, "" if launch.where == "local" else " on each node"
     nodes = "this machine" if launch.where == "local" else f"{launch.nodes} {'node' if launch.nodes == 1 else 'nodes'}"

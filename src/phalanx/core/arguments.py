@@ -241,3 +241,14 @@ def _of_type(name: str, value: str, kind: str, parser: argparse.ArgumentParser) 
     told = re.search(r"\(default:? ([^)\s]+)\)", (action.help or "") if action is not None else "")
     hint = f"the default is {told[1]}" if told and told[1] != "None" else _as_in(name, parser)
     return Problem(where=name, value=value, rule=f"must be {_TYPES.get(kind, kind)}", hint=hint)
+
+
+def take_word(rest: list[str], name: str) -> str | None:
+    """What follows an argument, "" where nothing does, None where it is not there; both are taken out. Of several the last one counts, as it does of settings."""
+    found = None
+    while (
+        at := next((i for i, word in enumerate(rest) if word == name or word.startswith(f"{name}=")), None)
+    ) is not None:
+        word = rest.pop(at)
+        found = word.split("=", 1)[1] if "=" in word else rest.pop(at) if at < len(rest) else ""
+    return found

@@ -51,6 +51,8 @@ class ModelConfig:
     """Base of the rotary embedding's wavelengths."""
     norm_eps: float | None = None
     """Added to the mean square in every RMSNorm."""
+    init_std: float | None = None
+    """Standard deviation of initial matrices (default 0.02); those that add to the residual stream have it over sqrt(2 num_layers)."""
     shared_gate: bool | None = None
     """The shared expert's output is multiplied by a sigmoid of one number per token (Qwen2-MoE)."""
     mtp_layers: int | None = None

@@ -99,6 +99,7 @@ LIMITS: Mapping[str, Limit] = {
     "model.yarn_beta_slow": POSITIVE,
     "model.rope_theta": POSITIVE,
     "model.norm_eps": POSITIVE,
+    "model.init_std": POSITIVE,
     "router.scale": POSITIVE,
     "router.num_groups": WIDTH,
     "router.group_topk": WIDTH,

@@ -6,6 +6,8 @@ from phalanx.core.errors import DataError, Problem
 
 MOST = 20
 """Problems after which reading stops: a file of the wrong kind would otherwise report each of its lines."""
+ALIKE = 3
+"""Places that are named where the same is wrong."""
 
 
 class ProblemLog:
@@ -17,7 +19,7 @@ class ProblemLog:
     def add(self, problem: Problem) -> None:
         self.found.append(problem)
         if len(self.found) >= MOST:
-            raise DataError(self.found, subject=f"the data (reading stopped after {MOST} problems)")
+            raise DataError(self._told(), subject=f"the data (reading stopped after {MOST} problems)")
 
     def extend(self, error: DataError) -> None:
         for problem in error.problems:
@@ -26,4 +28,17 @@ class ProblemLog:
 
     def raise_if_any(self) -> None:
         if self.found:
-            raise DataError(self.found, subject="the data")
+            raise DataError(self._told(), subject="the data")
+
+    def _told(self) -> list[Problem]:
+        """The first places of each kind of problem, and how many more there are."""
+        kinds: dict[tuple[str, str], list[Problem]] = {}
+        for problem in self.found:
+            kinds.setdefault((problem.rule, problem.hint), []).append(problem)
+        told = []
+        for alike in kinds.values():
+            told += alike[:ALIKE]
+            if len(alike) > ALIKE:
+                where = f"{len(alike) - ALIKE} more, the last of them {alike[-1].where}"
+                told.append(Problem(where=where, value=None, rule=alike[-1].rule))
+        return told

@@ -44,29 +44,29 @@ def initialise(named: Iterable[tuple[str, torch.Tensor]], ctx: ModelContext) -> 
         for name, tensor in named:
             local = local_of(ctx, name)
             for piece in local.pieces:
-                _fill(tensor, piece, seed=ctx.seed)
+                _fill(tensor, piece, ctx)
 
 
-def _fill(tensor: torch.Tensor, piece: Piece, *, seed: int) -> None:
+def _fill(tensor: torch.Tensor, piece: Piece, ctx: ModelContext) -> None:
     param, target = piece.param, tensor[piece.local.slices()]
     if param.init != "normal":
         target.fill_(1.0 if param.init == "ones" else 0.0)
         return
     if param.ep_dim is None:
-        target.copy_(_draw(param, param.shape, seed=seed)[piece.box.slices()])
+        target.copy_(_draw(param, param.shape, ctx)[piece.box.slices()])
         return
     dim, inner = param.ep_dim, list(piece.box.slices())
     first = inner.pop(dim).start
     shape = param.shape[:dim] + param.shape[dim + 1 :]
     for i in range(piece.box.sizes[dim]):
-        target.select(dim, i).copy_(_draw(param, shape, seed=seed, expert=first + i)[tuple(inner)])
+        target.select(dim, i).copy_(_draw(param, shape, ctx, expert=first + i)[tuple(inner)])
 
 
-def _draw(param: ParamSpec, shape: tuple[int, ...], *, seed: int, expert: int | None = None) -> torch.Tensor:
+def _draw(param: ParamSpec, shape: tuple[int, ...], ctx: ModelContext, *, expert: int | None = None) -> torch.Tensor:
     """Normal numbers in fp32 on the CPU, whatever the type and device of the model."""
-    key = f"{seed}/{param.name}" + ("" if expert is None else f"/{expert}")
+    key = f"{ctx.seed}/{param.name}" + ("" if expert is None else f"/{expert}")
     number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big", signed=True)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(number)) * param.init_std
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number)) * (ctx.spec.init_std / param.init_over)
 
 
 class RMSNorm(nn.Module):

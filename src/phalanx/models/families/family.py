@@ -122,7 +122,7 @@ class Family:
 
 def _canonical(spec: ModelSpec, base: ModelSpec) -> ModelSpec:
     """Fields that this model never reads as the preset has them, and so the recipe too."""
-    changes: dict[str, Any] = {"name": base.name}
+    changes: dict[str, Any] = {"name": base.name, "init_std": base.init_std}
     if not spec.mtp_layers:
         changes["mtp_weight"] = base.mtp_weight
     if not spec.dense_layers:
@@ -148,4 +148,4 @@ def differences(spec: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]
         for f in dataclasses.fields(spec.router)
         if f.name not in TRAINING_ONLY
     ]
-    return [p for p in pairs + routers if p[1] != p[2] and p[0] not in ("name", "router", "mtp_weight")]
+    return [p for p in pairs + routers if p[1] != p[2] and p[0] not in ("name", "router", "mtp_weight", "init_std")]

@@ -108,7 +108,7 @@ class RunView:
                 "id": self.id, "folder": self.name, "version": index.version, "progress": self.progress, "problem": self.problem,
                 "head": self._head(), "curves": curves, **self._lists(known),
                 "layers": None if layers is None else {"rows": layers.cells, **_heat(layers.width, layers.codes())},
-                "experts": {"layers": index.shape[0], "experts": index.shape[1]},
+                "experts": {"layers": self._expert_layers(), "experts": index.shape[1]},
             }  # fmt: skip
 
     def zoom(self, first: int, last: int) -> dict[str, Any]:
@@ -140,6 +140,15 @@ class RunView:
             return who_holds(None if told is None else as_told(told))
         ordered = "resilience.slots_per_rank" not in recipe_values(self.folder)
         return who_holds(in_order(label, layers=layers, experts=experts if ordered else 0))
+
+    def _expert_layers(self) -> list[int]:
+        """Numbers of the layers with experts, as the model counts; in their order where the log does not tell."""
+        many, placed = self.index.shape[0], self.index.course.placed[-1:]
+        try:
+            told = read_placed(self.index.files, placed[0]) if placed else None
+        except OSError:  # the run goes on without it
+            told = None
+        return list(range(many) if told is None or len(told.expert_layers) != many else told.expert_layers)
 
     def _team(self) -> dict[str, Any]:
         """The newest start, or the newest team of an elastic run."""

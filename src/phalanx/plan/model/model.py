@@ -21,8 +21,6 @@ from phalanx.core.errors import ConfigError, PlanError, Problem, nearest, raise_
 from phalanx.core.rules import LIMITS, MOST_EXPERTS
 from phalanx.plan.model.rope import YarnSpec
 
-INIT_STD = 0.02
-
 Convention = Literal["causal", "full"]
 """How FLOPs of attention are counted, and a figure names its own: the lower half of the scores (Megatron-LM since core 0.12), or all of them (Megatron-LM before, PaLM's appendix B)."""
 
@@ -92,6 +90,8 @@ class ModelSpec:
     rope_theta: float = 10000.0
     yarn: YarnSpec | None = None
     norm_eps: float = 1e-5
+    init_std: float = 0.02
+    """Standard deviation of initial matrices."""
     mla: MlaSpec | None = None
     router: RouterSpec = field(default_factory=RouterSpec)
 
@@ -124,8 +124,9 @@ class ModelSpec:
     def to_json(self) -> str:
         """All numbers; what checkpoints are older than only where it is another."""
         table = dataclasses.asdict(self)
-        if self.ffn_matrices == 3:
-            del table["ffn_matrices"]
+        for name, value in (("ffn_matrices", 3), ("init_std", 0.02)):
+            if table[name] == value:
+                del table[name]
         return json.dumps(table, sort_keys=True)
 
     @property
@@ -211,7 +212,8 @@ class ParamSpec:
     ep_dim: int | None = None
     etp_dim: int | None = None
     init: Literal["normal", "ones", "zeros"] = "normal"
-    init_std: float = INIT_STD
+    init_over: float = 1.0
+    """The model's `init_std` over this is the standard deviation of its initial values."""
     layer: int | None = None
     decay: bool = True
     """Weight decay applies (matrices, not norms and biases)."""
@@ -260,9 +262,9 @@ def _norm(name: str, size: int, layer: int | None) -> ParamSpec:
     return ParamSpec(name=name, shape=(size,), family="dense_replicated", init="ones", layer=layer, decay=False)
 
 
-def _output_std(spec: ModelSpec) -> float:
+def _output_over(spec: ModelSpec) -> float:
     """Projections that write to the residual stream start smaller by sqrt(2 * layers) (GPT-2)."""
-    return INIT_STD / math.sqrt(2 * spec.num_layers)
+    return math.sqrt(2 * spec.num_layers)
 
 
 def _attention_params(spec: ModelSpec, layer: int) -> list[ParamSpec]:
@@ -284,7 +286,7 @@ def _attention_params(spec: ModelSpec, layer: int) -> list[ParamSpec]:
             _sharded(at + f"attention.{n}_norm.weight", (w,), 0, layer, init="ones", decay=False)
             for n, w in (("q", q), ("k", kv))
         ]
-    out.append(_sharded(at + "attention.wo.weight", (h, q), 1, layer, init_std=_output_std(spec)))
+    out.append(_sharded(at + "attention.wo.weight", (h, q), 1, layer, init_over=_output_over(spec)))
     return out
 
 
@@ -305,7 +307,7 @@ def _mla_params(spec: ModelSpec, mla: MlaSpec, layer: int) -> list[ParamSpec]:
         ]
     else:
         out.append(_sharded(at + "wq.weight", (q_width, h), 0, layer))
-    out.append(_sharded(at + "wo.weight", (h, a * mla.value_dim), 1, layer, init_std=_output_std(spec)))
+    out.append(_sharded(at + "wo.weight", (h, a * mla.value_dim), 1, layer, init_over=_output_over(spec)))
     return out
 
 
@@ -313,7 +315,7 @@ def _mlp_params(spec: ModelSpec, prefix: str, width: int, layer: int) -> list[Pa
     """SwiGLU: `w13` holds gate (index 0) and up (index 1) projections, `w2` the way back."""
     return [
         _sharded(prefix + "w13", (2, width, spec.hidden), 1, layer),
-        _sharded(prefix + "w2", (spec.hidden, width), 1, layer, init_std=_output_std(spec)),
+        _sharded(prefix + "w2", (spec.hidden, width), 1, layer, init_over=_output_over(spec)),
     ]
 
 
@@ -335,7 +337,7 @@ def _moe_params(spec: ModelSpec, layer: int) -> list[ParamSpec]:
             ep_dim=0,
             etp_dim=2,
             layer=layer,
-            init_std=_output_std(spec),
+            init_over=_output_over(spec),
         ),
     ]
     if spec.shared_ffn:
@@ -583,6 +585,7 @@ def _shape_rules(spec: ModelSpec) -> Iterator[_Rule]:
         "use 3",
     )
     yield spec.norm_eps > 0, "model.norm_eps", spec.norm_eps, "must be positive", "try 1e-5"
+    yield spec.init_std > 0, "model.init_std", spec.init_std, "must be positive", "try 0.02"
 
 
 def _latent_rules(spec: ModelSpec, mla: MlaSpec) -> Iterator[_Rule]:

@@ -311,7 +311,7 @@ def _fresh_config(plan: Export) -> dict[str, Any]:
     return {
         **plan.family.config_of(plan.spec),
         "max_position_embeddings": plan.recipe.train.seq_len,
-        "initializer_range": 0.02,
+        "initializer_range": plan.spec.init_std,
         "use_cache": True,
         "bos_token_id": None,
         "pad_token_id": None,

@@ -134,7 +134,7 @@ function draw() {
   drawCharts();
   const seen = all.find((run) => run.id === byId("experts-run").value) ?? all[0];
   byId("experts").hidden = !all.some((run) => run.layers);
-  if (seen?.layers) overview.show(seen.layers);
+  if (seen?.layers) overview.show(seen.layers, seen.experts.layers);
   if (listed !== null && listed === [...runs.keys()].join()) return;
   listed = [...runs.keys()].join();
   const lines = all.map((run, i) => timeline(run, i, several)).filter(Boolean);
@@ -194,10 +194,10 @@ function options(select, entries) {
 async function showExperts() {
   const run = runs.get(byId("experts-run").value) ?? chosen()[0];
   if (!run) return;
-  options(byId("layer"), Array.from({ length: run.experts.layers }, (_, i) => [String(i), `${i}`]));
-  byId("layer").parentElement.hidden = !run.experts.layers;
-  overview.show(run.layers);
-  experts.show(run.experts.layers ? await ask(`/run/${run.id}/experts?layer=${byId("layer").value || 0}`).catch(() => null) : null);
+  options(byId("layer"), run.experts.layers.map((number, i) => [String(i), `${number}`]));
+  byId("layer").parentElement.hidden = !run.experts.layers.length;
+  overview.show(run.layers, run.experts.layers);
+  experts.show(run.experts.layers.length ? await ask(`/run/${run.id}/experts?layer=${byId("layer").value || 0}`).catch(() => null) : null);
 }
 
 async function showLanes() {

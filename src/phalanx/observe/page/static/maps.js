@@ -51,7 +51,9 @@ export class Heat extends Picture {
     this.element = h("div", { class: "heat" }, h("h3", {}, title), this.value, this.canvas, legend(), this.details);
   }
 
-  show(map) {
+  /** `numbers`: what the rows are called, where not 0, 1, 2. */
+  show(map, numbers = []) {
+    this.numbers = numbers;
     this.map = map && map.columns ? { ...map, codes: Uint8Array.from(atob(map.codes), (c) => c.charCodeAt(0)) } : null;
     this.element.hidden = !this.map;
     if (this.map) for (let c = 0, last = 0, told = (this.told = []); c < this.map.columns; c++) told.push(this.map.codes[c * this.map.rows] ? (last = c) : last);
@@ -78,7 +80,7 @@ export class Heat extends Picture {
     }
     pen.fillStyle = this.ink("--quiet");
     pen.textAlign = "right";
-    for (let r = 0, every = Math.ceil(14 / high); r < rows; r += every) pen.fillText(r, LEFT - 6, Math.max(10, r * high + Math.min(high, 14) - 2));
+    for (let r = 0, every = Math.ceil(14 / high); r < rows; r += every) pen.fillText(this.numbers[r] ?? r, LEFT - 6, Math.max(10, r * high + Math.min(high, 14) - 2));
     for (const share of [0, 0.5, 1]) { const step = Math.max(1, Math.round(share * columns * steps)); pen.textAlign = share === 0 ? "left" : share === 1 ? "right" : "center"; pen.fillText(`${share === 0.5 ? "" : "step "}${whole(step)}`, LEFT + share * (this.width - LEFT - 4), rows * high + 15); }
     if (this.at) { pen.strokeStyle = this.ink("--focus"); pen.lineWidth = 2; pen.strokeRect(LEFT + this.at[0] * wide - 1, this.at[1] * high - 1, Math.max(4, wide + 2), high + 2); }
   }
@@ -94,7 +96,7 @@ export class Heat extends Picture {
     this.at = [Math.max(0, Math.min(columns - 1, column)), Math.max(0, Math.min(rows - 1, row))];
     const [c, r] = this.at, value = load(this.code(c, r)), first = this.told[c] * width + 1;
     const steps = width > 1 ? `steps ${whole(first)} to ${whole(first + width - 1)}` : `step ${whole(first)}`;
-    this.value.replaceChildren(`${steps}, ${this.row} ${r}: ${value === null ? "not told" : value <= 0.002 ? "no token" : `${digits(Number(value.toPrecision(3)))} times the mean`}`);
+    this.value.replaceChildren(`${steps}, ${this.row} ${this.numbers[r] ?? r}: ${value === null ? "not told" : value <= 0.002 ? "no token" : `${digits(Number(value.toPrecision(3)))} times the mean`}`);
     this.draw();
   }
 
@@ -110,7 +112,7 @@ export class Heat extends Picture {
     if (!this.map) return "";
     const last = this.map.columns - 1;
     const rows = [...Array(this.map.rows).keys()].map((r) => [r, load(this.code(last, r))]).sort((a, b) => (b[1] ?? -1) - (a[1] ?? -1));
-    return table([this.row, "times the mean"], rows.map(([r, v]) => [r, v === null ? "not told" : digits(Number(v.toPrecision(3)))]), [0, 1]);
+    return table([this.row, "times the mean"], rows.map(([r, v]) => [this.numbers[r] ?? r, v === null ? "not told" : digits(Number(v.toPrecision(3)))]), [0, 1]);
   }
 }
 

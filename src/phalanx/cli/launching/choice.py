@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.cli.train import Request, read_recipe
+from phalanx.cli.launching.request import Request, read_recipe
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import load_recipe

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from phalanx.cli.launch_choice import Launch
+from phalanx.cli.launching.choice import Launch
 from phalanx.core.recipe import recipe_file
 
-TEMPLATES = Path(__file__).parents[1] / "launch"
+TEMPLATES = Path(__file__).parents[2] / "launch"
 NAMES = {
     ("local", True): "local.sh",
     ("local", False): "local.sh",

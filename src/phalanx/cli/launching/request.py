@@ -1,0 +1,171 @@
+"""What a command line asks of a run: a recipe, its overrides and options, read and checked together.
+
+Decides what a recipe file may not decide alone, for it comes from anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from phalanx.core.arguments import take_word
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.recipe import AutoDevice, AutoDtype, Device, Dtype, load_recipe, native_dtype
+from phalanx.core.service_address import is_loopback
+from phalanx.plan import run_problems
+from phalanx.plan.recovery import wanted_ranks
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    recipe_path: str | None
+    overrides: tuple[str, ...]
+    dry_run: bool
+    card_gb: float | None = None
+    """Memory of a GPU in GB, for a dry run where there is none."""
+    cluster: str | None = None
+    """Where a dry run is predicted, as `phalanx search --cluster` names it."""
+    trust: bool = False
+    """The recipe file may say what else only the command line may (`_trust_problems`)."""
+    force: bool = False
+    """Memory is not asked about."""
+
+
+def read_args(args: Sequence[str]) -> Request:
+    """A recipe first, if any; then overrides. Raises `ConfigError` for anything else."""
+    rest = [a for a in args if a not in ("--dry-run", "--trust", "--force")]
+    is_dry = "--dry-run" in args
+    card_gb = _take_card(rest, is_dry=is_dry)
+    cluster = take_word(rest, "--cluster")
+    if cluster is not None and (not is_dry or card_gb is not None):
+        rule = "has its own cards: --card-gb has no effect" if is_dry else "goes with --dry-run alone"
+        hint = "leave one of them out" if is_dry else "add --dry-run"
+        raise ConfigError([Problem(where="--cluster", value=cluster, rule=rule, hint=hint)], subject="the arguments")
+    path = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    flags = {"dry_run": is_dry, "trust": "--trust" in args, "force": "--force" in args}
+    return Request(recipe_path=path, overrides=tuple(rest), card_gb=card_gb, cluster=cluster, **flags)
+
+
+def _take_card(rest: list[str], *, is_dry: bool) -> float | None:
+    """The number that follows `--card-gb`, if that is among the arguments; both are taken out of them."""
+    text = take_word(rest, "--card-gb")
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    rule = "must be the memory of a GPU in GB" if is_dry else "goes with --dry-run alone"
+    if not is_dry or not 1 <= number <= 10_000:
+        raise ConfigError(
+            [Problem(where="--card-gb", value=text, rule=rule, hint="use 80" if is_dry else "add --dry-run")],
+            subject="the arguments",
+        )
+    return number
+
+
+def read_recipe(
+    request: Request,
+    *,
+    world: int | None,
+    several_machines: bool = False,
+    auto_device: AutoDevice | None = None,
+    auto_dtype: AutoDtype | None = None,
+) -> Recipe:
+    """The recipe, checked with its model on `world` ranks (None: launch.ranks). Raises `ConfigError` with every problem.
+
+    `auto_device` and `auto_dtype` say what `launch.device = "auto"` and `train.dtype = "auto"` are; None asks this machine and its run. The run folder keeps what it was: its recipe gives the same run again. The file that the user wrote still says
+    "auto", so that the same command goes on with what another machine has.
+    """
+
+    def run_dtype(recipe: Recipe) -> Dtype:
+        """That of the run, where it has begun: it may go on on another machine."""
+        from phalanx.train.setup import RECIPE_FILE
+
+        kept = Path(recipe.run.folder) / recipe.run.name / RECIPE_FILE
+        if kept.is_file():
+            return cast("Dtype", load_recipe(kept).train.dtype)
+        return "bfloat16" if several_machines else native_dtype(recipe)
+
+    def check(recipe: Recipe) -> list[Problem]:
+        return run_problems(recipe, world=world or wanted_ranks(recipe))
+
+    recipe = load_recipe(
+        request.recipe_path, request.overrides, check=check, auto_dtype=auto_dtype or run_dtype,
+        auto_device=auto_device or _device_here,
+    )  # fmt: skip
+    raise_if(_launch_problems(request, recipe, world), ConfigError, subject="the recipe")
+    raise_if(_trust_problems(request, recipe), ConfigError, subject="the recipe")
+    return recipe if world is None else replace(recipe, launch=replace(recipe.launch, ranks=world))
+
+
+def _device_here(recipe: Recipe) -> Device:
+    """By the GPUs of this machine and the ranks that start on it."""
+    from phalanx.runtime.processes import device_here, read_world
+
+    launched = read_world()
+    return device_here(launched.local_world if launched else recipe.launch.ranks)
+
+
+def _trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
+    """A recipe file comes from anywhere: where it writes, whose run it joins, and who is told of it, is for the command line to say."""
+    if request.recipe_path is None or request.trust:
+        return []
+    given = {word.split("=")[0].removeprefix("--") for word in request.overrides if word.startswith("--")}
+    run, observe = recipe.run, recipe.observe
+    home = Path(run.folder) / run.name
+    its_own = Path(request.recipe_path).resolve().parent == home.resolve()  # kept by its run
+    named, place = (
+        ("run.name", run.name) if _is_below(run.folder) else ("run.folder", run.folder)
+    )  # a name may be a link
+    listens = observe.prometheus_port is not None and not is_loopback(observe.prometheus_address or "localhost")
+    sends = observe.wandb_project is not None and observe.wandb_mode != "offline"
+    writes, joins = "writes outside of the present folder", "joins or keeps a run of several hosts"
+    found = []
+    for name, value, wrong, does in (
+        (named, place, not its_own and not _is_below(str(home)), writes),
+        ("data.cache", recipe.data.cache, not _is_below(recipe.data.cache), writes),
+        ("resilience.service", recipe.resilience.service, recipe.resilience.service is not None, joins),
+        ("launch.keep_service", recipe.launch.keep_service, recipe.launch.keep_service, joins),
+        ("observe.prometheus_address", observe.prometheus_address, listens, "listens to other machines"),
+        ("observe.wandb_project", observe.wandb_project, sends, "sends this run to Weights & Biases"),
+        ("observe.sinks", observe.sinks, observe.sinks is not None, "gives this run to programs of other packages"),
+    ):
+        if wrong and name not in given:
+            rule = f"{does}, which a recipe file alone may not decide"
+            word = shlex.quote(json.dumps(value) if isinstance(value, tuple) else f"{value}")
+            hint = f"repeat it on the command line (--{name} {word}), or add --trust if the file is your own"
+            found.append(Problem(where=name, value=value, rule=rule, hint=hint))
+    return found
+
+
+def _is_below(folder: str) -> bool:
+    """Whether a path of a recipe stays below the present folder."""
+    return Path(folder).resolve().is_relative_to(Path.cwd().resolve())
+
+
+def _launch_problems(request: Request, recipe: Recipe, world: int | None) -> list[Problem]:
+    """A number of ranks on the command line has no effect under a launcher. (One in a recipe is that recipe's default.)"""
+    if world is not None and recipe.resilience.heal and request.cluster is None:
+        rule = "has no effect: the launcher starts and ends the ranks, not this program"
+        return [
+            Problem(
+                where="resilience.heal",
+                value=True,
+                rule=rule,
+                hint="leave it out, or start one `phalanx train` on each host, without a launcher, with resilience.service",
+            )
+        ]
+    asked = any(a.split("=")[0] == "--launch.ranks" for a in request.overrides)
+    if world is None or not asked or recipe.launch.ranks == world:
+        return []
+    rule = f"has no effect: {f'{request.cluster} has' if request.cluster else 'the launcher started'} {world} ranks"
+    return [Problem(where="--launch.ranks", value=recipe.launch.ranks, rule=rule, hint="leave it out")]
