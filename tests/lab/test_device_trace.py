@@ -169,6 +169,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[
 Traces = dict[str, dict[str, list[dict[str, Any]]]]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("group", "name"), [(g, name) for g, group in GROUPS.items() for name in group])
 def test_the_step_runs_on_a_device(traces: Traces, group: str, name: str) -> None:
     """No operation that only a CPU has, no tensors of two devices in one, and nothing whose size the host would have to ask for."""

@@ -48,7 +48,7 @@ def run(tmp_path: Path, work: Callable[[Here], None], *, limit_s: float = 30.0) 
     return line
 
 
-@pytest.mark.parametrize("stages", ["A", "B C D"])
+@pytest.mark.parametrize("stages", [pytest.param("A", marks=pytest.mark.core), "B C D"])
 def test_each_check_runs_here_without_tyro(tmp_path: Path, stages: str) -> None:
     file = tmp_path / "lines.json"
     done = program("--self-test", "--json", str(file), "--stage", *stages.split())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -122,18 +121,19 @@ def test_three_commands_of_the_page_survive_a_node_that_goes_down(cluster: Slurm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("event", slurm.EVENTS)
+@pytest.mark.parametrize(
+    ("way", "event"), [(w, e) for w in slurm.SCRIPTS for e in slurm.EVENTS if (w, e) != ("fixed", "grow")]
+)
 def test_no_event_costs_a_sample(
-    cluster: SlurmCluster, prepared: Path, right: dict[int, CalmStep], tmp_path: Path, event: str
+    cluster: SlurmCluster, prepared: Path, right: dict[int, CalmStep], tmp_path: Path, way: str, event: str
 ) -> None:
-    shutil.copy(prepared / "slurm.sh", tmp_path)
-    for shared in ("text", "cache"):
+    for shared in ("text", "cache", slurm.SCRIPTS[way]):
         os.symlink(prepared / shared, tmp_path / shared)
     seed = slurm.EVENTS.index(event) + time.localtime().tm_yday
-    found = slurm.run_event(cluster, tmp_path, event=event, seed=seed, right=right)
+    found = slurm.run_event(cluster, tmp_path, way=way, event=event, seed=seed, right=right)
     assert found.problems == [] and (found.lost_samples, found.doubled_samples) == (0, 0), found
     assert found.job_ended == "COMPLETED", found
-    if event in slurm.SURVIVED:
+    if way == "elastic" and event in slurm.SURVIVED:
         assert found.next_step_s <= NEXT_S * SLOWER, found
 
 

@@ -19,7 +19,7 @@ from exact_help import SEQ, SEQUENCES, Run, _box, shares
 from test_elastic import ROW_S, Faults, check_equal, events, train
 from test_trace import problems_of
 from tiers import some
-from train_help import write_text
+from train_help import phalanx, train_args, write_text
 
 from phalanx.cli.predicting.against import compare_with_run
 from phalanx.core.config import FoldingConfig, OptimConfig, Recipe, ResilienceConfig, TrainConfig
@@ -29,6 +29,7 @@ from phalanx.core.recipe import load_recipe
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.models import router
 from phalanx.models.moe import MoE
+from phalanx.observe.event_log import read_events
 from phalanx.observe.recorded.lanes import read_recording
 from phalanx.observe.recorded.trace import perfetto_trace
 from phalanx.observe.sinks import Sinks
@@ -302,6 +303,19 @@ def test_moments_left_behind_show() -> None:
 def test_a_copy_that_is_not_what_others_hold_is_found(fault: str) -> None:
     with pytest.raises(RankError, match="members hold different values of"):
         ran(Way(), fault)
+
+
+@pytest.mark.ranks
+def test_a_fixed_run_tells_where_its_replicas_are(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    settings = {"train__steps": "2", "launch__ranks": "2", "resilience__mode": "fast", "resilience__heal": "false"}
+    done = phalanx("train", *train_args(tmp_path, **settings, resilience__slots_per_rank="6", folding__ep=None))
+    assert done.returncode == 0, done.stderr
+    (told,) = [e for e in read_events(tmp_path / "runs/run/events/rank-0.jsonl") if e["kind"] == "StatePlaced"]
+    assert (told["step"], told["why"], told["folding"], told["slots_per_rank"]) == (0, "start", "dp2|ep2", 6)
+    assert [layer for layers, _ in told["slots"] for layer in layers] == told["expert_layers"] == [0, 1]
+    for _, slots in told["slots"]:
+        assert [len(held) for held in slots] == [6, 6] and {e for held in slots for e in held} == set(range(8))
 
 
 # ---- in an elastic run ----------------------------------------------------------------------------------------

@@ -279,6 +279,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("source", "said"), HOSTILE.items(), ids=HOSTILE.values())
 def test_what_a_template_must_not_do(source: str, said: str) -> None:
     template = ChatTemplate(name="t.jinja", source="a\n" + source)

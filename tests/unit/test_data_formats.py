@@ -239,6 +239,7 @@ def documents_and_problems(path):
     return count, [str(p) for p in log.found]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 @pytest.mark.parametrize("byte", [b"0", b"\n"])
 def test_a_bomb_meets_a_bound_that_names_the_file(tmp_path, kind, byte):

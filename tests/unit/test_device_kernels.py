@@ -36,6 +36,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SWIGLUS = pytest.mark.parametrize("swiglu", [fused_swiglu, PlainSwiglu.apply], ids=["fused", "plain"])
 
 
+@pytest.mark.core
 @SWIGLUS
 @pytest.mark.parametrize(("rows", "width"), [(3, 5), (4, 16), (2, 1500), (0, 8)])
 def test_swiglu_equals_its_reference(swiglu: object, rows: int, width: int) -> None:

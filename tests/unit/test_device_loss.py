@@ -28,6 +28,7 @@ def _labels(tokens: int, vocab: int) -> torch.Tensor:
     return labels
 
 
+@pytest.mark.core
 @PROGRAMS
 @pytest.mark.parametrize(
     ("tokens", "hidden", "vocab", "chunk"),

@@ -47,6 +47,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return asked
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("name", "recompute"), [("qk norm per head", "none"), ("gated shared expert", "full"), ("latent", "none")]
 )

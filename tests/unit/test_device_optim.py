@@ -90,6 +90,7 @@ def _kept(way: str, rank: int) -> ShardedState:
     return ShardedState(tensors, layouts, groups=None, buffers={}, dtype=torch.float32)  # type: ignore[arg-type]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("way", ["zero 0", "shards", "copies", "whole", "sharded"])
 def test_a_commit_by_launches_equals_one_run_by_run(way: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,7 @@ def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return status, DIFFERS.sub("...", "\n".join(lines))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("words", "right"), mistakes(), ids=[words for words, _ in mistakes()])
 def test_a_mistake_is_answered(
     words: str, right: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -7,12 +7,14 @@
     grow      a second job brings a node
     preempt   a job in a partition that comes first takes all nodes, and gives them back
 
-The scripts are those that `phalanx launch slurm` writes. The seed decides when it happens and to which node. Run it: `python -m phalanx_lab.bench.slurm`.
+The scripts are those that `phalanx launch slurm` writes: in the elastic way the others go on, in the fixed way the job is queued again. The seed decides when it happens and to which node.
+Run it: `python -m phalanx_lab.bench.slurm`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -36,7 +38,12 @@ from phalanx_lab.testbed.slurm import SlurmCluster, free_ports
 
 EVENTS = ("down", "lose", "ranks", "requeue", "grow", "preempt")
 SURVIVED = ("down", "lose", "ranks", "grow")
-"""Events in which the job goes on."""
+"""Events in which the job goes on, in the elastic way."""
+TOLD = ("requeue", "preempt")
+"""Events of which the ranks are told before: they save the step under way."""
+SCRIPTS = {"elastic": "slurm.sh", "fixed": "slurm-torchrun.sh"}
+INTERVAL = 50
+"""Steps between checkpoints."""
 STEPS, LONG = 120, 400
 """Steps of a run, and of one in which another job has to start meanwhile. What step n is does not depend on them."""
 NODES = 3
@@ -50,12 +57,15 @@ Record = dict[str, Any]
 class JobOutcome:
     """One event."""
 
+    way: str
     event: str
     seed: int
     at_step: int = 0
     """Newest step when it happened."""
     next_step_s: float = 0.0
     """Seconds from then until the next step of another generation was committed (`grow`: from its last step before)."""
+    again_steps: int = 0
+    """Steps that were trained once more, after a checkpoint."""
     lost_samples: int = 0
     doubled_samples: int = 0
     job_ended: str = ""
@@ -71,7 +81,7 @@ def settings() -> list[str]:
     own = {
         "data.sources": '["text"]', "data.builtin_bytes": "none", "data.cache": "cache", "data.validation_fraction": 0.2, "train.steps": LONG, "train.seq_len": 32,
         "train.global_batch": 6, "train.micro_batch": 1, "train.eval_interval": 0, "train.eval_batches": 1, "optim.lr": 3e-4,
-        "optim.schedule": "constant", "optim.warmup_steps": 10, "checkpoint.interval": 50, "folding.ep": 1, "observe.tensorboard": "false", "launch.threads": 1, "resilience.mode": "exact",
+        "optim.schedule": "constant", "optim.warmup_steps": 10, "checkpoint.interval": INTERVAL, "folding.ep": 1, "observe.tensorboard": "false", "launch.threads": 1, "resilience.mode": "exact",
     }  # fmt: skip
     return [word for name, value in own.items() for word in (f"--{name}", str(value))]
 
@@ -83,22 +93,11 @@ def environment() -> dict[str, str]:
 
 
 def prepare(folder: Path, *, nodes: int = NODES) -> None:
-    """Text and the script, in `folder`."""
+    """Text and the script of each way, in `folder`."""
     write_text(folder / "text")
-    phalanx(
-        folder,
-        "launch",
-        "slurm",
-        "recipes/tiny.toml",
-        "--nodes",
-        str(nodes),
-        "--gpus-per-node",
-        "0",
-        "--launch.ranks",
-        "1",
-        "--elastic",
-        *settings(),
-    )
+    for way in SCRIPTS:
+        words = ("--nodes", str(nodes), "--gpus-per-node", "0", "--launch.ranks", "1", f"--{way}")
+        phalanx(folder, "launch", "slurm", "recipes/tiny.toml", *words, *settings())
 
 
 def phalanx(folder: Path, *words: str) -> None:
@@ -119,9 +118,9 @@ def calm(folder: Path) -> dict[int, CalmStep]:
 class SlurmJob:
     """A job of the run in a folder."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, *, nodes: int, steps: int) -> None:
-        self.cluster, self.folder = cluster, folder
-        self.words = ("slurm.sh", "recipes/tiny.toml", "--train.steps", str(steps))
+    def __init__(self, cluster: SlurmCluster, folder: Path, *, way: str, nodes: int, steps: int) -> None:
+        self.cluster, self.folder, self.way = cluster, folder, way
+        self.words = (SCRIPTS[way], "recipes/tiny.toml", "--train.steps", str(steps))
         self.environ = {**environment(), "HOME": str(folder), "RANKS_MINIMUM": "1", "PORT": str(free_ports(1)[0])}
         self.number = cluster.submit(f"--nodes={nodes}", "--exclusive", *self.words, more=self.environ, cwd=folder)
 
@@ -142,6 +141,14 @@ class SlurmJob:
                 file.seek(max(0, path.stat().st_size - 8000))
                 newest = max([newest, *(int(n) for n in _STEP.findall(file.read()))])
         return newest
+
+    def rank_on(self, node: str) -> int:
+        """Process id of the rank on a node."""
+        if self.way == "fixed":
+            lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.cluster.processes_on(node)}
+            return min(p for p, line in lines.items() if b"phalanx\0train" in line and b"torch.distributed" not in line)
+        host = self.folder / f"runs/tiny/events/host-{node}.jsonl"
+        return int([e for e in read_events(host) if e["kind"] == "MemberStarted"][-1]["pid"])
 
     def wait_for(self, step: int) -> None:
         """Raises `RunError` with what the job printed where that step does not come, or the job is over before."""
@@ -168,10 +175,7 @@ def hurt(job: SlurmJob, event: str, node: str) -> int | None:
     elif event == "lose":
         cluster.lose(node)
     elif event == "ranks":
-        started = [
-            e for e in read_events(job.folder / f"runs/tiny/events/host-{node}.jsonl") if e["kind"] == "MemberStarted"
-        ]
-        os.kill(started[-1]["pid"], signal.SIGKILL)
+        os.kill(job.rank_on(node), signal.SIGKILL)
     elif event == "requeue":
         cluster.call("scontrol", "requeue", str(job.number))
     elif event == "grow":
@@ -190,16 +194,21 @@ def hurt(job: SlurmJob, event: str, node: str) -> int | None:
     return None
 
 
-def run_event(cluster: SlurmCluster, folder: Path, *, event: str, seed: int, right: dict[int, CalmStep]) -> JobOutcome:
+def run_event(
+    cluster: SlurmCluster, folder: Path, *, way: str, event: str, seed: int, right: dict[int, CalmStep]
+) -> JobOutcome:
     """A run from its beginning to its end, hurt once. Ends its jobs."""
     draw = random.Random(seed)
-    nodes, steps = (NODES - 1, LONG) if event == "grow" else (NODES, STEPS)
-    job = SlurmJob(cluster, folder, nodes=nodes, steps=steps)
+    nodes = (
+        NODES - 1 if event == "grow" or way == "fixed" else NODES
+    )  # a fixed job needs another node for one that was lost
+    steps = LONG if event == "grow" else STEPS
+    job = SlurmJob(cluster, folder, way=way, nodes=nodes, steps=steps)
     other: int | None = None
     try:
         job.wait_for(draw.randrange(5, 20) if event == "grow" else draw.randrange(10, 50))
         node = draw.choice(cluster.nodes_of(job.number)[1:])  # the first one has the batch script
-        outcome, at_s = JobOutcome(event=event, seed=seed, at_step=job.step()), time.time()
+        outcome, at_s = JobOutcome(way=way, event=event, seed=seed, at_step=job.step()), time.time()
         other = hurt(job, event, node)
         job.wait_for(steps)
         last_s = time.time()
@@ -214,22 +223,40 @@ def run_event(cluster: SlurmCluster, folder: Path, *, event: str, seed: int, rig
             cluster.set_up(name)
         cluster.wait(lambda: all(cluster.state_of(n) == "IDLE" for n in cluster.nodes), "idle nodes")
     logs = job.logs()
-    outcome.next_step_s = next_step_s(logs, at_s, joins=event == "grow")
+    outcome.next_step_s = next_step_s(
+        logs, at_s, formed="TeamFormed" if way == "elastic" else "RunStarted", joins=event == "grow"
+    )
     verdict = judge(read_ledger(members_of(logs)), right, steps=steps, tolerance=0.0)
     outcome.lost_samples, outcome.doubled_samples = verdict.lost_samples, verdict.doubled_samples
-    outcome.problems = verdict.problems + [f"training went back: {back}" for back in verdict.rollbacks]
+    outcome.again_steps = sum(back.steps for back in verdict.rollbacks)
+    most = 0 if way == "elastic" or event in TOLD else INTERVAL
+    outcome.problems = [*verdict.problems, *(f"training went back: {b}" for b in verdict.rollbacks if b.steps > most)]
     return outcome
 
 
 def members_of(logs: Sequence[Sequence[Record]]) -> list[list[Record]]:
-    """Logs as the ledger reads them: of each process its own, with the generations of a later life of the service above those of the earlier ones."""
+    """Logs as the ledger reads them: of each process its own, with the generations of a later life of the service above those of the earlier ones. In the fixed way each start is a generation."""
     lives = sorted((e["time_s"], e["life"]) for log in logs for e in log if e["kind"] == "TeamFormed")
     order = list(dict.fromkeys(life for _, life in lives))
     found: list[list[Record]] = []
     for rank, log in enumerate(logs):
+        starts = 0
         for event in log:
             if event["kind"] == "RunStarted":
                 found.append([])
+                starts += 1
+                if not lives:
+                    back = {**event, "kind": "WentBack"}
+                    found[-1] += [
+                        back,
+                        {
+                            **event,
+                            "kind": "Reformed",
+                            "uid": f"r{rank}.{starts}",
+                            "generation": starts,
+                            "members": event["world"],
+                        },
+                    ]
             elif event["kind"] == "TeamFormed":
                 number = BATCH_OF_A_LIFE * order.index(event["life"]) + event["generation"]
                 found[-1].append({**event, "kind": "Reformed", "uid": f"r{rank}.{len(found)}", "generation": number})
@@ -238,16 +265,14 @@ def members_of(logs: Sequence[Sequence[Record]]) -> list[list[Record]]:
     return found
 
 
-def next_step_s(logs: Sequence[Sequence[Record]], at_s: float, *, joins: bool) -> float:
-    """Seconds to the first step of the next generation: from `at_s`, or (`joins`) from the last step before that generation."""
-    formed = min(
-        (e["time_s"] for log in logs for e in log if e["kind"] == "TeamFormed" and e["time_s"] > at_s), default=None
-    )
+def next_step_s(logs: Sequence[Sequence[Record]], at_s: float, *, formed: str, joins: bool) -> float:
+    """Seconds to the first step of the next generation, which begins with an event `formed`: from `at_s`, or (`joins`) from the last step before that generation."""
+    first = min((e["time_s"] for log in logs for e in log if e["kind"] == formed and e["time_s"] > at_s), default=None)
     steps = [e["time_s"] for log in logs for e in log if e["kind"] == "StepEnded"]
-    after = [s for s in steps if formed is not None and s > formed]
-    if formed is None or not after:
+    after = [s for s in steps if first is not None and s > first]
+    if first is None or not after:
         raise RunError("no generation came after the event")
-    return min(after) - (max(s for s in steps if s < formed) if joins else at_s)
+    return min(after) - (max(s for s in steps if s < first) if joins else at_s)
 
 
 def main() -> int:
@@ -256,6 +281,7 @@ def main() -> int:
         prog="python -m phalanx_lab.bench.slurm", description="Jobs that are hurt under a SLURM of emulated nodes."
     )
     parser.add_argument("--events", nargs="+", choices=EVENTS, default=EVENTS)
+    parser.add_argument("--ways", nargs="+", choices=tuple(SCRIPTS), default=tuple(SCRIPTS))
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     found = []
@@ -263,15 +289,15 @@ def main() -> int:
         base = Path(name)
         prepare(base)
         right = calm(base)
-        for seed in range(args.seeds):
-            for event in args.events:
-                folder = base / f"{event}-{seed}"
-                folder.mkdir()
-                (folder / "slurm.sh").write_bytes((base / "slurm.sh").read_bytes())
-                for shared in ("text", "cache"):
-                    (folder / shared).symlink_to(base / shared)
-                found.append(run_event(cluster, folder, event=event, seed=seed, right=right))
-                print(found[-1], flush=True)
+        for seed, way, event in itertools.product(range(args.seeds), args.ways, args.events):
+            if (way, event) == ("fixed", "grow"):
+                continue
+            folder = base / f"{way}-{event}-{seed}"
+            folder.mkdir()
+            for shared in ("text", "cache", SCRIPTS[way]):
+                (folder / shared).symlink_to(base / shared)
+            found.append(run_event(cluster, folder, way=way, event=event, seed=seed, right=right))
+            print(found[-1], flush=True)
     print(json.dumps([asdict(one) for one in found], indent=1))
     return int(any(one.problems for one in found))
 
