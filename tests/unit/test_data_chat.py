@@ -244,6 +244,26 @@ def test_a_template_that_rewrites_what_it_wrote_is_refused(tmp_path: Path) -> No
         encode(tokenizer, TALK, THINKS)
 
 
+OPENED = "{% if not messages %}{{ '<|h|>assistant\n' }}{% endif %}" + (
+    "{% for m in messages %}{{ ('<|b|>' if loop.first else '') + '<|h|>' + m.role + '\n' + m.content | trim + '<|e|>' }}{% endfor %}"
+    "{% if messages and add_generation_prompt %}{{ '<|h|>assistant\n' }}{% endif %}"
+)
+"""Llama 3's: what begins the first message stands before no other, and not before a prompt alone."""
+
+
+def test_a_conversation_may_begin_with_an_answer() -> None:
+    talk = (("assistant", " Hello.\n"), ("user", "2 + 2?"), ("assistant", "Four."))
+    process = TemplateProcess(ChatTemplate(name="t", source=OPENED))
+    assert process.render(talk) == [
+        ("<|b|><|h|>assistant\n", False), ("Hello.<|e|>", True), ("<|h|>user\n2 + 2?<|e|><|h|>assistant\n", False), ("Four.<|e|>", True), ("", False),
+    ]  # fmt: skip
+    process.close()
+    process = TemplateProcess(ChatTemplate(name="t", source=OPENED.replace("m.role +", "'assistant: ' +")))
+    with pytest.raises(NotRenderedError, match="beginning of an answer where the assistant begins"):
+        process.render(talk)
+    process.close()
+
+
 def test_a_template_knows_the_end_of_documents_without_a_config(tmp_path: Path) -> None:
     """Of a vocabulary that is trained here, for example."""
     tokenizer = tokenizer_of(vocabulary(tmp_path))

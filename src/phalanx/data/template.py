@@ -328,13 +328,24 @@ class _Renderer:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.text(messages[:i], True)
             after = self.text(messages[: i + 1], False) if i + 1 < len(messages) else whole
+            before = self.text(messages[:i], True)
+            if i == 0 and not after.startswith(before):
+                before = self._begun(after, message["content"])
             if not (whole.startswith(after) and after.startswith(before) and at <= len(before)):
                 raise _BrokenPromiseError(f"writes message {i + 1} otherwise where others follow it, so that where the answer lies cannot be told")  # fmt: skip
             sections += [(whole[at : len(before)], False), (after[len(before) :], True)]
             at = len(after)
         return [*sections, (whole[at:], False)]
+
+    def _begun(self, after: str, content: str) -> str:
+        """What a conversation that an assistant begins has before its words: the template writes more before a first message than before nothing."""
+        user = [{"role": "user", "content": "a"}]
+        prompt = self.text(user, True).removeprefix(self.text(user, False))
+        before = after[: after.find(prompt) + len(prompt)]
+        if prompt not in after or not after[len(before) :].lstrip().startswith(content.strip()):
+            raise _BrokenPromiseError("does not write the beginning of an answer where the assistant begins the conversation, so that where the answer lies cannot be told")  # fmt: skip
+        return before
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:  # fmt: skip
