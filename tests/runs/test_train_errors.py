@@ -123,11 +123,14 @@ def checkpoints(base: Path) -> CheckpointFolder:
 
 
 @pytest.mark.core
-def test_other_model_in_the_same_folder(run: CheckpointFolder, base: Path) -> None:
-    done = again(base, model__hidden=64)
+@pytest.mark.parametrize("recovery", [{"resilience__heal": "false"}, {"resilience__mode": "fast"}])
+def test_other_model_in_the_same_folder(run: CheckpointFolder, base: Path, recovery: dict[str, str]) -> None:
+    kept = {p: p.read_text() for p in (base / "runs" / "run").glob("recipe*.toml")}
+    done = again(base, model__hidden=64, folding__ep=1, **recovery)
     assert done.returncode == 2
     assert "model.hidden = 64: the checkpoint was written with 32" in done.stderr and "--run.name" in done.stderr
     assert checkpoints(base).steps() == [2, 4]
+    assert kept == {p: p.read_text() for p in (base / "runs" / "run").glob("recipe*.toml")}, "the recipe of the run"
 
 
 def test_other_samples_in_the_same_folder(run: CheckpointFolder, base: Path) -> None:

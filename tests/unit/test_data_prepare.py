@@ -384,6 +384,20 @@ def test_bad_lines_of_all_files_are_named_together(tmp_path, texts):
         assert not left_over(tmp_path)
 
 
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+def test_alike_lines_of_several_sources_are_counted_together(tmp_path, tokenizer):
+    files = [tmp_path / f"{name}.jsonl" for name in "abcd"]
+    for path in files:
+        path.write_text("{broken\n" * 6)
+    with pytest.raises(DataError) as caught:
+        prepare(config(tmp_path, *files[:2], tokenizer=tokenizer))
+    places = [p.where for p in caught.value.problems]
+    assert places == [*(f"{files[0]}:{line}" for line in (1, 2, 3)), f"9 more, the last of them {files[1]}:6"]
+    with pytest.raises(DataError, match="reading stopped after 20 wrong places") as caught:
+        prepare(config(tmp_path, *files, tokenizer=tokenizer))
+    assert caught.value.problems[-1].where == f"17 more, the last of them {files[3]}:2"
+
+
 @pytest.mark.parametrize("content", ["", '{"text": ""}\n' * 3])
 def test_an_empty_data_set(tmp_path, content):
     (tmp_path / "a.jsonl").write_text(content)

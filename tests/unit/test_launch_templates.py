@@ -308,6 +308,19 @@ def test_of_an_option_given_twice_the_last_one_counts() -> None:
     assert (asked.nodes, out, asked.settings) == (4, Path("b.sh"), ())
 
 
+def test_what_a_refused_file_is_told_to_add_can_be_added(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (LAUNCH.parent / "recipes/tiny.toml").read_text()
+    (tmp_path / "far.toml").write_text(text.replace("[run]\n", '[run]\nfolder = "/somewhere"\n', 1))
+    words = ["launch", "slurm", "far.toml", "--gpus-per-node", "0", "--launch.ranks", "1", "--folding.ep", "1"]
+    assert main(words) == 2 and "--run.folder /somewhere), or add --trust" in capsys.readouterr().err
+    assert main([*words, "--trust", "--data.sources", "far.toml"]) == 0
+    assert capsys.readouterr().err.count("note: ") == 1, "each note once, however often the recipe is read"
+    assert "SETTINGS=(--folding.ep 1 --data.sources far.toml --trust)" in Path("slurm.sh").read_text()
+
+
 def test_counts_beyond_all_reason_are_told_at_once() -> None:
     with pytest.raises(ConfigError, match=r"(?s)--nodes = 9+: must be at most.*--gpus-per-node = 9+: must be at most"):
         launch_of(nodes=10**20 - 1, gpus=10**20 - 1)

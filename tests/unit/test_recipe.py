@@ -208,6 +208,8 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     assert second == Problem(where="--train.steps", value=0, rule="must be at least 1", hint="use 1")
     with pytest.raises(ConfigError, match=r"is not a file; there is no recipe in .*/no"):
         load_recipe(tmp_path / "no" / "a.toml", [])
+    with pytest.raises(ConfigError, match=r"is not a file; did you mean 'laptop', which comes with Phalanx\?"):
+        load_recipe(tmp_path / "no" / "laptop.toml", [])
 
 
 def test_broken_files_say_where(tmp_path: Path) -> None:
@@ -218,7 +220,10 @@ def test_broken_files_say_where(tmp_path: Path) -> None:
     bad.write_bytes(b'[run]\nname = "\xff"')
     with pytest.raises(ConfigError, match=r"is not UTF-8 \(byte 14\)"):
         load_recipe(bad, [])
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory; give the path"):
+        load_recipe(tmp_path, [])
+    (tmp_path / "recipe.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"Is a directory; did you mean '.*/recipe\.toml'"):
         load_recipe(tmp_path, [])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,19 @@ def test_the_dry_run_has_a_verdict_in_the_second_command(written: Path, capsys: 
     assert " GB" not in text.replace("GiB", ""), "one unit of memory"
     if "stage  0" in text:
         assert "of the work  embedding" in text
+
+
+def test_the_step_that_the_search_ends_with_is_that_of_the_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its list is ranked with even routing; the recipe that it writes has a learned router."""
+    words = ["--model", "mixtral-8x7b", "--cluster", "h100x16", "--batch", "64", "--exact", "3"]
+    path = str(tmp_path / "found.toml")
+    assert main(["search", *words, "--recipe", path]) == 0
+    told = re.search(r"by the dry run a step takes ([^,]+), a rank (\S+ \S+)\n", capsys.readouterr().out)
+    assert told is not None and main(["train", path, "--dry-run", "--cluster", "h100x16"]) == 0
+    text = capsys.readouterr().out
+    assert f"predicted    step {told[1]}, MFU" in text and f"fits: {told[2]} of" in text
 
 
 def test_what_does_not_fit_is_refused_with_what_would(written: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""phalanx launch local|torchrun|slurm|kubernetes RECIPE [--nodes N] [--gpus-per-node G] [--elastic | --fixed] [--out FILE] [--section.key VALUE ...]
+"""phalanx launch local|torchrun|slurm|kubernetes RECIPE [--nodes N] [--gpus-per-node G] [--elastic | --fixed] [--trust] [--out FILE] [--section.key VALUE ...]
 
 Checks the recipe for the ranks that this launch gives, writes the script that starts it there, says why each choice was made, and ends with the next command. It starts nothing.
 
@@ -12,6 +12,7 @@ Checks the recipe for the ranks that this launch gives, writes the script that s
   --elastic           ranks and nodes may die, come and go while training goes on; wants every expert on resilience.f nodes
   --fixed             any mapping, on ranks that stay the same; a failure ends the run, which resumes from its newest sound checkpoint
                       (default: elastic on processors where the mapping allows it, else fixed)
+  --trust             as in `phalanx train`, and the script hands it on
   --out FILE          where to write it (default: the name of the template, in this folder)
   --section.key VALUE changes a setting, as in `phalanx train`
   --help              this text
@@ -58,7 +59,7 @@ def read_args(args: list[str]) -> tuple[Asked, Path | None]:
     numbers = {name: _take_number(rest, name, problems) for name in ("--nodes", "--gpus-per-node")}
     out = _take(rest, "--out", problems)
     ways = [word for word in ("--elastic", "--fixed") if word in rest]
-    rest = [word for word in rest if word not in ways]
+    trust, rest = "--trust" in rest, [word for word in rest if word not in (*ways, "--trust")]
     if len(ways) == 2:
         problems.append(Problem(where="--elastic, --fixed", value=None, rule="say the opposite", hint="leave one out"))
     where = rest.pop(0) if rest and not rest[0].startswith("--") else ""
@@ -72,7 +73,7 @@ def read_args(args: list[str]) -> tuple[Asked, Path | None]:
     raise_if(problems, ConfigError, subject="the arguments")
     asked = Asked(
         where=cast("Where", where), path=path, nodes=numbers["--nodes"], gpus=numbers["--gpus-per-node"],
-        elastic=None if not ways else ways == ["--elastic"], settings=tuple(rest),
+        elastic=None if not ways else ways == ["--elastic"], trust=trust, settings=tuple(rest),
     )  # fmt: skip
     return asked, Path(out) if out else None
 

@@ -183,7 +183,9 @@ def _space(args: argparse.Namespace) -> Space:
 
 def write_recipe(path: Path, found: Fitting, cluster: GpuCluster) -> str:
     """Write a recipe that fits, and say which it is and what comes next."""
+    from phalanx.cli.predicting.recipe import predict_on
     from phalanx.cli.predicting.searched import searched_text
+    from phalanx.simulate import resolve_recipe
 
     write_text(path, searched_text(found, cluster))
     which = (
@@ -191,8 +193,8 @@ def write_recipe(path: Path, found: Fitting, cluster: GpuCluster) -> str:
         if found.number is not None
         else f"the fastest that fits, {found.prediction.mapping.label()}"
     )
-    step = format_seconds(found.prediction.step.seconds)
-    lines = [f"{path}: {which}, step {step}, {format_bytes(found.peak_bytes)} a rank by the dry run"]
+    step = format_seconds(predict_on(found.recipe, resolve_recipe(found.recipe), cluster).step.seconds)
+    lines = [f"{path}: {which}; by the dry run a step takes {step}, a rank {format_bytes(found.peak_bytes)}"]
     lines += [f"  passed over: {text}" for text in found.passed_over[:SHOWN]]
     more, recipe = len(found.passed_over) - SHOWN, shlex.quote(str(path))
     lines += [f"  and {more} more"] if more > 0 else []

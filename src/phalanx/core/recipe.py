@@ -196,9 +196,13 @@ def _parse_file(reading: _Reading, path: Path) -> dict[str, object] | None:
         hint = nearest(path.name, beside) if beside else f"there is no recipe in {path.parent}"
         if is_name:
             hint = f"{nearest(path.name, [name.removesuffix('.toml') for name in beside])}; `phalanx recipes` lists those that come with Phalanx"
+        elif (PACKAGED / path.name).is_file():
+            hint = f"did you mean {path.stem!r}, which comes with Phalanx?"
         reading.add("recipe", str(path), "is not a file", hint)
     except OSError as error:
-        reading.add("recipe", str(path), f"cannot be read: {error.strerror}", "give the path of a .toml file")
+        of_a_run = path / "recipe.toml"
+        hint = f"did you mean {str(of_a_run)!r}?" if of_a_run.is_file() else "give the path of a .toml file"
+        reading.add("recipe", str(path), f"cannot be read: {error.strerror}", hint)
     except MalformedError as error:
         for problem in error.problems:
             reading.add("recipe", str(path), problem.rule, problem.hint)

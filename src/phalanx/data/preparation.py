@@ -308,7 +308,7 @@ def _write_stores(
     for source, folder in zip(sources, folders, strict=True):
 
         def build(target: Path, source: Source = source) -> None:
-            fraction, log = config.validation_fraction, ProblemLog()
+            fraction, log = config.validation_fraction, ProblemLog(whole=True)
             store.write_store(
                 target, source, tokenizer, fraction=fraction, log=log, progress=progress, template=template
             )

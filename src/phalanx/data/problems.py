@@ -11,15 +11,19 @@ ALIKE = 3
 
 
 class ProblemLog:
-    """Problems found so far. `add` raises DataError at the `MOST`-th, `raise_if_any` at the end of reading."""
+    """Problems found so far. `add` raises DataError at the `MOST`-th, `raise_if_any` at the end of reading.
 
-    def __init__(self) -> None:
+    `whole`: with all of them, for another log that will take them in; else alike ones are counted.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
         self.found: list[Problem] = []
+        self._whole = whole
 
     def add(self, problem: Problem) -> None:
         self.found.append(problem)
         if len(self.found) >= MOST:
-            raise DataError(self._told(), subject=f"the data (reading stopped after {MOST} problems)")
+            raise DataError(self._told(), subject=f"the data (reading stopped after {MOST} wrong places)")
 
     def extend(self, error: DataError) -> None:
         for problem in error.problems:
@@ -32,6 +36,8 @@ class ProblemLog:
 
     def _told(self) -> list[Problem]:
         """The first places of each kind of problem, and how many more there are."""
+        if self._whole:
+            return self.found
         kinds: dict[tuple[str, str], list[Problem]] = {}
         for problem in self.found:
             kinds.setdefault((problem.rule, problem.hint), []).append(problem)

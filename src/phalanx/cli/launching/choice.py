@@ -36,6 +36,8 @@ class Asked:
     """Of each node."""
     elastic: bool | None = None
     """None: where the mapping allows it."""
+    trust: bool = False
+    """As `phalanx train --trust`, here and in the script."""
     settings: tuple[str, ...] = ()
     """Further words of `phalanx train`."""
 
@@ -59,6 +61,7 @@ class Launch:
     """What is handed on to `phalanx train`, without what the script says by itself."""
     recipe: Recipe
     """As the ranks will get it."""
+    trust: bool = False
 
     @property
     def mode(self) -> str:
@@ -188,7 +191,7 @@ def _launch(asked: Asked, read: Recipe, *, elastic: bool) -> Launch:
     device = "cuda" if gpus else read.launch.device if here and asked.gpus is None else "cpu"
     return Launch(
         where=asked.where, path=asked.path, nodes=asked.nodes or (1 if here else 2), gpus=gpus, ranks=gpus or read.launch.ranks,
-        device=device, elastic=elastic, why="", settings=_without(asked.settings, OWN if elastic else OWN[:3]), recipe=read,
+        device=device, elastic=elastic, why="", settings=_without(asked.settings, OWN if elastic else OWN[:3]), recipe=read, trust=asked.trust,
     )  # fmt: skip
 
 
@@ -204,8 +207,11 @@ def _checked(launch: Launch, words: list[str], *, world: int | None) -> Launch |
     pods = launch.where == "kubernetes"
     more = [*words, "--checkpoint.fall_back", "true", "--launch.device", launch.device]
     more += ["--run.folder", "/runs", "--data.cache", "/runs/cache"] if pods else []
-    request = Request(recipe_path=launch.path, overrides=(*more, *launch.settings), dry_run=True, trust=pods)
+    request = Request(
+        recipe_path=launch.path, overrides=(*more, *launch.settings), dry_run=True, trust=pods or launch.trust
+    )
     try:
-        return replace(launch, recipe=read_recipe(request, world=world, several_machines=launch.nodes > 1))
+        recipe = read_recipe(request, world=world, several_machines=launch.nodes > 1, tell=lambda line: None)
+        return replace(launch, recipe=recipe)
     except ConfigError as err:
         return list(err.problems)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -16,6 +16,7 @@ from typing import cast
 from phalanx.core.arguments import take_word
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.process import say
 from phalanx.core.recipe import AutoDevice, AutoDtype, Device, Dtype, load_recipe, native_dtype
 from phalanx.core.service_address import is_loopback
 from phalanx.plan import run_problems
@@ -79,6 +80,7 @@ def read_recipe(
     several_machines: bool = False,
     auto_device: AutoDevice | None = None,
     auto_dtype: AutoDtype | None = None,
+    tell: Callable[[str], None] = say,
 ) -> Recipe:
     """The recipe, checked with its model on `world` ranks (None: launch.ranks). Raises `ConfigError` with every problem.
 
@@ -100,7 +102,7 @@ def read_recipe(
 
     recipe = load_recipe(
         request.recipe_path, request.overrides, check=check, auto_dtype=auto_dtype or run_dtype,
-        auto_device=auto_device or _device_here,
+        auto_device=auto_device or _device_here, tell=tell,
     )  # fmt: skip
     raise_if(_launch_problems(request, recipe, world), ConfigError, subject="the recipe")
     raise_if(_trust_problems(request, recipe), ConfigError, subject="the recipe")

@@ -77,7 +77,7 @@ def _shell(launch: Launch) -> dict[str, str]:
         "PYTHON=": f"PYTHON=${{PYTHON:-{shlex.quote(sys.executable)}}}",
         "DEVICE=": f"DEVICE=${{DEVICE:-{launch.device}}}",
         "RANKS=": f"RANKS=${{RANKS:-{launch.ranks}}}",
-        "SETTINGS=": f"SETTINGS=({shlex.join(launch.settings)})",
+        "SETTINGS=": f"SETTINGS=({shlex.join([*launch.settings, *(['--trust'] if launch.trust else [])])})",
     }
     if launch.where == "torchrun":
         lines["NODES="] = f"NODES=${{NODES:-{launch.nodes}}}"

@@ -96,7 +96,7 @@ class ElasticRun:
     spec: ModelSpec
     planner: RecoveryPlanner
     kept: Recipe | None = None
-    """What the run folder is to keep once the others have accepted this host; None: it does."""
+    """What the run folder is to keep once the run goes on with it: a checkpoint may refuse it, and so may the other hosts. None: it does."""
 
 
 class ElasticMember:
@@ -261,6 +261,8 @@ class ElasticMember:
                 trainer.parts.state.make_room()
             begins = 0 if trainer is None else from_disk(trainer, team, found.plan if found else plan, committed=step)
             step, first = everyone.peers.gather(begins)[0], True
+            if team.rank == 0 and not team.begun:
+                self._keep_recipe()
             history = team.generation.number if team.begun else 0
         else:
             history = max(r.history for r in team.reports if r.uid in resolution.holders)
@@ -280,6 +282,16 @@ class ElasticMember:
             folding=plan.folding.label(), plan=plan.decision, built_s=built_s, moved_s=time.perf_counter() - begin_s, moved=moved,
             wanted=wanted_ranks(self.recipe), holders=self._signs.holders, holders_wanted=self.run.planner.floor,
         )  # fmt: skip
+
+    def _keep_recipe(self) -> None:
+        """What is kept is what is trained. A disk that refuses costs that, and not the member."""
+        run = self.run
+        if run.kept is None:
+            return
+        try:
+            run.folder.write_recipe(run.kept, run.prepared.tokenizer, run.prepared.template)
+        except RunError as err:
+            self.sinks(Note(level="warning", text=f"the recipe of the run could not be kept: {err}"))
 
     def _keep_watched(self, team: GroupEpoch) -> None:
         """A run whose first host is lost goes on being watched: at the first rank, until that host is back. On one host its supervisor starts the process anew."""

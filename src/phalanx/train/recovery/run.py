@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, RunError, raise_if
+from phalanx.core.errors import ConfigError, raise_if
 from phalanx.core.events import Emit, Event, Note
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.service_address import parse_service
@@ -189,9 +189,10 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     problems += planner.room_problems()
     raise_if(problems, ConfigError, subject="the recipe")
     again = recipe_to_keep(recipe if kept is None else kept)
-    if alone or not folder.has_recipe:
+    kept = None if joins else again
+    if not folder.has_recipe:
         folder.write_recipe(again, prepared.tokenizer, prepared.template)
-    kept = None if alone or joins else again  # the run may be another one, and refuse this host
+        kept = None if alone else kept
     return ElasticRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, planner=planner, kept=kept)
 
 
@@ -231,8 +232,6 @@ def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, w
             warm = partial(_warm_up, body, sinks)
             warm() if on_cpu else in_own_thread(warm)  # what it leaves goes to the thread of the first generation
         agent.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
-        if slot == 0:
-            _keep_recipe(run, sinks)
         why = run_member(agent, body, tell=body.tell, order=body.order, own_threads=not on_cpu)
         end.reason, is_watched = {"stopped": "interrupted"}.get(why, why), sinks.is_watched
     if is_watched and recipe.observe.is_for_people and body.outcome is not None:
@@ -244,16 +243,6 @@ def _answer_stop(sinks: Sinks) -> None:
     """Tell that the run stops, where its picture is drawn."""
     signal.sigwait({ANSWER_STOP})
     sinks(Note(level="info", text=STOPPING))
-
-
-def _keep_recipe(run: ElasticRun, sinks: Sinks) -> None:
-    """Once the run has accepted this host: what is kept is what is trained. A disk that refuses costs that, and not the member."""
-    if run.kept is None:
-        return
-    try:
-        run.folder.write_recipe(run.kept, run.prepared.tokenizer, run.prepared.template)
-    except RunError as err:
-        sinks(Note(level="warning", text=f"the recipe of the run could not be kept: {err}"))
 
 
 def _warm_up(body: ElasticMember, sinks: Sinks) -> None:
