@@ -58,7 +58,8 @@ MIXTRAL = Model(
     settings={"train.steps": 100_000, "optim.lr": 1e-4, "optim.warmup_steps": 500, "router.aux_loss": 0.01, "model.init_std": 0.01},
     comments={
         "train.steps": "ours: 105B tokens", "train.global_batch": "as in arXiv 2504.14960",
-        "optim.lr": f"{MEGATRON}, as decay and aux loss", "optim.warmup_steps": "the same", "model.init_std": "as in the example",
+        "optim.lr": f"{MEGATRON}, as decay and aux loss", "optim.warmup_steps": "the same",
+        "model.init_std": "as in the example",
     },
     source=("Shape: arXiv 2401.04088. The paper is silent about how it was trained: learning rate, warm-up, decay, router loss and initial weights", f"are {MEGATRON}."),
 )  # fmt: skip
@@ -96,7 +97,8 @@ MODELS = (
         comments={
             "train.steps": "14.8T tokens, as the paper", "train.global_batch": "the paper begins with it, and grows to 15360 in 469B tokens",
             "optim.lr": "the paper's", "optim.state_dtype": "of both moments, the paper's (section 3.3.2)", "optim.warmup_steps": "the paper's", "optim.decay_steps": "4.8T tokens; the paper's is a cosine, then two constants",
-            "router.aux_loss": "of a sequence", "router.bias_rate": "of balance without a loss", "model.init_std": "the paper's",
+            "router.aux_loss": "of a sequence", "router.bias_rate": "of balance without a loss",
+            "model.init_std": "the paper's; ours is less for matrices that add to the residual stream",
         },
         source=("arXiv 2412.19437, section 4.2: AdamW 0.9, 0.95, decay 0.1, clipped at 1, 2.2e-4 after 2,000 steps, then constant to 10T tokens,", "falling to a tenth; bias rate 0.001, balance loss 0.0001 in a sequence, one further token predicted (weight 0.3)."),
     ),

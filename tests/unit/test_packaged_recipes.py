@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from phalanx.cli.predicting.packaged import packaged_recipes, read_predicted
 from phalanx.cli.predicting.recipe import device_of, predict_on
 from phalanx.core.config import Recipe
 from phalanx.core.recipe import load_recipe
+from phalanx.core.rules import value_of
 from phalanx.plan.recovery import moment_bytes
 from phalanx.simulate import resolve_recipe
 from phalanx.simulate.hardware import GpuCluster, parse_cluster
@@ -105,11 +107,24 @@ def script() -> ModuleType:
     return module
 
 
-def test_the_command_writes_them(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("preset", "world"), [("olmoe-1b-7b", 8), ("mixtral-8x7b", 16)])
+def test_the_command_writes_them(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, world: int
+) -> None:
     monkeypatch.setattr(script, "PACKAGED", tmp_path)
-    model = next(m for m in script.MODELS if m.preset == "olmoe-1b-7b")
-    script.write("olmoe-1b-7b-8", model, parse_cluster("h100x8"))
-    assert (tmp_path / "olmoe-1b-7b-8.toml").read_text() == packaged_recipes()["olmoe-1b-7b-8"].read_text()
+    name = f"{preset}-{world}"
+    script.write(name, next(m for m in script.MODELS if m.preset == preset), parse_cluster(f"h100x{world}"))
+    assert (tmp_path / f"{name}.toml").read_text() == packaged_recipes()[name].read_text()
+
+
+def test_the_settings_of_the_command_are_in_all_recipes(script: ModuleType) -> None:
+    """Without the search, whose mapping takes its time."""
+    for model in script.MODELS:
+        for world in model.worlds:
+            path = packaged_recipes()[f"{model.preset}-{world}"]
+            recipe, text = load_recipe(path), path.read_text()
+            assert {name: value_of(recipe, name) for name in model.settings} == dict(model.settings)
+            assert all(words in text for words in (*model.source, *model.comments.values()))
 
 
 def test_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,11 +144,18 @@ def test_one_is_copied_and_never_over_a_file(tmp_path: Path, capsys: pytest.Capt
     out = tmp_path / "my own.toml"
     assert main(["recipes", "laptop", "--out", str(out)]) == 0
     assert out.read_text() == packaged_recipes()["laptop"].read_text()
-    assert capsys.readouterr().out == f"{out}: phalanx train '{out}'\n"
+    assert capsys.readouterr().out == f"{out}: next\n  phalanx train '{out}'\n"
     assert main(["recipes", "laptop"]) == 0 and capsys.readouterr().out == out.read_text()
     assert main(["recipes", "tiny", "--out", str(out)]) == 2 and "is there already" in capsys.readouterr().err
     assert main(["recipes", "mixtral-8x7b"]) == 2 and "mixtral-8x7b-" in capsys.readouterr().err
     assert main(["recipes", "--out", str(out)]) == 2 and "needs the name" in capsys.readouterr().err
+    big = tmp_path / "big.toml"
+    assert main(["recipes", "mixtral-8x7b-64", "--out", str(big)]) == 0
+    commands = capsys.readouterr().out.splitlines()[1:]
+    assert [shlex.split(line)[1:] for line in commands] == [
+        ["train", str(big), "--dry-run", "--cluster", "h100x64"],
+        ["launch", "slurm", str(big), "--nodes", "8"],
+    ]
 
 
 def test_a_name_is_a_recipe_where_no_such_file_is(

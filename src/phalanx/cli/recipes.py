@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.cli.predicting.packaged import packaged_recipes, read_predicted
+from phalanx.cli.predicting.packaged import next_commands, packaged_recipes, read_predicted
 from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, Problem, nearest
 from phalanx.core.files import check_writable, write_text
@@ -16,7 +16,7 @@ from phalanx.simulate import resolve_recipe
 from phalanx.simulate.hardware import parse_cluster
 
 HEADS = ("name", "model", "parameters", "active", "GPUs", "cluster", "step", "MFU", "memory")
-EPILOG = "phalanx train NAME trains one. Step, MFU (causal) and memory of a GPU are predicted, not measured: phalanx train NAME --dry-run --cluster CLUSTER says more."
+EPILOG = "phalanx train NAME trains one here, phalanx launch slurm NAME --nodes N one of N hosts with 8 GPUs each. Step, MFU (causal) and memory of a GPU are predicted, not measured: phalanx train NAME --dry-run --cluster CLUSTER says more."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         raise _wrong("--out", str(args.out), "is there already", "name another file, or remove it")
     check_writable(args.out)
     write_text(args.out, text)
-    print(f"{args.out}: phalanx train {shlex.quote(str(args.out))}")
+    print("\n  ".join([f"{args.out}: next", *next_commands(shlex.quote(str(args.out)), read_predicted(text))]))
     return 0
 
 

@@ -82,7 +82,12 @@ def _train(request: Request) -> int:
 
     launched = read_world()
     several = launched is not None and launched.local_world < launched.world
-    recipe = read_recipe(request, world=launched.world if launched else None, several_machines=several)
+    try:
+        recipe = read_recipe(request, world=launched.world if launched else None, several_machines=several)
+    except ConfigError as err:
+        if launched is None and request.recipe_path is not None:
+            err = ConfigError([*err.problems, *_elsewhere(request.recipe_path)], subject="the recipe")
+        raise err from None
     recipe, told = with_learning_rate(recipe)
     if recipe.observe.is_for_people and (launched is None or launched.rank == 0):
         for line in (*told, *changed_settings(recipe)):
@@ -91,6 +96,19 @@ def _train(request: Request) -> int:
         _show(recipe, launched, request.card_gb)
         return 0
     return start(recipe, os.environ, force=request.force)
+
+
+def _elsewhere(name: str) -> list[Problem]:
+    """What to do with a recipe that comes with Phalanx for a cluster, where it cannot be trained here."""
+    from phalanx.cli.predicting.packaged import next_commands, packaged_recipes, read_predicted
+    from phalanx.simulate.hardware import parse_cluster
+
+    path = packaged_recipes().get(name)
+    predicted = None if path is None else read_predicted(path.read_text(encoding="utf-8"))
+    if predicted is None or parse_cluster(predicted.cluster).hosts == 1:
+        return []
+    rule, hint = f"is for the GPUs of {predicted.cluster}", " or ".join(next_commands(name, predicted))
+    return [Problem(where="recipe", value=name, rule=rule, hint=hint)]
 
 
 def with_learning_rate(recipe: Recipe) -> tuple[Recipe, list[str]]:

@@ -107,7 +107,7 @@ def print_summary(
 def _figures(summary: RunSummary) -> Text:
     text = Text()
     text.append(
-        f"{summary.step} steps done; this time {format_count(summary.tokens)} tokens in {format_seconds(summary.seconds)}\n"
+        f"{summary.step} step{'' if summary.step == 1 else 's'} done; this time {format_count(summary.tokens)} tokens in {format_seconds(summary.seconds)}\n"
     )
     if summary.loss is not None:
         text.append(f"train loss       {loss_text(summary.loss)}\n")

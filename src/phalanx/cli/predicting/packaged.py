@@ -1,6 +1,6 @@
 """Recipes that come with Phalanx: their names, and what is predicted of each on its cluster, which stands in the head of its file.
 
-Must never change: the line is read by `phalanx recipes` alone; a test compares it with a fresh prediction.
+Must never change: the line tells a person where a recipe belongs, and decides nothing; a test compares it with a fresh prediction.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.recipe import PACKAGED
+from phalanx.simulate.hardware import parse_cluster
 from phalanx.simulate.step import Prediction
 
 _LINE = re.compile(r"^# predicted: cluster=(\S+) step_s=([0-9.]+) mfu=([0-9.]+) memory_bytes=([0-9]+)$", re.MULTILINE)
@@ -38,6 +39,17 @@ def read_predicted(text: str) -> Predicted | None:
         return None
     cluster, step_s, mfu, memory = found.groups()
     return Predicted(cluster=cluster, step_s=float(step_s), mfu=float(mfu), memory_bytes=int(memory))
+
+
+def next_commands(recipe: str, predicted: Predicted | None) -> list[str]:
+    """How a recipe is started where it belongs."""
+    if predicted is None:
+        return [f"phalanx train {recipe}"]
+    nodes = parse_cluster(predicted.cluster).hosts
+    return [
+        f"phalanx train {recipe} --dry-run --cluster {predicted.cluster}",
+        f"phalanx launch slurm {recipe} --nodes {nodes}",
+    ]
 
 
 def packaged_recipes() -> dict[str, Path]:

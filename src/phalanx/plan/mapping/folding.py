@@ -209,7 +209,7 @@ class Folding:
         """The folding in a few lines that a person reads."""
         same = "the same in both grids" if self.pp_groups_equal else "DIFFERENT in the two grids"
         lines = [
-            f"{self.world} ranks, two grids over the same ranks; pipeline groups are {same}",
+            f"{self.world} rank{'' if self.world == 1 else 's'}, two grids over the same ranks; pipeline groups are {same}",
             f"  attention  tp {self.tp} x cp {self.cp} x dp {self.dp} x pp {self.pp}",
             f"  experts    etp {self.etp} x ep {self.ep} x edp {self.edp} x pp {self.pp}",
         ]
