@@ -405,3 +405,13 @@ def unknown(value: Any, declared: str, models: Any, where: str) -> list[str]:
     for key in value.keys() & names.keys():
         problems += unknown(value[key], model.openapi_types[names[key]], models, f"{where}.{key}")
     return problems
+
+
+def test_a_recipe_of_another_cluster_says_how_to_ask_whether_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "slurm", "mixtral-8x7b-64", "--nodes", "4"]) == 0
+    assert "phalanx train mixtral-8x7b-64 --dry-run --cluster h100x32 says whether it fits" in capsys.readouterr().out
+    assert main(["launch", "slurm", "mixtral-8x7b-64", "--nodes", "8", "--out", "right.sh"]) == 0
+    assert "whether it fits" not in capsys.readouterr().out

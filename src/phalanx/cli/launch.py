@@ -123,13 +123,27 @@ def explain(launch: Launch, path: Path) -> str:
     }
     if launch.where in ("slurm", "kubernetes"):
         lines["processors"] = f"{cpus_of(launch)}{each}; edit the script for other sizes, a partition, memory"
-    lines |= _explain_place(launch)
+    lines |= _explain_cluster(launch, world) | _explain_place(launch)
     width = max(map(len, lines))
     text = [
         f"{path}: {launch.recipe.run.name} on {nodes}",
         *(f"  {name:<{width}}  {said}" for name, said in lines.items()),
     ]
     return "\n".join([*text, f"next: {_next(launch, path)}"])
+
+
+def _explain_cluster(launch: Launch, world: int) -> dict[str, str]:
+    """Where the recipe was made for more or fewer GPUs: how to ask whether it fits these."""
+    from phalanx.cli.predicting.packaged import read_predicted
+    from phalanx.core.recipe import recipe_file
+
+    predicted = read_predicted(recipe_file(Path(launch.path)).read_text(encoding="utf-8"))
+    kind, _, size = ("", "", "") if predicted is None else predicted.cluster.rpartition("x")
+    if not launch.gpus or size in ("", str(world)):
+        return {}
+    return {
+        "memory": f"the recipe is for {kind}x{size}; phalanx train {shlex.quote(launch.path)} --dry-run --cluster {kind}x{world} says whether it fits"
+    }
 
 
 def _explain_place(launch: Launch) -> dict[str, str]:

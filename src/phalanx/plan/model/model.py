@@ -122,11 +122,11 @@ class ModelSpec:
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
     def to_json(self) -> str:
-        """All numbers; what checkpoints are older than only where it is another."""
+        """All numbers but those of initial values, which a run has once it has begun; what checkpoints are older than only where it is another."""
         table = dataclasses.asdict(self)
-        for name, value in (("ffn_matrices", 3), ("init_std", 0.02)):
-            if table[name] == value:
-                del table[name]
+        del table["init_std"]
+        if self.ffn_matrices == 3:
+            del table["ffn_matrices"]
         return json.dumps(table, sort_keys=True)
 
     @property

@@ -54,7 +54,6 @@ TRAINING_SETTINGS = (
     "router.bias_rate",
     "model.mtp_layers",
     "model.mtp_weight",
-    "model.init_std",
 )
 """Settings of model and router that no config.json decides."""
 
