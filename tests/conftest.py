@@ -118,8 +118,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.line(line)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def one_thread() -> None:
+    """Before each test: one that runs a command in this process may have left more, and with them a process that is forked from here hangs in its first product."""
     import torch
 
     torch.set_num_threads(1)
