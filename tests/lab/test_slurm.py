@@ -121,9 +121,7 @@ def test_three_commands_of_the_page_survive_a_node_that_goes_down(cluster: Slurm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "event"), [(w, e) for w in slurm.SCRIPTS for e in slurm.EVENTS if (w, e) != ("fixed", "grow")]
-)
+@pytest.mark.parametrize(("way", "event"), slurm.CASES)
 def test_no_event_costs_a_sample(
     cluster: SlurmCluster, prepared: Path, right: dict[int, CalmStep], tmp_path: Path, way: str, event: str
 ) -> None:

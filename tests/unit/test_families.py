@@ -331,3 +331,10 @@ def test_a_box_finds_its_place_in_the_tensor() -> None:
     shared = up.box.intersection(box)
     assert shared == Box((1, 1, 2, 0), (1, 1, 3, 16)) and in_tensor(up, shared) == Box((1, 10, 0), (1, 3, 16))
     assert gate.box.intersection(Box((0, 1, 0, 0), (4, 1, 8, 16))) is None
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_initial_values_are_nothing_that_a_family_could_not_express(name: str) -> None:
+    family = BY_NAME[name]
+    spec = dataclasses.replace(PRESETS[family.preset], init_std=0.006)
+    assert family.express_problems(spec) == [] and family.says(family.config_of(spec), spec)

@@ -42,6 +42,7 @@ SURVIVED = ("down", "lose", "ranks", "grow")
 TOLD = ("requeue", "preempt")
 """Events of which the ranks are told before: they save the step under way."""
 SCRIPTS = {"elastic": "slurm.sh", "fixed": "slurm-torchrun.sh"}
+CASES = tuple((way, event) for way in SCRIPTS for event in EVENTS if (way, event) != ("fixed", "grow"))
 INTERVAL = 50
 """Steps between checkpoints."""
 STEPS, LONG = 120, 400
@@ -199,9 +200,8 @@ def run_event(
 ) -> JobOutcome:
     """A run from its beginning to its end, hurt once. Ends its jobs."""
     draw = random.Random(seed)
-    nodes = (
-        NODES - 1 if event == "grow" or way == "fixed" else NODES
-    )  # a fixed job needs another node for one that was lost
+    spare = event == "grow" or way == "fixed"  # a node that joins, or takes the place of one that was lost
+    nodes = NODES - 1 if spare else NODES
     steps = LONG if event == "grow" else STEPS
     job = SlurmJob(cluster, folder, way=way, nodes=nodes, steps=steps)
     other: int | None = None
@@ -246,17 +246,8 @@ def members_of(logs: Sequence[Sequence[Record]]) -> list[list[Record]]:
                 found.append([])
                 starts += 1
                 if not lives:
-                    back = {**event, "kind": "WentBack"}
-                    found[-1] += [
-                        back,
-                        {
-                            **event,
-                            "kind": "Reformed",
-                            "uid": f"r{rank}.{starts}",
-                            "generation": starts,
-                            "members": event["world"],
-                        },
-                    ]
+                    formed = {"uid": f"r{rank}.{starts}", "generation": starts, "members": event["world"]}
+                    found[-1] += [{**event, "kind": "WentBack"}, {**event, "kind": "Reformed", **formed}]
             elif event["kind"] == "TeamFormed":
                 number = BATCH_OF_A_LIFE * order.index(event["life"]) + event["generation"]
                 found[-1].append({**event, "kind": "Reformed", "uid": f"r{rank}.{len(found)}", "generation": number})
@@ -289,8 +280,8 @@ def main() -> int:
         base = Path(name)
         prepare(base)
         right = calm(base)
-        for seed, way, event in itertools.product(range(args.seeds), args.ways, args.events):
-            if (way, event) == ("fixed", "grow"):
+        for seed, (way, event) in itertools.product(range(args.seeds), CASES):
+            if way not in args.ways or event not in args.events:
                 continue
             folder = base / f"{way}-{event}-{seed}"
             folder.mkdir()

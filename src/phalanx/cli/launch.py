@@ -137,9 +137,11 @@ def _explain_cluster(launch: Launch, world: int) -> dict[str, str]:
     from phalanx.cli.predicting.packaged import read_predicted
     from phalanx.core.recipe import recipe_file
 
-    predicted = read_predicted(recipe_file(Path(launch.path)).read_text(encoding="utf-8"))
-    kind, _, size = ("", "", "") if predicted is None else predicted.cluster.rpartition("x")
-    if not launch.gpus or size in ("", str(world)):
+    predicted = read_predicted(recipe_file(Path(launch.path)).read_text(encoding="utf-8")) if launch.gpus else None
+    if predicted is None:
+        return {}
+    kind, _, size = predicted.cluster.rpartition("x")
+    if size == str(world):
         return {}
     return {
         "memory": f"the recipe is for {kind}x{size}; phalanx train {shlex.quote(launch.path)} --dry-run --cluster {kind}x{world} says whether it fits"

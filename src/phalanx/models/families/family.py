@@ -148,4 +148,4 @@ def differences(spec: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]
         for f in dataclasses.fields(spec.router)
         if f.name not in TRAINING_ONLY
     ]
-    return [p for p in pairs + routers if p[1] != p[2] and p[0] not in ("name", "router", "mtp_weight", "init_std")]
+    return [p for p in pairs + routers if p[1] != p[2] and p[0] not in ("name", "router", "mtp_weight")]
