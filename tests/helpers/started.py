@@ -50,9 +50,9 @@ from phalanx.train.step import warmup
 Seen = dict[str, str]
 
 MEASURED = re.compile(
-    r"_s$|mfu|memory|seconds|bytes$|waited|clock|slowness|streaks|recipe_hash|^reused$|_outcomes|_owner$|_at$|_checkpoint$"
+    r"_s$|mfu|memory|seconds|bytes$|waited|clock|slowness|streaks|recipe_hash|^reused$|_outcomes|_owner$|_at$|_checkpoint$|^kept$"
 )
-"""Fields of events and attributes that hold what a machine took, which differs from run to run."""
+"""Fields of events and attributes that differ from run to run: they hold what a machine took, or (`kept`, of an `ElasticRun`) whether another rank of the pool had written the recipe by then."""
 TAKEN = re.compile("_s$")
 FIGURES = re.compile(r" *[0-9][0-9.,]*( ?[a-zA-Z/%]+)?")
 """In what is printed: with their units, which follow the size, and with what fills up their column."""
