@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/make_recipes.py [NAME ...]        such as mixtral-8x7b-64; without a name all (minutes)
 
-The search is that of `phalanx search --routing learned`: a recipe trains its router, and the dry run predicts with one too.
+The search is that of `phalanx search`: a recipe trains its router, and the dry run predicts with one too.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def main(names: list[str]) -> int:
         "machine": f"{platform.machine()}, predicted, not measured",
         "date": datetime.date.today().isoformat(),
         "figures": {name: kept[name] for name in order if name in kept},
-        "note": "Predicted seconds of a step, and over the fastest of `phalanx search --routing learned`, whether that fits by the dry run or not.",
+        "note": "Predicted seconds of a step, and over the fastest of `phalanx search`, whether that fits by the dry run or not.",
     }
     RESULT.write_text(json.dumps(text, indent=2) + "\n")
     return 0
@@ -146,7 +146,7 @@ def write(name: str, model: Model, cluster: GpuCluster) -> dict[str, float]:
         predicted_line(cluster.name, p, peak),
         "",
         *model.source,
-        "Mapping: phalanx search --routing learned, the fastest that fits by the dry run.",
+        "Mapping: phalanx search, the fastest that fits by the dry run.",
         "",
         f"    phalanx train {name} --dry-run --cluster {cluster.name}",
         f"    phalanx launch slurm {name} --nodes {cluster.hosts} --data.sources my/text",

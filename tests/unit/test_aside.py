@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import resource
 import signal
 import time
 
@@ -65,6 +67,20 @@ def test_processes_that_die_leave_no_descriptors() -> None:
         aside._process.wait(30)
     aside.close()
     assert len(os.listdir("/proc/self/fd")) <= open_before
+
+
+def test_it_is_asked_beside_more_than_a_thousand_descriptors_too() -> None:
+    """A rank has some for each peer."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        aside = HelperProcess()
+        aside.begin(os.getpid)
+        assert aside.answer(os.getpid) != os.getpid()
+        aside.close()
 
 
 def test_one_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_it_fits_and_is_as_its_head_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", EACH)
 def test_its_mapping_is_that_of_the_search(name: str) -> None:
-    """Within 5 % of the first of `phalanx search --routing learned`, whether that fits by the dry run or not."""
+    """Within 5 % of the first of `phalanx search`, whether that fits by the dry run or not."""
     recipe, cluster = read(name)
     spec, train = resolve_recipe(recipe), recipe.train
     job = Job(spec=spec, seq_len=train.seq_len, global_batch=train.global_batch)

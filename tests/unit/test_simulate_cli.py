@@ -106,8 +106,8 @@ def test_hardware_is_listed_with_sources(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_search_and_the_recipe_of_its_winner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture, found = tmp_path / "s.json", tmp_path / "p.svg", tmp_path / "w.toml"
-    command = ["search", "--model", "mixtral-8x7b", "--cluster", "h100x64", "--batch", "128", "--exact", "12"]
-    assert main([*command, "--json", str(out), "--svg", str(picture), "--recipe", str(found)]) == 0
+    words = "--model mixtral-8x7b --cluster h100x64 --batch 128 --exact 12 --routing balanced"
+    assert main(["search", *words.split(), "--json", str(out), "--svg", str(picture), "--recipe", str(found)]) == 0
     text = capsys.readouterr().out
     result = json.loads(out.read_text())
     assert "best choice of each folding" in text and "even routing" in text

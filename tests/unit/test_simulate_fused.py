@@ -258,8 +258,8 @@ def test_a_search_asks_where_a_run_would_not_refuse(per_host: int) -> None:
 
 def test_a_search_finds_them_and_writes_their_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "mixtral-8x22b", "--cluster", "h100x64", "--batch", "64", "--top", "1", "--exact", "1"]
-    path = tmp_path / "best.toml"
-    assert main(["search", *words, "--schedules", "1f1b", "--ep-overlap", "fused", "--recipe", str(path)]) == 0
+    path, fused = tmp_path / "best.toml", ["--routing", "balanced", "--schedules", "1f1b", "--ep-overlap", "fused"]
+    assert main(["search", *words, *fused, "--recipe", str(path)]) == 0
     recipe = load_recipe(path, [])
     assert recipe.dispatch.overlap == "fused" and recipe.optim.bucket_mb == 0.0
     spec = resolve_recipe(recipe)

@@ -96,12 +96,12 @@ def search(
     seq_len: int = 4096,
     global_batch: int = 256,
     precision: Literal["bf16", "fp8", "fp32"] = "bf16",
-    routing: Literal["balanced", "learned"] = "balanced",
+    routing: Literal["balanced", "learned"] = "learned",
     keep: int = RERANKED,
 ) -> SearchResult:
     """The best mappings of a model (a preset, or a published one) on a cluster, the fastest first in `.best`.
 
-    `seq_len` is tokens, `global_batch` sequences of a step, `keep` how many are timed exactly. Raises `ConfigError`, or `PlanError` where nothing is legal or fits.
+    `seq_len` is tokens, `global_batch` sequences of a step, `routing` how tokens meet experts (`balanced`: evenly, as in benchmarks), `keep` how many are timed exactly. Raises `ConfigError`, or `PlanError` where nothing is legal or fits.
     """
     spec, found = _named(model, cluster)
     job = Job(spec=spec, seq_len=seq_len, global_batch=global_batch)

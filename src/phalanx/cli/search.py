@@ -151,8 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--routing",
         choices=("balanced", "learned"),
-        default="balanced",
-        help="how tokens meet experts (default balanced)",
+        default="learned",
+        help="how tokens meet experts: as under a trained router (default learned), or evenly, as in benchmarks",
     )
     add("--schedules", nargs="+", choices=tuple(schedules()), metavar="NAME", help=f"of {', '.join(schedules())}")
     add("--ep-overlap", nargs="+", choices=get_args(EpOverlap), metavar="HOW",
@@ -289,7 +289,7 @@ def describe(result: SearchResult, *, top: int, seconds: float) -> str:
         learned = predict(result.job, replace(first.uniform, routing=RouterModel(kind="learned")), result.cluster)
         lines.append(
             f"with even routing; the first under a learned router: {format_seconds(learned.step.seconds)}, "
-            f"{format_bytes(learned.peak_bytes)}{'' if learned.fits else ', which does not fit'} (--routing learned ranks by that)"
+            f"{format_bytes(learned.peak_bytes)}{'' if learned.fits else ', which does not fit'} (the default ranks by that)"
         )
     if first.nominal_s is not None:
         place = 1 + sum(p.nominal_s < first.nominal_s for p in result.best if p.nominal_s is not None)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import select
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
@@ -42,13 +46,43 @@ def write_message(pipe: BinaryIO | Any, data: bytes) -> None:
     pipe.flush()
 
 
-def read_message(pipe: BinaryIO | Any, *, most: int | None = None) -> bytes | None:
-    """One message; None at the end, and where it is longer than `most`."""
+def read_message(pipe: BinaryIO | Any) -> bytes | None:
+    """One message; None at the end."""
     head = pipe.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
     (length,) = LENGTH.unpack(head)
-    if most is not None and length > most:
-        return None
     data: bytes = pipe.read(length)
     return data if len(data) == length else None
+
+
+def ask(process: subprocess.Popen[bytes], question: bytes) -> None:
+    """Writes it in a thread: it may be longer than a pipe holds, and the program may not read yet, or never."""
+    threading.Thread(target=_write, args=(process.stdin, question), name="question", daemon=True).start()
+
+
+def _write(pipe: BinaryIO | Any, question: bytes) -> None:
+    with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+        write_message(pipe, question)
+
+
+def answer_of(process: subprocess.Popen[bytes], *, seconds: float, most: int | None = None) -> bytes | None:
+    """One message; None at the end, and where it is longer than `most`. Raises `TimeoutError` where it is not there in time, also where a kill would not end the program soon."""
+    assert process.stdout is not None
+    fd, end_s = process.stdout.fileno(), time.monotonic() + seconds
+    comes = select.poll()  # select() knows no descriptor above 1,023, and a rank of many peers has more
+    comes.register(fd, select.POLLIN)
+    found, wanted = bytearray(), LENGTH.size
+    while len(found) < wanted:
+        if not comes.poll(1000 * max(0.0, end_s - time.monotonic())):
+            raise TimeoutError
+        part = os.read(fd, min(wanted - len(found), 1 << 20))
+        if not part:
+            return None
+        found += part
+        if len(found) == LENGTH.size == wanted:
+            (length,) = LENGTH.unpack(found)
+            if most is not None and length > most:
+                return None
+            wanted += length
+    return bytes(found[LENGTH.size :])

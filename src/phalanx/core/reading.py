@@ -127,6 +127,8 @@ def parse_json(text: str | bytes, *, where: str, plain: bool = True) -> Any:
         found = (_PLAIN if plain else _PYTHONS).decode(text)
     except RecursionError:
         raise malformed(where, text[:40], _TOO_DEEP) from None
+    except json.JSONDecodeError as error:
+        raise malformed(where, text[:40], f"is not JSON: {error.msg}, {_place(error, text.rstrip())}") from None
     except ValueError as error:
         raise malformed(where, text[:40], f"is not JSON: {first_line(error)}") from None
     if nested > DEEPEST:
@@ -134,6 +136,13 @@ def parse_json(text: str | bytes, *, where: str, plain: bool = True) -> Any:
     if plain and "\\u" in text:
         _check_text(found, where)
     return found
+
+
+def _place(error: json.JSONDecodeError, text: str) -> str:
+    """Where in the text; of a text of one line, whose number the problem may have, without a line."""
+    if error.pos >= len(text):
+        return "at its end"
+    return f"at {f'line {error.lineno}, ' if chr(10) in text else ''}character {error.colno}"
 
 
 def parse_table(text: str | bytes, *, where: str) -> dict[str, Any]:

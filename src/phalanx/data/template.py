@@ -16,7 +16,6 @@ import resource
 import secrets
 import signal
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import DataError, Problem, first_line, nearest
-from phalanx.core.pipes import end_program, read_message, start_program, write_message
+from phalanx.core.pipes import answer_of, ask, end_program, read_message, start_program, write_message
 from phalanx.core.reading import load_json, malformed, parse_json, read_text, typed
 
 Message = tuple[str, str]
@@ -158,24 +157,14 @@ class TemplateProcess:
         return Problem(where=where, value=None, rule=told.error[:_SHOWN], hint=hint)
 
     def _ask(self, question: object) -> _Told:
-        process, late = self._process, threading.Event()
-        assert process.stdin is not None and process.stdout is not None
-
-        def too_late() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(self.bounds.wall_s, too_late)
-        timer.start()
+        ask(self._process, json.dumps(question).encode())
+        answer, late = None, False
         try:
-            write_message(process.stdin, json.dumps(question).encode())
-            answer = read_message(process.stdout, most=8 * self.bounds.output)
-        except OSError:
-            answer = None
-        finally:
-            timer.cancel()
+            answer = answer_of(self._process, seconds=self.bounds.wall_s, most=8 * self.bounds.output)
+        except TimeoutError:
+            late = True
         if answer is None:
-            rule = self._death(late.is_set())
+            rule = self._death(late)
             problem = Problem(where=self.template.name, value=None, rule=rule, hint="use another template: data.chat_template = chatml")  # fmt: skip
             raise DataError([problem], subject="the template")
         told: _Told = typed(parse_json(answer, where=self.template.name), _Told, where=self.template.name)

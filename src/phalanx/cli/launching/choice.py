@@ -73,12 +73,9 @@ def choose(asked: Asked) -> Launch:
     raise_if(_too_many(asked), ConfigError, subject="the launch")
     problems = _problems(asked)
     found: Launch | list[Problem] = []
-    wrong = {p.where for p in problems}  # of such a number further ones would be told that nobody means
-    asked = replace(
-        asked,
-        nodes=None if "--nodes" in wrong else asked.nodes,
-        gpus=None if "--gpus-per-node" in wrong else asked.gpus,
-    )
+    asked = replace(asked, nodes=_legal(asked.nodes, 1), gpus=_legal(asked.gpus, 0))  # of what the hints say, the rest
+    if asked.where == "local":
+        asked = replace(asked, nodes=None)
     try:
         read = load_recipe(asked.path, asked.settings)
         found = (_local if asked.where == "local" else _several)(asked, read)
@@ -89,6 +86,10 @@ def choose(asked: Asked) -> Launch:
     known = {p.where for p in problems}
     problems += [p for p in found if p.where not in known] if isinstance(found, list) else []
     raise ConfigError(problems, subject="the launch")
+
+
+def _legal(count: int | None, least: int) -> int | None:
+    return None if count is None else min(max(count, least), MOST)
 
 
 def _too_many(asked: Asked) -> list[Problem]:

@@ -13,16 +13,13 @@ import contextlib
 import importlib
 import os
 import pickle
-import select
 import subprocess
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
-from phalanx.core.pipes import LENGTH, end_program, read_message, start_program, write_message
+from phalanx.core.pipes import answer_of, ask, end_program, read_message, start_program, write_message
 
 LIMIT_S = 60.0
 """An answer that takes longer is not waited for: the rank computes it itself."""
@@ -51,8 +48,7 @@ class HelperProcess:
         except OSError:
             return
         self._asked = asked
-        # in a thread: a question may be longer than a pipe holds, and the other side still imports
-        threading.Thread(target=_ask, args=(process.stdin, asked), name="question", daemon=True).start()
+        ask(process, asked)
 
     def answer(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """What `function` returns: that of the other process where just this was begun there, else computed here and now. Raises what it raises."""
@@ -84,32 +80,13 @@ class HelperProcess:
 
     def _read(self) -> bytes | None:
         """None where it could not say, and is gone or as good as that."""
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process is not None
         found = None
         with contextlib.suppress(OSError):
-            found = _read_until(self._process.stdout.fileno(), time.monotonic() + LIMIT_S)
+            found = answer_of(self._process, seconds=LIMIT_S)
         if found is None:
             self.close()
         return found
-
-
-def _ask(pipe: BinaryIO | Any, asked: bytes) -> None:
-    with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-        write_message(pipe, asked)
-
-
-def _read_until(fd: int, end_s: float) -> bytes | None:
-    """One message; None at the end, or where it is not there in time."""
-    found, wanted = b"", LENGTH.size
-    while len(found) < wanted:
-        ready, _, _ = select.select([fd], [], [], max(0.0, end_s - time.monotonic()))
-        part = os.read(fd, wanted - len(found)) if ready else b""
-        if not part:
-            return None
-        found += part
-        if len(found) == LENGTH.size == wanted:
-            wanted += LENGTH.unpack(found)[0]
-    return found[LENGTH.size :]
 
 
 def serve(modules: Sequence[str]) -> None:
