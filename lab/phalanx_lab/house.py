@@ -27,7 +27,8 @@ NO_FACE = {
     "phalanx.cli.planning": "parts of a command, imported when they are asked for",
     "phalanx.cli.predicting": "parts of a command, imported when they are asked for",
     "phalanx.kernels": "one word, the choice of a kernel's version",
-    "phalanx.kernels.cpu": "a library of operations: one file each, with its plain reference",
+    "phalanx.kernels.cpu": "a library: what operations are made of on a CPU",
+    "phalanx.kernels.ops": "a library of operations: one file each, with its plain reference",
     "phalanx.kernels.device.programs": "imported by its wrappers alone, when they are called",
     "phalanx.kernels.triton.programs": "imported by its wrappers alone, when they are called",
 }

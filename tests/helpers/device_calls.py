@@ -7,12 +7,6 @@ from functools import partial
 
 import torch
 
-from phalanx.kernels.cpu.adamw import adamw_
-from phalanx.kernels.cpu.cross_entropy import IGNORE
-from phalanx.kernels.cpu.permute import combine_rows, gather_rows
-from phalanx.kernels.cpu.rope import HeadNorms, RopeTable, apply_rope
-from phalanx.kernels.cpu.square_sum import square_sums
-from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.device.adamw import AdamRule, RunTable, fused_adamw
 from phalanx.kernels.device.cross_entropy import LossWork, losses_and_gradients, scaled
 from phalanx.kernels.device.norm import norm_backward, norm_forward
@@ -22,6 +16,12 @@ from phalanx.kernels.device.sorting import ends_of_groups, sort_keys, zero_empty
 from phalanx.kernels.device.sums import device_checksums
 from phalanx.kernels.device.swiglu import swiglu_backward
 from phalanx.kernels.device.three_parts import wide_product_backward
+from phalanx.kernels.ops.adamw import adamw_
+from phalanx.kernels.ops.cross_entropy import IGNORE
+from phalanx.kernels.ops.permute import combine_rows, gather_rows
+from phalanx.kernels.ops.rope import HeadNorms, RopeTable, apply_rope
+from phalanx.kernels.ops.square_sum import square_sums
+from phalanx.kernels.ops.swiglu import swiglu
 
 DTYPES = (torch.bfloat16, torch.float32)
 TOKENS, HIDDEN = 4096, 2048

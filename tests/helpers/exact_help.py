@@ -229,7 +229,7 @@ def _fp32_sums(rank: int) -> Any:
 
 def _joined_rows(rank: int) -> Any:
     """Products of an expert over the rows of all sources together."""
-    from phalanx.kernels.cpu import exact_experts
+    from phalanx.kernels.ops import exact_experts
 
     sound = exact_experts.chunks_of
     return mock.patch.object(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from phalanx.kernels.cpu.cross_entropy import IGNORE
+from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.layout.parameters import Box

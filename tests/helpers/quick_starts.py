@@ -6,8 +6,8 @@ measured against, is that of a smaller product for a shorter time (0.6 to 1.2 s 
 
 from __future__ import annotations
 
-from phalanx.kernels.cpu import attention, cross_entropy, grouped, norm, rope, square_sum
 from phalanx.kernels.cpu.scripted import scripted
+from phalanx.kernels.ops import attention, cross_entropy, grouped, norm, rope, square_sum
 from phalanx.train.setup import machine
 
 machine.RATE_SIZES, machine.RATE_SECONDS = (256,), 0.02

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx.core.errors import RunError
-from phalanx.kernels.cpu.deferred import DeferredGradients
+from phalanx.kernels.ops.deferred import DeferredGradients
 from phalanx_lab.bench.pipeline.command import CONFIGURATIONS, PipelineArgs, _cluster, _edges, _result
 from phalanx_lab.bench.pipeline.models import MODELS, STAGES, PacedPasses, PassPace, StageModel, gradient_digest
 

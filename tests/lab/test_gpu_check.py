@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from phalanx.cli.main import run_command
-from phalanx.kernels.cpu import swiglu
+from phalanx.kernels.ops import swiglu
 from phalanx.runtime.moe import overlap
 from phalanx_lab.gpu_check import healing, parity, streams, whole_runs
 from phalanx_lab.gpu_check.checks import CheckLine, GpuCheck

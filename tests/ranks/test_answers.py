@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx.core.config import DataConfig, PipelineConfig, Recipe
-from phalanx.kernels.cpu.cross_entropy import IGNORE
+from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models.context import TokenBatch
 from phalanx.plan.mapping.folding import Folding, make_folding
 from phalanx.plan.moe.dispatch import DispatchSpec

@@ -25,7 +25,7 @@ from test_dispatch import (
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import ConfigError
-from phalanx.kernels.cpu.deferred import DeferredGradients, run as run_later
+from phalanx.kernels.ops.deferred import DeferredGradients, run as run_later
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.placement import Placement
 from phalanx.plan.moe.dispatch import DispatchSpec

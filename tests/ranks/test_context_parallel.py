@@ -16,7 +16,7 @@ from train_help import phalanx, train_args, write_text
 
 from phalanx.core.errors import RunError
 from phalanx.core.events import Collective
-from phalanx.kernels.cpu.attention import causal_attention
+from phalanx.kernels.ops.attention import causal_attention
 from phalanx.plan.attention.zigzag import make_layout
 from phalanx.runtime.comm import context_parallel
 from phalanx.runtime.comm.collectives import Collectives

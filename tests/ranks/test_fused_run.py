@@ -21,7 +21,7 @@ from program_help import TINY, Run, one_step, random_batch
 
 from phalanx.core.errors import ConfigError, PeerError, PlanError, RunError
 from phalanx.core.events import Collective, Event, Operation
-from phalanx.kernels.cpu.deferred import DeferredGradients, run
+from phalanx.kernels.ops.deferred import DeferredGradients, run
 from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory
 from phalanx.kernels.triton.tiles import SendShape, TileShape, is_interpreted
 from phalanx.models.shard import part_of

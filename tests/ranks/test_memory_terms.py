@@ -9,8 +9,9 @@ from memory_help import Watch, assembled, batches, changed, local_of, small_reci
 
 from phalanx.core.config import Recipe
 from phalanx.core.processor import Processor, this_processor
-from phalanx.kernels.cpu import adamw, attention, cross_entropy, grouped, shapes
+from phalanx.kernels.cpu import shapes
 from phalanx.kernels.native import compiled_rows
+from phalanx.kernels.ops import adamw, attention, cross_entropy, grouped
 from phalanx.kernels.triton.symmetric import ArenaSpec
 from phalanx.models.context import ForwardInfo
 from phalanx.plan.mapping.folding import Folding, make_folding

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import CheckpointError, ConfigError
-from phalanx.kernels.cpu.cross_entropy import IGNORE
+from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder
 from phalanx.models.mtp import tokens_ahead

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx.core.config import OptimConfig
-from phalanx.kernels.cpu.square_sum import square_sum
+from phalanx.kernels.ops.square_sum import square_sum
 from phalanx.plan.layout.parameters import FlatLayout, flat_layouts, local_param
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.placement import plain_placement

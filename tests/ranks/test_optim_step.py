@@ -11,7 +11,7 @@ import torch
 from tiers import some
 
 from phalanx.core.errors import RunError
-from phalanx.kernels.cpu.cross_entropy import IGNORE
+from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models.context import TokenBatch
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.model.model import RouterSpec, parameters

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import RunError
 from phalanx.kernels.cpu import tiles
-from phalanx.kernels.cpu.deferred import DeferredGradients, run
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.native import compiled_rows
+from phalanx.kernels.ops.deferred import DeferredGradients, run
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.moe import MoE
 from phalanx.plan.moe.dispatch import DispatchSpec

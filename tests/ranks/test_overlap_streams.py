@@ -15,9 +15,10 @@ from emulated_device import EmulatedDevice
 from thread_ranks import Hub, ThreadCollectives, run_threads, thread_groups
 from tiers import times
 
-from phalanx.kernels.cpu import permute, tiles
-from phalanx.kernels.cpu.deferred import DeferredGradients, run
+from phalanx.kernels.cpu import tiles
 from phalanx.kernels.cpu.lanes import SERIAL
+from phalanx.kernels.ops import permute
+from phalanx.kernels.ops.deferred import DeferredGradients, run
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec

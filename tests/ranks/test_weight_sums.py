@@ -13,10 +13,10 @@ import torch
 from program_help import TINY, Run, one_step, random_batch
 
 from phalanx.core.config import PipelineConfig
-from phalanx.kernels.cpu.grouped_mm import grouped_ffn
-from phalanx.kernels.cpu.linear import linear, projections
 from phalanx.kernels.device import weight_sums
 from phalanx.kernels.device.weight_sums import WeightSum, WeightSums, sums_of_experts
+from phalanx.kernels.ops.grouped_mm import grouped_ffn
+from phalanx.kernels.ops.linear import linear, projections
 from phalanx.models.shard import part_of
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.moe.dispatch import DispatchSpec

@@ -9,7 +9,7 @@ from memory_help import bench, local_of, small_recipe, small_spec
 
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import ConfigError
-from phalanx.kernels.cpu import block_attention
+from phalanx.kernels.ops import block_attention
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.runtime.pipeline import boundary

@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 from tiers import times
 
 from phalanx.core.processor import MULTIPLIES_BF16, Processor, this_processor
-from phalanx.kernels.cpu.attention import causal_attention
-from phalanx.kernels.cpu.grouped import _pieces, expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.kernels.ops.attention import causal_attention
+from phalanx.kernels.ops.grouped import _pieces, expert_ffn
 from phalanx.models.context import ModelContext
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.placement import plain_placement

@@ -74,7 +74,7 @@ def test_members_wait_for_the_device_where_the_source_says_so(traces: Traces, na
     for line in lines:
         file, number = line.split(":")
         assert "# SYNC:" in (Path(phalanx.__file__).parent / file).read_text().splitlines()[int(number) - 1], line
-    assert {line.split(":")[0] for line in lines} == {"runtime/comm/devices.py", "kernels/cpu/checksum.py"}
+    assert {line.split(":")[0] for line in lines} == {"runtime/comm/devices.py", "kernels/ops/checksum.py"}
     assert all(times <= 18 for *_, times in waits)
 
 

@@ -21,7 +21,7 @@ from phalanx.cli.main import main as program
 from phalanx.cli.verify import split_overrides
 from phalanx.core.config import FoldingConfig, PipelineConfig, Recipe
 from phalanx.core.errors import RunError
-from phalanx.kernels.cpu.cross_entropy import IGNORE
+from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.mapping.folding import Folding, fit_problems, legal_foldings
 from phalanx.plan.mapping.placement import LayerPlacements

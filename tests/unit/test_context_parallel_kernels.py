@@ -12,9 +12,10 @@ from hypothesis import given, settings, strategies as st
 from kernel_help import DTYPES, TOLERANCE, close, error, normal
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu import block_attention
-from phalanx.kernels.cpu.attention import causal_attention
-from phalanx.kernels.cpu.block_attention import (
+from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.ops import block_attention
+from phalanx.kernels.ops.attention import causal_attention
+from phalanx.kernels.ops.block_attention import (
     TILE,
     PartialAttention,
     SavedAttention,
@@ -23,7 +24,6 @@ from phalanx.kernels.cpu.block_attention import (
     strips,
     wide_type,
 )
-from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.plan.attention.zigzag import (
     AttentionBlock,
     SequenceLayout,

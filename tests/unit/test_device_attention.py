@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.kernels.cpu.attention import causal_attention
 from phalanx.kernels.device import attention
 from phalanx.kernels.device.attention import CUDNN_FIRST, FLASH_FIRST, device_attention
+from phalanx.kernels.ops.attention import causal_attention
 
 SEQUENCES, LENGTH, HEADS, KEYS, DIM = 2, 24, 4, 2, 16
 WHOLE, PACKED = ((24,), (24,)), ((10, 14), (1, 20, 3))

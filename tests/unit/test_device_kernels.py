@@ -11,18 +11,18 @@ from kernel_help import agree, close, normal, seeded
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
 
-from phalanx.kernels.cpu import grouped_mm
-from phalanx.kernels.cpu.grouped import expert_ffn
-from phalanx.kernels.cpu.grouped_mm import grouped_ffn
-from phalanx.kernels.cpu.norm import residual_norm
-from phalanx.kernels.cpu.permute import combine_rows, gather_rows, gather_weighted
-from phalanx.kernels.cpu.rope import HeadNorms, apply_rope, rope_table
-from phalanx.kernels.cpu.swiglu import PlainSwiglu, reference_swiglu
 from phalanx.kernels.device import norm, rope
 from phalanx.kernels.device.norm import fused_norm
 from phalanx.kernels.device.rope import fused_normed_rope, fused_rope
 from phalanx.kernels.device.rows import TakeWeighted, sum_rows, take_rows
 from phalanx.kernels.device.swiglu import fused_swiglu, swiglu_backward, swiglu_forward
+from phalanx.kernels.ops import grouped_mm
+from phalanx.kernels.ops.grouped import expert_ffn
+from phalanx.kernels.ops.grouped_mm import grouped_ffn
+from phalanx.kernels.ops.norm import residual_norm
+from phalanx.kernels.ops.permute import combine_rows, gather_rows, gather_weighted
+from phalanx.kernels.ops.rope import HeadNorms, apply_rope, rope_table
+from phalanx.kernels.ops.swiglu import PlainSwiglu, reference_swiglu
 from phalanx.kernels.triton.tiles import is_interpreted
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="Triton was told to compile (TRITON_INTERPRET=0)")

@@ -11,8 +11,8 @@ from kernel_help import agree, close, normal, seeded
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
 
-from phalanx.kernels.cpu.cross_entropy import IGNORE, linear_cross_entropy
 from phalanx.kernels.device.cross_entropy import LossWork, device_cross_entropy
+from phalanx.kernels.ops.cross_entropy import IGNORE, linear_cross_entropy
 from phalanx.kernels.triton.tiles import is_interpreted
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="Triton was told to compile (TRITON_INTERPRET=0)")

@@ -13,9 +13,9 @@ from kernel_help import normal
 from moe_help import context, moe_spec
 from test_model_decoder import gradients, variant, worst
 
-from phalanx.kernels.cpu import norm, permute, rope, swiglu
-from phalanx.kernels.cpu.cross_entropy import IGNORE, linear_cross_entropy
 from phalanx.kernels.device import LossWork, device_cross_entropy
+from phalanx.kernels.ops import norm, permute, rope, swiglu
+from phalanx.kernels.ops.cross_entropy import IGNORE, linear_cross_entropy
 from phalanx.kernels.triton.tiles import is_interpreted
 from phalanx.models import decoder
 from phalanx.plan.moe.dispatch import DispatchSpec

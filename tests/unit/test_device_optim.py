@@ -12,14 +12,14 @@ from kernel_help import close, normal
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
 
 from phalanx.core.config import OptimConfig
-from phalanx.kernels.cpu import narrow_moments
-from phalanx.kernels.cpu.adamw import adamw_
-from phalanx.kernels.cpu.checksum import POSITIVE, checksums, reference_checksum
-from phalanx.kernels.cpu.narrow_moments import adamw_of_narrow_, rounded
-from phalanx.kernels.cpu.square_sum import square_sums
 from phalanx.kernels.device import adamw, sums
 from phalanx.kernels.device.adamw import AdamRule, RunTable, fused_adamw
 from phalanx.kernels.device.sums import device_checksums, device_square_sums
+from phalanx.kernels.ops import narrow_moments
+from phalanx.kernels.ops.adamw import adamw_
+from phalanx.kernels.ops.checksum import POSITIVE, checksums, reference_checksum
+from phalanx.kernels.ops.narrow_moments import adamw_of_narrow_, rounded
+from phalanx.kernels.ops.square_sum import square_sums
 from phalanx.kernels.triton.tiles import is_interpreted
 from phalanx.plan.layout.parameters import flat_layouts
 from phalanx.plan.mapping.folding import make_folding

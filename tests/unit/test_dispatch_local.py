@@ -12,7 +12,7 @@ from tiers import times
 
 import phalanx.plan.moe.dispatch_local as dispatch_local
 from phalanx.core.errors import PlanError
-from phalanx.kernels.cpu.exact_experts import chunks_of
+from phalanx.kernels.ops.exact_experts import chunks_of
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.dispatch_local import plan_local_dispatch
 from phalanx.plan.placement.search.host_pool import equal_pool

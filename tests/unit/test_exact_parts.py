@@ -16,8 +16,6 @@ from tiers import times
 from phalanx.core.config import ResilienceConfig, TrainConfig
 from phalanx.core.samples import num_rounds, owned
 from phalanx.data.loader import Loader, ValidationLoader
-from phalanx.kernels.cpu.adamw import adamw_
-from phalanx.kernels.cpu.exact_experts import chunks_of, exact_expert_ffn
 from phalanx.kernels.cpu.fixed_point import (
     FixedSum,
     bits_for,
@@ -27,9 +25,11 @@ from phalanx.kernels.cpu.fixed_point import (
     limit,
     root_of_squares,
 )
-from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
+from phalanx.kernels.ops.adamw import adamw_
+from phalanx.kernels.ops.exact_experts import chunks_of, exact_expert_ffn
+from phalanx.kernels.ops.grouped import expert_ffn
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.model.model import PRESETS
 from phalanx.train.step.exact import CHUNK_ROWS, default_chunk_rows, exact_sums

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from kernel_help import LANES, agree, normal, pool_of
 
-from phalanx.kernels.cpu.attention import KEY_BLOCK, _blocks, _causal_bias, causal_attention
 from phalanx.kernels.device import device_attention
+from phalanx.kernels.ops.attention import KEY_BLOCK, _blocks, _causal_bias, causal_attention
 
 CASES = {
     "one document": (2, 4, 4, 16, ((40,), (40,))),

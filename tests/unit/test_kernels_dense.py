@@ -6,14 +6,14 @@ import pytest
 import torch
 from kernel_help import LANES, agree, normal, pool_of, seeded
 
-from phalanx.kernels.cpu.embedding import embed
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.kernels.cpu.linear import COLUMNS, ROWS, _Projections, linear, projections
-from phalanx.kernels.cpu.norm import residual_norm, rms_norm
-from phalanx.kernels.cpu.permute import combine_rows, gather_rows
-from phalanx.kernels.cpu.rope import apply_rope, rope_table
 from phalanx.kernels.cpu.shapes import BLOCK
-from phalanx.kernels.cpu.swiglu import swiglu
+from phalanx.kernels.ops.embedding import embed
+from phalanx.kernels.ops.linear import COLUMNS, ROWS, _Projections, linear, projections
+from phalanx.kernels.ops.norm import residual_norm, rms_norm
+from phalanx.kernels.ops.permute import combine_rows, gather_rows
+from phalanx.kernels.ops.rope import apply_rope, rope_table
+from phalanx.kernels.ops.swiglu import swiglu
 
 
 @LANES

@@ -6,8 +6,8 @@ import pytest
 import torch
 from kernel_help import LANES, agree, normal, pool_of, seeded
 
-from phalanx.kernels.cpu.grouped import MAX_PIECE, _pieces, expert_ffn
 from phalanx.kernels.cpu.shapes import padded_rows
+from phalanx.kernels.ops.grouped import MAX_PIECE, _pieces, expert_ffn
 
 COUNTS = {
     "mixed": (5, 0, 3, 20),

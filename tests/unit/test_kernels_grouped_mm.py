@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from kernel_help import close, normal, outcome
 
-from phalanx.kernels.cpu.deferred import DeferredGradients, run, target_of
-from phalanx.kernels.cpu.grouped import expert_ffn
-from phalanx.kernels.cpu.grouped_mm import grouped_ffn, products_of_groups
+from phalanx.kernels.ops.deferred import DeferredGradients, run, target_of
+from phalanx.kernels.ops.grouped import expert_ffn
+from phalanx.kernels.ops.grouped_mm import grouped_ffn, products_of_groups
 
 pytestmark = pytest.mark.unit
 
@@ -135,7 +135,7 @@ def test_what_is_kept_for_the_backward_pass(recompute: bool, poisoned: list[tupl
 def test_expert_ffn_hands_recompute_on(poisoned: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that computes nothing."""
     asked = []
-    monkeypatch.setattr("phalanx.kernels.cpu.grouped.grouped_ffn", lambda *a, **named: asked.append(named))
+    monkeypatch.setattr("phalanx.kernels.ops.grouped.grouped_ffn", lambda *a, **named: asked.append(named))
     x, w13, w2, r = (t.to("meta", torch.bfloat16) for t in _inputs((5, 3)))
     expert_ffn(x, w13, w2, (5, 3), row_weights_M=r, recompute=True)
     assert asked[0]["recompute"] is True and asked[0]["row_weights_M"] is r

@@ -11,10 +11,10 @@ from kernel_help import LANES, agree, normal, pool_of, seeded
 
 from phalanx.core.errors import DataError
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu import cross_entropy
-from phalanx.kernels.cpu.adamw import CHUNK, adamw_
-from phalanx.kernels.cpu.cross_entropy import IGNORE, VocabShard, linear_cross_entropy
 from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.kernels.ops import cross_entropy
+from phalanx.kernels.ops.adamw import CHUNK, adamw_
+from phalanx.kernels.ops.cross_entropy import IGNORE, VocabShard, linear_cross_entropy
 
 
 def _labels(tokens: int, vocab: int) -> torch.Tensor:

@@ -21,17 +21,17 @@ import torch
 from kernel_help import normal
 
 from phalanx.core.errors import DataError
-from phalanx.kernels.cpu.adamw import adamw_
-from phalanx.kernels.cpu.cross_entropy import linear_cross_entropy
-from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.kernels.cpu.norm import residual_norm, rms_norm
-from phalanx.kernels.cpu.permute import combine_rows
-from phalanx.kernels.cpu.rope import RopeTable, apply_rope
-from phalanx.kernels.cpu.square_sum import square_sum
-from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.native import build
 from phalanx.kernels.native.rows import CompiledRows, compiled_rows
+from phalanx.kernels.ops.adamw import adamw_
+from phalanx.kernels.ops.cross_entropy import linear_cross_entropy
+from phalanx.kernels.ops.grouped import expert_ffn
+from phalanx.kernels.ops.norm import residual_norm, rms_norm
+from phalanx.kernels.ops.permute import combine_rows
+from phalanx.kernels.ops.rope import RopeTable, apply_rope
+from phalanx.kernels.ops.square_sum import square_sum
+from phalanx.kernels.ops.swiglu import swiglu
 from phalanx.train.setup.rank import agreed_rows, name_of_rows
 
 needs_compiler = pytest.mark.skipif(compiled_rows() is None, reason="needs a C++ compiler")

@@ -9,8 +9,9 @@ import pytest
 import torch
 from kernel_help import normal
 
-from phalanx.kernels.cpu import attention, cross_entropy, grouped, norm, rope, scripted, square_sum
+from phalanx.kernels.cpu import scripted
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.ops import attention, cross_entropy, grouped, norm, rope, square_sum
 
 Outcome = list[torch.Tensor]
 

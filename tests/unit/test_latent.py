@@ -12,9 +12,9 @@ from moe_help import context
 
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import ConfigError
-from phalanx.kernels.cpu.attention import causal_attention
 from phalanx.kernels.cpu.lanes import SERIAL
-from phalanx.kernels.cpu.rope import rope_table
+from phalanx.kernels.ops.attention import causal_attention
+from phalanx.kernels.ops.rope import rope_table
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.latent import LATENT_EPS, LatentAttention
 from phalanx.models.layers import initialise

@@ -9,8 +9,8 @@ import pytest
 import torch
 from moe_help import context
 
-from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers import initialise, local_of, new_parameter

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.kernels.cpu.adamw import CHUNK, adamw_
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.narrow_moments import adamw_of_narrow_, rounded
 from phalanx.kernels.cpu.words import WORDS, reference_word_sum
+from phalanx.kernels.ops.adamw import CHUNK, adamw_
+from phalanx.kernels.ops.narrow_moments import adamw_of_narrow_, rounded
 
 RULE = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 

@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.deferred import DeferredGradients, run
-from phalanx.kernels.cpu.grouped import expert_ffn
-from phalanx.kernels.cpu.linear import linear, projections
+from phalanx.kernels.ops.deferred import DeferredGradients, run
+from phalanx.kernels.ops.grouped import expert_ffn
+from phalanx.kernels.ops.linear import linear, projections
 
 pytestmark = pytest.mark.unit
 IMPLS: tuple[Impl, ...] = ("fast", "reference")

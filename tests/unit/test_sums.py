@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.kernels.cpu.adamw import adamw_
-from phalanx.kernels.cpu.attention import causal_attention
-from phalanx.kernels.cpu.cross_entropy import linear_cross_entropy
-from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.kernels.cpu.linear import projections
 from phalanx.kernels.cpu.products import EVERY, ProductSums, reference_deviation, stands_alone, stands_out, tolerance_of
 from phalanx.kernels.cpu.words import WORDS, phase_of, reference_word_sum, word_sum
 from phalanx.kernels.native import compiled_rows, not_seen
+from phalanx.kernels.ops.adamw import adamw_
+from phalanx.kernels.ops.attention import causal_attention
+from phalanx.kernels.ops.cross_entropy import linear_cross_entropy
+from phalanx.kernels.ops.grouped import expert_ffn
+from phalanx.kernels.ops.linear import projections
 from phalanx.runtime.comm.sums import MessageNote, MessageSums, Passed, wrong_messages
 from phalanx.runtime.state.sums import StateSums
 

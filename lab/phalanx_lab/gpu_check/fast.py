@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from phalanx.kernels.cpu.adamw import adamw_
-from phalanx.kernels.cpu.cross_entropy import linear_cross_entropy
 from phalanx.kernels.cpu.words import word_sum
 from phalanx.kernels.device import WeightSum
+from phalanx.kernels.ops.adamw import adamw_
+from phalanx.kernels.ops.cross_entropy import linear_cross_entropy
 from phalanx.plan.model import flops_per_token
 from phalanx_lab.bench.ours import OurRun, Recompute
 from phalanx_lab.gpu_check.here import Here

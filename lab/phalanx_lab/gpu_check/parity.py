@@ -1,6 +1,6 @@
 """A3: each kernel by itself on the device, in fp32 and bf16, against its plain reference in fp64 on the CPU: outputs and every gradient.
 
-Calls the public functions of `kernels/cpu` alone, whatever stands behind them on the device. Memory is poisoned first, so that elements which a kernel leaves unwritten show.
+Calls the public functions of `kernels/ops` alone, whatever stands behind them on the device. Memory is poisoned first, so that elements which a kernel leaves unwritten show.
 
 Legend: B sequences, S length, A query heads, G key/value heads, D head dim, T tokens, K choices of a token, M rows, H hidden, F expert width, E experts, V vocabulary.
 """
@@ -19,13 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.core.config import OptimConfig
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu import attention, cross_entropy, grouped, norm, permute, rope, swiglu
-from phalanx.kernels.cpu.adamw import adamw_
-from phalanx.kernels.cpu.block_attention import PartialAttention, SavedAttention, attend, attend_backward
-from phalanx.kernels.cpu.checksum import checksums
-from phalanx.kernels.cpu.square_sum import square_sums
 from phalanx.kernels.cpu.words import on_host, word_sum
 from phalanx.kernels.device import WeightSum, padded
+from phalanx.kernels.ops import attention, cross_entropy, grouped, norm, permute, rope, swiglu
+from phalanx.kernels.ops.adamw import adamw_
+from phalanx.kernels.ops.block_attention import PartialAttention, SavedAttention, attend, attend_backward
+from phalanx.kernels.ops.checksum import checksums
+from phalanx.kernels.ops.square_sum import square_sums
 from phalanx.models.context import ForwardInfo
 from phalanx.models.router import Router, router_logits
 from phalanx.plan.attention import AttentionBlock

@@ -26,12 +26,12 @@ from phalanx.core import messages
 from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
 from phalanx.core.messages import message
-from phalanx.kernels.cpu.attention import causal_attention
-from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.kernels.cpu.norm import rms_norm
-from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.native import compiled_rows
+from phalanx.kernels.ops.attention import causal_attention
+from phalanx.kernels.ops.grouped import expert_ffn
+from phalanx.kernels.ops.norm import rms_norm
+from phalanx.kernels.ops.swiglu import swiglu
 from phalanx.runtime.comm import Axis, Collectives, GroupCache, Message, Peers, own_group
 from phalanx.runtime.processes import StopRequest, WorldInfo, close_world, init_world, run_local, threads_per_rank
 from phalanx.simulate.calibration import (

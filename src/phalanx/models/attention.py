@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.linear import projections
-from phalanx.kernels.cpu.rope import HeadNorms, RopeTable, apply_rope
+from phalanx.kernels.ops.linear import projections
+from phalanx.kernels.ops.rope import HeadNorms, RopeTable, apply_rope
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm
 from phalanx.models.parallel import KvHeads, SequenceParallel, ShardedRMSNorm, context_parallel

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from phalanx.kernels.cpu.rope import RopeTable
+from phalanx.kernels.ops.rope import RopeTable
 from phalanx.models.attention import Attention
 from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
 from phalanx.models.latent import LatentAttention

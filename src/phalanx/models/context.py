@@ -10,10 +10,10 @@ from typing import Literal
 
 import torch
 
-from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.device import WeightSums
+from phalanx.kernels.ops.deferred import DeferredGradients
 from phalanx.plan.layout import ExpertState
 from phalanx.plan.mapping import AnyPlacement, Stage, StagePlan, assign_stages
 from phalanx.plan.model import ModelSpec
@@ -59,7 +59,7 @@ class ModelContext:
     later: DeferredGradients | None = None
     """Where backward passes leave the weight gradients of matrices, if the schedule defers them."""
     sums: FixedSums | None = None
-    """Exact mode: experts compute unit by unit and add the gradients of their weights up here (`kernels/cpu/exact_experts.py`)."""
+    """Exact mode: experts compute unit by unit and add the gradients of their weights up here (`kernels/ops/exact_experts.py`)."""
     weight_sums: WeightSums | None = None
     """Where products add up gradients of weights themselves, on devices (`kernels/device/weight_sums.py`)."""
 

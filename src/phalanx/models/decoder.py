@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.cross_entropy import VocabShard, linear_cross_entropy
-from phalanx.kernels.cpu.rope import RopeTable, rope_table
+from phalanx.kernels.ops.cross_entropy import VocabShard, linear_cross_entropy
+from phalanx.kernels.ops.rope import RopeTable, rope_table
 from phalanx.models.block import Block
 from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm, initialise, new_parameter

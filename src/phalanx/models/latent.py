@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.rope import RopeTable, apply_rope
 from phalanx.kernels.device import padded
+from phalanx.kernels.ops.rope import RopeTable, apply_rope
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm
 from phalanx.models.parallel import SequenceParallel, context_parallel

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.linear import linear
-from phalanx.kernels.cpu.norm import residual_norm, rms_norm
+from phalanx.kernels.ops.linear import linear
+from phalanx.kernels.ops.norm import residual_norm, rms_norm
 from phalanx.models.context import ModelContext
 from phalanx.plan.layout import LocalParam, Piece, local_param
 from phalanx.plan.model import ModelSpec, ParamSpec, parameters

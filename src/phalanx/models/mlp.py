@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.linear import linear
-from phalanx.kernels.cpu.swiglu import swiglu
+from phalanx.kernels.ops.linear import linear
+from phalanx.kernels.ops.swiglu import swiglu
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.layers import new_parameter
 from phalanx.models.parallel import SequenceParallel

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.kernels.cpu.cross_entropy import IGNORE
+from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models.block import Block
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.embedding import embed
-from phalanx.kernels.cpu.norm import rms_norm
+from phalanx.kernels.ops.embedding import embed
+from phalanx.kernels.ops.norm import rms_norm
 from phalanx.models.context import ForwardInfo, ModelContext
 from phalanx.models.layers import RMSNorm, new_parameter
 from phalanx.plan.program import op_id

@@ -11,9 +11,9 @@ import torch
 from phalanx.core.config import OptimConfig
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.device import WeightSums
+from phalanx.kernels.ops.deferred import DeferredGradients
 from phalanx.models import Decoder, ModelContext
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.mapping import GRADIENT_RULES, GradientRule

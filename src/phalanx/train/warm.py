@@ -16,10 +16,10 @@ import threading
 import torch
 
 from phalanx.core.processor import Processor
-from phalanx.kernels.cpu.attention import causal_attention
-from phalanx.kernels.cpu.grouped import MAX_PIECE, expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.shapes import padded_rows
+from phalanx.kernels.ops.attention import causal_attention
+from phalanx.kernels.ops.grouped import MAX_PIECE, expert_ffn
 from phalanx.models import ModelContext
 from phalanx.plan.mapping import AnyFolding
 from phalanx.plan.moe import capacity

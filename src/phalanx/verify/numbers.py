@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from phalanx.kernels.cpu.cross_entropy import IGNORE
+from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models import TokenBatch
 from phalanx.plan.model import ParamSpec
 from phalanx.runtime.state import BoxTensor

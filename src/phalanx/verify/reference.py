@@ -25,8 +25,8 @@ from torch import nn
 
 from phalanx.core.errors import RunError
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.kernels.cpu.rope import rope_table
 from phalanx.kernels.native import compiled_rows
+from phalanx.kernels.ops.rope import rope_table
 from phalanx.models import Block, Decoder, ForwardInfo, ModelContext, Routing, TokenBatch, parts_of_all
 from phalanx.plan.layout import Box, local_param
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, make_folding, plain_placement

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from phalanx.core.errors import PhalanxError, Problem
-from phalanx.kernels.cpu.cross_entropy import IGNORE
+from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models.context import TokenBatch
 from phalanx.models.families import find_family
 from phalanx.models.families.family import Family, differences

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from phalanx.core.config import OptimConfig
-from phalanx.kernels.cpu.cross_entropy import IGNORE
+from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.families.names import shapes_of
 from phalanx.models.router import Router

@@ -36,7 +36,7 @@ from phalanx.core.arguments import read_words
 from phalanx.core.errors import RunError
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_seconds
-from phalanx.kernels.cpu.deferred import DeferredGradients
+from phalanx.kernels.ops.deferred import DeferredGradients
 from phalanx.plan.layout.tensors import whole_layout
 from phalanx.plan.pipeline.boundary.edges import EdgePlan, planned_edge
 from phalanx.plan.pipeline.comm import PipelinePlan, plan_pipeline

@@ -3,7 +3,7 @@
 Each stage is a transformer block on the whole rows of a micro-batch; the ranks of a stage compute the same, so that what crosses is
 replicated over them, as the activation between tensor-parallel layers is. In the U-shaped model the two lower stages give their output
 once more to the stage at the same height on the way up, which adds a projection of it. Matrices put their weight gradients off
-(`kernels/cpu/deferred.py`), so that every schedule runs the same products and adds them up in the same order.
+(`kernels/ops/deferred.py`), so that every schedule runs the same products and adds them up in the same order.
 
 *Paced*: ranks exceed processors here, so a pass does its computation and then waits until the time of its kind is over. What schedule and wire
 make of the passes is real; how long a pass takes is set.
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from phalanx.kernels.cpu.deferred import DeferredGradients, DeferredProduct, later_linear, run
+from phalanx.kernels.ops.deferred import DeferredGradients, DeferredProduct, later_linear, run
 from phalanx.plan.pipeline.schedule.clock import Edge
 from phalanx.runtime.pipeline.runner import Tensors
 

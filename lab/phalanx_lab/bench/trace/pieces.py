@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.kernels.cpu.adamw import adamw_
-from phalanx.kernels.cpu.cross_entropy import linear_cross_entropy
+from phalanx.kernels.ops.adamw import adamw_
+from phalanx.kernels.ops.cross_entropy import linear_cross_entropy
 from phalanx_lab.bench.trace.device import World
 from phalanx_lab.bench.trace.steps import CUDA, clear
 from phalanx_lab.bench.trace.watch import Witness

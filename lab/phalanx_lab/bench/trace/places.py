@@ -14,7 +14,7 @@ import phalanx
 
 HOME = str(Path(phalanx.__file__).parent) + "/"
 FILES = {
-    "kernels/cpu/cross_entropy.py": "loss",
+    "kernels/ops/cross_entropy.py": "loss",
     "train/step/optim.py": "optimizer",
     "train/step/vote.py": "vote",
 }

@@ -1,4 +1,1 @@
-"""Operations of a model on a CPU, each with its fast version and its plain reference.
-
-Each operation decides by `impl` which of the two runs, and how rows are cut into pieces for lanes (`Lanes`): by shapes alone, so that results never depend on the number of threads.
-"""
+"""What operations are made of on a CPU: lanes that share the work, shapes that it likes, products that are checked, sums in no order, tiles."""

@@ -4,7 +4,7 @@ A tile is rows of one slot from one source, or of a joint slot from all of them,
 turn comes, and the second product always in the same columns, so that results do not depend on the order of work. Gradients of weights
 are taken over all rows of a slot at once, slot after slot.
 
-The row weight multiplies the activation before the second product, as in `kernels/cpu/grouped.py`, whose `reference` is the plain twin. In the padded
+The row weight multiplies the activation before the second product, as in `kernels/ops/grouped.py`, whose `reference` is the plain twin. In the padded
 buffers a tile has `padded_rows` rows, zeros below its own, and so has a slot: they add nothing to any product.
 
 Legend: n entries of a source, r rows of a tile, m with padding, P rows of the padded buffers, H hidden, f expert width, F = 2f, e slots.

@@ -1,7 +1,7 @@
 """Operations of a model that are one launch each on a GPU, around the Triton programs in `programs/`.
 
 The room decides how work is cut into programs (by shapes alone, so that results depend on nothing else) and what a backward pass keeps. Nothing here reads a value of the device.
-The plain references, and who asks for which, are in `kernels/cpu`; `runs_programs` says whether the programs can run. Under Triton's interpreter they run on a CPU.
+The plain references, and who asks for which, are in `kernels/ops`; `runs_programs` says whether the programs can run. Under Triton's interpreter they run on a CPU.
 """
 
 from __future__ import annotations

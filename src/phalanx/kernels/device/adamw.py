@@ -52,7 +52,7 @@ def fused_adamw(
     scale: float | torch.Tensor,
     table: RunTable | None = None,
 ) -> None:
-    """Update fp32 masters and both moments (fp32, or bf16 as of `kernels/cpu/narrow_moments.py`) in place from `scale * grad`, and round the masters into `out`. All are contiguous; a `scale` that is a tensor is 0-d.
+    """Update fp32 masters and both moments (fp32, or bf16 as of `kernels/ops/narrow_moments.py`) in place from `scale * grad`, and round the masters into `out`. All are contiguous; a `scale` that is a tensor is 0-d.
 
     Without a `table` all have the same elements, which all decay. With one, `state` and `out` may have more, and what no run has stays as it is.
     """

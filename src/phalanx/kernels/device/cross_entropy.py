@@ -1,6 +1,6 @@
 """The last projection and the cross-entropy in one on devices: chunk by chunk, each a handful of launches whatever the vocabulary.
 
-As in `kernels/cpu/cross_entropy.py`, the gradient is made in the forward pass, in the place of the logits, for an upstream gradient of one. Two versions: Triton's
+As in `kernels/ops/cross_entropy.py`, the gradient is made in the forward pass, in the place of the logits, for an upstream gradient of one. Two versions: Triton's
 programs (two launches a chunk between the products) and plain operations. The host waits for neither.
 
 Legend: T tokens, H hidden, V vocabulary (of this rank), P ranks that share it, c tokens of a chunk, v rows of the weight.

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.swiglu import reference_swiglu
+from phalanx.kernels.ops.swiglu import reference_swiglu
 from phalanx.kernels.triton.first_product import Arrivals, fused_first
 from phalanx.kernels.triton.index import Arranged, SendIndex, arrange, send_index
 from phalanx.kernels.triton.second_product import Division, add_ranks, fused_second, send_entries

@@ -28,8 +28,9 @@ from typing import Any, Literal
 import torch
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.attention import Segments, causal_attention
-from phalanx.kernels.cpu.block_attention import (
+from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.ops.attention import Segments, causal_attention
+from phalanx.kernels.ops.block_attention import (
     Blocks,
     PartialAttention,
     SavedAttention,
@@ -37,7 +38,6 @@ from phalanx.kernels.cpu.block_attention import (
     attend_backward,
     wide_type,
 )
-from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.plan.attention import (
     SequenceLayout,
     attention_blocks,

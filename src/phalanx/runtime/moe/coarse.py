@@ -32,7 +32,7 @@ import torch
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.permute import combine_rows
+from phalanx.kernels.ops.permute import combine_rows
 from phalanx.plan.moe import DispatchPlan
 from phalanx.runtime.comm import RowsUnderWay, traced
 from phalanx.runtime.moe.dispatch import (

@@ -38,10 +38,10 @@ import numpy as np
 import torch
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.grouped_mm import ends_of
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.permute import combine_rows, gather_rows, gather_weighted, pick_weights
 from phalanx.kernels.device import SortedKeys, ends_of_groups, runs_programs, sort_keys
+from phalanx.kernels.ops.grouped_mm import ends_of
+from phalanx.kernels.ops.permute import combine_rows, gather_rows, gather_weighted, pick_weights
 from phalanx.plan.mapping import Placement
 from phalanx.plan.moe import (
     Chunks,

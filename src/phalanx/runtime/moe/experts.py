@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.deferred import DeferredGradients
-from phalanx.kernels.cpu.exact_experts import exact_expert_ffn
 from phalanx.kernels.cpu.fixed_point import FixedSums
-from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.device import WeightSums
+from phalanx.kernels.ops.deferred import DeferredGradients
+from phalanx.kernels.ops.exact_experts import exact_expert_ffn
+from phalanx.kernels.ops.grouped import expert_ffn
 from phalanx.runtime.comm import traced
 from phalanx.runtime.moe.dispatch import Dispatched, Dispatcher, KnownCounts
 
@@ -109,7 +109,7 @@ def rows_of_experts(
 def run_exact(
     call: MoeCall, *, dispatcher: Dispatcher, sums: FixedSums, kernels: Impl = "fast", lanes: Lanes = SERIAL
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`run_experts` with every product over rows of one source alone; the gradients of the slots go to `sums` and nowhere else (`kernels/cpu/exact_experts.py`)."""
+    """`run_experts` with every product over rows of one source alone; the gradients of the slots go to `sums` and nowhere else (`kernels/ops/exact_experts.py`)."""
     held = call.experts
 
     def compute(rows_MH: torch.Tensor, weights_M: torch.Tensor, sent: Dispatched) -> torch.Tensor:

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from phalanx.core.errors import ConfigError, PeerError, Problem, raise_if
-from phalanx.kernels.cpu.deferred import Target, target_of
-from phalanx.kernels.cpu.grouped_mm import can_group, products_of_groups, through_swiglu
-from phalanx.kernels.cpu.swiglu import swiglu
+from phalanx.kernels.ops.deferred import Target, target_of
+from phalanx.kernels.ops.grouped_mm import can_group, products_of_groups, through_swiglu
+from phalanx.kernels.ops.swiglu import swiglu
 from phalanx.kernels.triton import (
     ArenaSpec,
     Arranged,

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from phalanx.kernels.cpu.deferred import target_of
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.tiles import Geometry, SourceRows, TilePlace, TileProducts, block_units, column_units
+from phalanx.kernels.ops.deferred import target_of
 from phalanx.plan.moe import DispatchPlan
 from phalanx.plan.moe.overlap.prediction import WireBytes, choose_transport, wire_bytes
 from phalanx.plan.moe.overlap.tiles import (

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from phalanx.kernels.cpu.deferred import Target
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.kernels.cpu.permute import sum_places
 from phalanx.kernels.cpu.tiles import Geometry
+from phalanx.kernels.ops.deferred import Target
+from phalanx.kernels.ops.permute import sum_places
 from phalanx.plan.moe.overlap.tiles import MessageEnd, MessageKind, RankPlan, TileOp, rounds_of
 from phalanx.runtime.comm import Exchange, Message, backward_id
 from phalanx.runtime.moe.dispatch import Dispatcher

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.kernels.cpu.permute import sum_places
+from phalanx.kernels.ops.permute import sum_places
 from phalanx.plan.moe import DispatchPlan
 from phalanx.plan.moe.overlap.tiles import (
     RankPlan,

@@ -41,9 +41,9 @@ import torch
 
 from phalanx.kernels.cpu.fixed_point import FixedSum, FixedSums, fixed_read, fixed_squares, limit
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.square_sum import square_sums
 from phalanx.kernels.device import WeightSum, WeightSums
 from phalanx.kernels.native import CompiledRows
+from phalanx.kernels.ops.square_sum import square_sums
 from phalanx.plan.layout import FlatLayout, HolderPlan, sums_whole
 from phalanx.plan.program import gradient_id
 from phalanx.runtime.comm import Collectives, Exchange, Groups

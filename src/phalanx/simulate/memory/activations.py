@@ -60,7 +60,7 @@ class Local:
     widens: bool = False
     """A product of bf16 is summed up in a room of fp32 first (`Processor.widens_bf16`)."""
     exact: bool = False
-    """Products are over rows of one source alone, and weight gradients go to fixed point slot by slot (`kernels/cpu/exact_experts.py`)."""
+    """Products are over rows of one source alone, and weight gradients go to fixed point slot by slot (`kernels/ops/exact_experts.py`)."""
     sums_experts: bool = False
     """Gradients of experts are added up in buffers, to which their products may add them (`kernels/device/weight_sums.py`)."""
 
@@ -306,7 +306,7 @@ def kept_loss(x: Local) -> list[int]:
 
 
 def owed_layer(x: Local, layer: int) -> list[int]:
-    """`kernels/cpu/deferred.py`: what the products of a block's weight gradients need, where they are deferred: inputs and gradients of outputs."""
+    """`kernels/ops/deferred.py`: what the products of a block's weight gradients need, where they are deferred: inputs and gradients of outputs."""
     return owed_dense_part(x, layer) + (owed_experts(x) if layer in x.spec.moe_layers else [])
 
 

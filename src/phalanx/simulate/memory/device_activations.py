@@ -1,6 +1,6 @@
 """What a micro-batch leaves in the memory of a GPU, and what is needed only while something runs: `activations.py` for the kernels of devices.
 
-The functions have the names and the results of that module, which has the others too; each mirrors `kernels/device`, or the path that `kernels/cpu` takes on a device.
+The functions have the names and the results of that module, which has the others too; each mirrors `kernels/device`, or the path that `kernels/ops` takes on a device.
 tests/lab/test_device_trace.py compares their sums with traces of the real step (`phalanx bench trace`), shapes that nothing was fitted to among them. Nothing was measured on a GPU.
 
 Legend: as of `activations.py`.

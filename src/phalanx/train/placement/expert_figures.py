@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.kernels.cpu.grouped import expert_ffn
+from phalanx.kernels.ops.grouped import expert_ffn
 from phalanx.models import MoE
 from phalanx.plan.mapping import LayerPlacements, Placement
 from phalanx.runtime.comm import synchronize

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from phalanx.core.errors import PeerError, RunError
-from phalanx.kernels.cpu.checksum import checksums as device_sums
+from phalanx.kernels.ops.checksum import checksums as device_sums
 from phalanx.plan.layout import STATE_KINDS, Box, TensorLayout, cells
 from phalanx.plan.recovery import GenerationPlan, StateDescriptor, wave_id
 from phalanx.plan.reshard import Hosts, Move

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.kernels.cpu.cross_entropy import IGNORE
+from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models import Decoder, DecoderOutput, ForwardInfo, TokenBatch
 from phalanx.plan.mapping import Stage
 from phalanx.plan.model import ModelSpec

@@ -15,10 +15,10 @@ import torch
 
 from phalanx.core.config import OptimConfig
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.adamw import adamw_
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.narrow_moments import adamw_of_narrow_
 from phalanx.kernels.device import AdamRule, RunTable, fused_adamw, has_adamw
+from phalanx.kernels.ops.adamw import adamw_
+from phalanx.kernels.ops.narrow_moments import adamw_of_narrow_
 from phalanx.runtime.state import FamilyState, ReducedGradients, Segment, ShardedState
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from phalanx.kernels.cpu.deferred import DeferredGradients, DeferredProduct, run
+from phalanx.kernels.ops.deferred import DeferredGradients, DeferredProduct, run
 from phalanx.models import Decoder, DecoderOutput, ForwardInfo, TokenBatch
 from phalanx.plan.layout import stage_params
 from phalanx.plan.mapping import Folding, Stage, StagedFolding

@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.samples import owned
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.fixed_point import bits_for
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.ops.deferred import DeferredGradients
 from phalanx.models import Decoder, DecoderOutput, ForwardInfo, TokenBatch, update_expert_bias
 from phalanx.plan.mapping import AnyPlacement, Stage
 from phalanx.plan.model import ModelSpec

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from phalanx.kernels.cpu.deferred import Target
-from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.device import WeightSum, runs_programs, swiglu_backward, zero_empty_groups
+from phalanx.kernels.ops.deferred import Target
+from phalanx.kernels.ops.swiglu import swiglu
 
 
 def can_group(*tensors: torch.Tensor) -> bool:

@@ -24,9 +24,9 @@ import torch
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.fixed_point import FixedSum
-from phalanx.kernels.cpu.grouped import GroupedCall, SlotRows
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.swiglu import reference_swiglu
+from phalanx.kernels.ops.grouped import GroupedCall, SlotRows
+from phalanx.kernels.ops.swiglu import reference_swiglu
 
 Into = tuple[FixedSum | None, FixedSum | None]
 ALIGNMENT = 64
@@ -82,7 +82,7 @@ def _aligned(weight: torch.Tensor) -> torch.Tensor:
 
 
 class _CpuChunks(torch.autograd.Function):
-    """The pieces of work of `kernels/cpu/grouped.py`, each a chunk; in the backward pass a lane takes all chunks of a slot."""
+    """The pieces of work of `kernels/ops/grouped.py`, each a chunk; in the backward pass a lane takes all chunks of a slot."""
 
     @staticmethod
     def forward(

@@ -35,8 +35,8 @@ import numpy as np
 import torch
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.attention import with_columns
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.ops.attention import with_columns
 from phalanx.plan.attention import AttentionBlock
 
 TILE = 256

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from phalanx.kernels.cpu.adamw import CHUNK, adamw_
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.words import phase_of, reference_word_sum
 from phalanx.kernels.device import AdamRule, fused_adamw, has_adamw
+from phalanx.kernels.ops.adamw import CHUNK, adamw_
 
 NARROW = torch.bfloat16
 ROOM = 1 << 24

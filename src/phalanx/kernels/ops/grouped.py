@@ -25,15 +25,15 @@ import numpy as np
 import torch
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.deferred import DeferredGradients, Target, later_linear, target_of
-from phalanx.kernels.cpu.grouped_mm import can_group, grouped_ffn
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.products import Factors, ProductSums, checked_linear
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import padded_rows, spaced
-from phalanx.kernels.cpu.swiglu import reference_swiglu
 from phalanx.kernels.device import WeightSums, sums_of_experts
 from phalanx.kernels.native import CompiledRows
+from phalanx.kernels.ops.deferred import DeferredGradients, Target, later_linear, target_of
+from phalanx.kernels.ops.grouped_mm import can_group, grouped_ffn
+from phalanx.kernels.ops.swiglu import reference_swiglu
 
 MAX_PIECE = 2048
 """Rows of one piece of work: more does not help a product, and one overfull expert must not occupy one lane alone."""

@@ -1,7 +1,7 @@
 """`x weight^T + bias`, for one projection or several of the same input at once.
 
 On a CPU the output columns are cut into pieces for the lanes: a piece sees all rows, because oneDNN rearranges the weight at every call and
-that cost is shared by the rows. With `later` the gradients of the weights are put off (`kernels/cpu/deferred.py`).
+that cost is shared by the rows. With `later` the gradients of the weights are put off (`kernels/ops/deferred.py`).
 
 Legend: T rows, H inputs, O outputs of one projection.
 """
@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.deferred import DeferredGradients, Target, later_linear, target_of
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.products import checked_linear
 from phalanx.kernels.device import WeightSum, WeightSums, sums_of
+from phalanx.kernels.ops.deferred import DeferredGradients, Target, later_linear, target_of
 
 COLUMNS = 256
 """Width of a piece."""

@@ -14,11 +14,11 @@ import torch
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.norm import rms_norm
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import cache_blocks
 from phalanx.kernels.device import fused_normed_rope, fused_rope, runs_programs
 from phalanx.kernels.native import CompiledRows
+from phalanx.kernels.ops.norm import rms_norm
 from phalanx.plan.model import YarnSpec, amplitude, frequencies
 
 BLOCK_ROWS = 128
