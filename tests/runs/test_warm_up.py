@@ -114,16 +114,17 @@ def test_a_model_that_cannot_be_made_small_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "as_on", "micros"),
     [
-        {"resilience.mode": "exact"},
-        {"resilience.mode": "fast", "optim.zero": "1", "train.dtype": "bfloat16"},
-        {"resilience.mode": "fast", "resilience.slots_per_rank": "6", "folding.ep": None},
+        ({"resilience.mode": "exact"}, "cpu", 1),
+        ({"resilience.mode": "fast", "optim.zero": "1", "train.dtype": "bfloat16"}, "cuda", 2),
+        ({"resilience.mode": "fast", "resilience.slots_per_rank": "6", "folding.ep": None}, "cpu", 1),
     ],
 )
 def test_warming_up_is_one_step_of_a_small_model_that_leaves_nothing(
-    words: dict[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: dict[str, str | None], as_on: str, micros: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On GPUs of two micro-batches, because the second one's products add to what the first one's left."""
     write_text(tmp_path / "text")
     said = recipe_words(StormSetup(), tmp_path)
     given = dict(zip(said[::2], said[1::2], strict=True)) | {f"--{k}": v for k, v in words.items()}
@@ -142,6 +143,14 @@ def test_warming_up_is_one_step_of_a_small_model_that_leaves_nothing(
         assert reduced.tally.finite
         return commit(parts, reduced)
 
+    def batch(*args: Any, of: Any = warming.token_batch, **words: Any) -> Any:
+        batches.append(of(*args, **words))
+        return batches[-1]
+
+    batches = list[Any]()
+    recipe_of = warming._alone
+    monkeypatch.setattr(warming, "_alone", lambda recipe, _: recipe_of(recipe, torch.device(as_on)))
+    monkeypatch.setattr(warming, "token_batch", batch)
     monkeypatch.setattr(warming, "commit_step", counted)
     warm_up(
         recipe,
@@ -153,5 +162,6 @@ def test_warming_up_is_one_step_of_a_small_model_that_leaves_nothing(
         lanes=Lanes(),
     )
     (spec,) = steps
+    assert len(batches) == micros
     assert spec.num_layers <= 2 and spec.hidden == run.spec.hidden
     assert sorted(p.name for p in folder.path.rglob("*")) == before and not dist.is_initialized()

@@ -46,11 +46,11 @@ def warm_up(
     folder: RunFolder,
     lanes: Lanes,
 ) -> None:
-    """Meet the shapes of the run's products on `folding`, and make a step of one micro-batch with a small model of `spec`'s widths. Needs no other rank.
+    """Meet the shapes of the run's products on `folding`, and make a step with a small model of `spec`'s widths. Needs no other rank.
 
     Raises `RunError` where that step is not finite.
     """
-    alone = _alone(recipe)
+    alone = _alone(recipe, device)
     rank = Rank(
         recipe=alone,
         info=WorldInfo(rank=0, world=1),
@@ -112,16 +112,16 @@ def _fewer(spec: ModelSpec, least: int) -> Iterator[int]:
     return (n for n in range(max(1, least, spec.top_k), spec.num_experts + 1) if spec.num_experts % n == 0)
 
 
-def _alone(recipe: Recipe) -> Recipe:
-    """The recipe of one rank that makes one micro-batch a step."""
-    train = recipe.train
+def _alone(recipe: Recipe, device: torch.device) -> Recipe:
+    """The recipe of one rank that makes one micro-batch a step, on a GPU two: there the second one's products add to the first one's gradients, which are other kernels."""
+    train, micros = recipe.train, 1 if device.type == "cpu" else 2
     return replace(
         recipe,
         folding=FoldingConfig(),
         dispatch=replace(
             recipe.dispatch, overlap="serial"
         ),  # alone there is nothing to overlap, and nothing to calibrate
-        train=replace(train, global_batch=train.micro_batch),
+        train=replace(train, global_batch=micros * train.micro_batch),
         resilience=ResilienceConfig(
             mode=recipe.resilience.mode,
             chunk_rows=recipe.resilience.chunk_rows,
