@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from phalanx.core.recipe import load_recipe
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.plan.model.model import PRESETS, ModelSpec, model_problems
 from phalanx.train.recovery import run as elastic_run, warm_up as warming
+from phalanx.train.recovery.elastic import ElasticMember
 from phalanx.train.recovery.run import prepare_run
 from phalanx.train.recovery.warm_up import small_model, warm_up
 from phalanx.train.setup.run_folder import RunFolder
@@ -78,9 +80,9 @@ def test_the_recipe_that_all_hosts_share_says_nothing_of_one_of_them(tmp_path: P
     kept, told = (folder.path / "recipe.toml").read_text(), list[Any]()
     other = prepare_run(replace(recipe, optim=replace(recipe.optim, lr=0.5)), folder)
     assert (folder.path / "recipe.toml").read_text() == kept
-    elastic_run._keep_recipe(run, told.append)  # type: ignore[arg-type]
+    ElasticMember._keep_recipe(SimpleNamespace(run=run, sinks=told.append))  # type: ignore[arg-type]
     assert (folder.path / "recipe.toml").read_text() == kept and not told
-    elastic_run._keep_recipe(other, told.append)  # type: ignore[arg-type]
+    ElasticMember._keep_recipe(SimpleNamespace(run=other, sinks=told.append))  # type: ignore[arg-type]
     assert load_recipe(folder.path / "recipe.toml", []).optim.lr == 0.5 and not told
 
 
