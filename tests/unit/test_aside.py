@@ -72,7 +72,9 @@ def test_processes_that_die_leave_no_descriptors() -> None:
 def test_it_is_asked_beside_more_than_a_thousand_descriptors_too() -> None:
     """A rank has some for each peer."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 1200:
+        pytest.skip(f"this system allows {limits[1]} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
     with contextlib.ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
         for _ in range(1100):
