@@ -152,13 +152,12 @@ MEMORY = {
 ASKED = {
     "order": {"an empty micro-batch", "tiles", "a pipeline"},
     "runs": {"one rank", "padded", "plain", "saved", "fused", "full", "full, chunks", "tokens by DeepEP", "tokens by DeepEP, full"},
-    "measured": set(MEASURED),
 }  # fmt: skip
 """Cases of which some test asks more than that they run: always traced. Of the others some each day."""
 
 
 def today(group: str, cases: dict[str, Case], few: int) -> dict[str, Case]:
-    asked = ASKED.get(group, set())
+    asked = ASKED.get(group, set[str]())
     chosen = asked | set(some([name for name in cases if name not in asked], few))
     return {name: case for name, case in cases.items() if name in chosen}
 

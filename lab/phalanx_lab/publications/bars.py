@@ -57,7 +57,9 @@ def bars_markdown(outcomes: Sequence[RowOutcome], found: Sequence[SearchPlace]) 
     if asked:
         top = sum(p.place is not None and p.place <= 5 for p in asked)
         text = f"{top} of {len(asked)}: " + ", ".join(_place(p) for p in asked)
-        lines.append(("the printed best mapping in the top 5 of `phalanx search`", "all models", text))
+        lines.append(
+            ("the printed best mapping in the top 5 of `phalanx search --routing balanced`", "all models", text)
+        )
     return markdown_table(("bar", "asked", "found"), lines)
 
 

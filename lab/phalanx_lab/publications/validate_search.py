@@ -55,7 +55,7 @@ def _folding(outcome: RowOutcome) -> object:
 def places(
     outcomes: Sequence[RowOutcome], *, kept: int = 60, progress: Callable[[int, int], None] | None = None
 ) -> list[SearchPlace]:
-    """Search each job of `fastest`, with what `phalanx search` tries by default but for overlap of dispatch, which no published run here had."""
+    """Search each job of `fastest`, with what `phalanx search` tries by default under even routing, but for overlap of dispatch, which no published run here had."""
     asked, out = fastest(outcomes), []
     for number, outcome in enumerate(asked, start=1):
         row = outcome.row

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-LENGTH = struct.Struct("<Q")
+_LENGTH = struct.Struct("<Q")
 """Stands before each message."""
 
 
@@ -42,16 +42,16 @@ def end_program(process: subprocess.Popen[bytes]) -> None:
 
 
 def write_message(pipe: BinaryIO | Any, data: bytes) -> None:
-    pipe.write(LENGTH.pack(len(data)) + data)
+    pipe.write(_LENGTH.pack(len(data)) + data)
     pipe.flush()
 
 
 def read_message(pipe: BinaryIO | Any) -> bytes | None:
     """One message; None at the end."""
-    head = pipe.read(LENGTH.size)
-    if len(head) < LENGTH.size:
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
         return None
-    (length,) = LENGTH.unpack(head)
+    (length,) = _LENGTH.unpack(head)
     data: bytes = pipe.read(length)
     return data if len(data) == length else None
 
@@ -72,7 +72,7 @@ def answer_of(process: subprocess.Popen[bytes], *, seconds: float, most: int | N
     fd, end_s = process.stdout.fileno(), time.monotonic() + seconds
     comes = select.poll()  # select() knows no descriptor above 1,023, and a rank of many peers has more
     comes.register(fd, select.POLLIN)
-    found, wanted = bytearray(), LENGTH.size
+    found, wanted = bytearray(), _LENGTH.size
     while len(found) < wanted:
         if not comes.poll(1000 * max(0.0, end_s - time.monotonic())):
             raise TimeoutError
@@ -80,9 +80,9 @@ def answer_of(process: subprocess.Popen[bytes], *, seconds: float, most: int | N
         if not part:
             return None
         found += part
-        if len(found) == LENGTH.size == wanted:
-            (length,) = LENGTH.unpack(found)
+        if len(found) == _LENGTH.size == wanted:
+            (length,) = _LENGTH.unpack(found)
             if most is not None and length > most:
                 return None
             wanted += length
-    return bytes(found[LENGTH.size :])
+    return bytes(found[_LENGTH.size :])

@@ -21,7 +21,7 @@ GPUS = 8
 """Of a node, where neither the command line nor the recipe says otherwise."""
 OWN = ("launch.ranks", "launch.device", "resilience.heal", "resilience.mode")
 """Settings that the script gives by its own lines."""
-MOST = 100_000
+LEAST, MOST = {"--nodes": 1, "--gpus-per-node": 0}, 100_000
 """Nodes, and GPUs of each."""
 
 
@@ -73,9 +73,8 @@ def choose(asked: Asked) -> Launch:
     raise_if(_too_many(asked), ConfigError, subject="the launch")
     problems = _problems(asked)
     found: Launch | list[Problem] = []
-    asked = replace(asked, nodes=_legal(asked.nodes, 1), gpus=_legal(asked.gpus, 0))  # of what the hints say, the rest
-    if asked.where == "local":
-        asked = replace(asked, nodes=None)
+    nodes = None if asked.where == "local" else _legal("--nodes", asked.nodes)
+    asked = replace(asked, nodes=nodes, gpus=_legal("--gpus-per-node", asked.gpus))  # of what the hints say, the rest
     try:
         read = load_recipe(asked.path, asked.settings)
         found = (_local if asked.where == "local" else _several)(asked, read)
@@ -88,8 +87,9 @@ def choose(asked: Asked) -> Launch:
     raise ConfigError(problems, subject="the launch")
 
 
-def _legal(count: int | None, least: int) -> int | None:
-    return None if count is None else min(max(count, least), MOST)
+def _legal(name: str, count: int | None) -> int | None:
+    """That count, or the nearest that may be asked for."""
+    return None if count is None else min(max(count, LEAST[name]), MOST)
 
 
 def _too_many(asked: Asked) -> list[Problem]:
@@ -103,10 +103,9 @@ def _too_many(asked: Asked) -> list[Problem]:
 def _problems(asked: Asked) -> list[Problem]:
     found = []
     for name, value in (("--nodes", asked.nodes), ("--gpus-per-node", asked.gpus)):
-        least = 1 if name == "--nodes" else 0
-        if value is not None and not least <= value <= MOST:
-            near = least if value < least else MOST
-            found.append(Problem(where=name, value=value, rule=f"must be from {least} to {MOST:,}", hint=f"use {near}"))
+        if (near := _legal(name, value)) != value:
+            rule = f"must be from {LEAST[name]} to {MOST:,}"
+            found.append(Problem(where=name, value=value, rule=rule, hint=f"use {near}"))
     if asked.where == "local" and asked.nodes not in (None, 1):
         found.append(
             Problem(where="--nodes", value=asked.nodes, rule="local is one machine", hint="use torchrun or slurm")
