@@ -238,7 +238,7 @@ class _Groups:
 
 
 def _one_generation(
-    cache: GroupCache, agent: _Agent, body: elastic.ElasticMember, *, tell: Any, order: Any, own_threads: bool
+    cache: GroupCache, agent: _Agent, body: elastic.ElasticMember, *, tell: Any, order: Any, thread: Any
 ) -> str:
     """In the place of `run_member`: all ranks are there, none is ever lost, every step is committed."""
     names = [f"local.{i}" for i in range(dist.get_world_size())]

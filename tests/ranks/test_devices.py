@@ -27,7 +27,7 @@ from phalanx.plan.recovery_choice import choose_recovery
 from phalanx.runtime.comm import devices
 from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.devices import DeviceAbort, complete, in_own_thread
+from phalanx.runtime.comm.devices import DeviceAbort, DeviceThread, complete
 from phalanx.runtime.comm.exchange import Call
 from phalanx.runtime.comm.groups import SILENT, Axis, GroupCache
 from phalanx.runtime.comm.peers import Peers
@@ -406,8 +406,8 @@ class GroupCalls(threading.local):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("own_threads", [True, False])
-def test_a_message_that_was_refused_keeps_no_later_generation_from_posting(own_threads: bool) -> None:
+@pytest.mark.parametrize("thread", [DeviceThread(), None], ids=["of a device", "none"])
+def test_a_message_that_was_refused_keeps_no_later_generation_from_posting(thread: DeviceThread | None) -> None:
     calls, mine = GroupCalls(), RankProgress()
     tried: list[int] = []
     launched: list[bool] = []
@@ -437,12 +437,12 @@ def test_a_message_that_was_refused_keeps_no_later_generation_from_posting(own_t
         step=0, holds=False, describe=lambda: ("", {}), enter=lambda team, found: None, compute=compute,
         abort=lambda: refused.append(0), leave_epoch=lambda: None, finished=lambda: False,
     )  # fmt: skip
-    assert run_member(place, body, own_threads=own_threads) == "left"
-    assert len(refused) == 2 and launched == [own_threads]
+    assert run_member(place, body, thread=thread) == "left"
+    assert len(refused) == 2 and launched == [thread is not None]
 
 
 @pytest.mark.unit
-def test_a_thread_of_its_own_gives_what_the_work_does_and_ends_with_it() -> None:
+def test_work_on_a_device_has_one_thread_until_that_is_spoiled() -> None:
     threads: list[threading.Thread] = []
 
     def work() -> int:
@@ -450,12 +450,62 @@ def test_a_thread_of_its_own_gives_what_the_work_does_and_ends_with_it() -> None
         return 7
 
     def fails() -> None:
+        work()
+        thread.is_spoiled = True
         raise SystemExit(3)
 
-    assert in_own_thread(work) == 7
-    assert threads[0] is not threading.current_thread() and not threads[0].is_alive()
-    with pytest.raises(SystemExit, match="3"):
-        in_own_thread(fails)
+    with DeviceThread() as thread:
+        assert thread.run(work) == thread.run(work) == 7
+        with pytest.raises(SystemExit, match="3"):
+            thread.run(fails)
+        assert not threads[2].is_alive() and thread.run(work) == 7
+    assert threads[0] is threads[1] is threads[2] is not threads[3]
+    assert threading.current_thread() not in threads and not threads[3].is_alive()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("said", ["", "CUDA error: device-side assert triggered\nCompile with ..."])
+def test_a_process_whose_device_does_no_more_work_ends(
+    said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One that is sound goes on with the others. A stand-in for the device; what ends the process is caught."""
+
+    class Stream:
+        def query(self) -> bool:
+            if said:
+                raise RuntimeError(said)
+            return False
+
+    def ends(code: int) -> None:
+        raise SystemExit(code)
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("NCCL communicator was aborted")
+
+    def next_epoch(*_: object, **__: object) -> Any:
+        if entered:
+            raise Left
+        entered.append(1)
+        return SimpleNamespace(generation=SimpleNamespace(uids=("h.0",), number=1), reports=(), uid="h.0")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(os, "_exit", ends)
+    entered: list[int] = []
+    place: Any = SimpleNamespace(uid="h.0", team=None, progress=RankProgress(), next_epoch=next_epoch)
+    body: Any = SimpleNamespace(step=0, holds=False, describe=lambda: ("", {}), enter=refused, leave_epoch=lambda: None)
+    with DeviceThread() as thread:
+        if said:
+            with pytest.raises(SystemExit, match="1"):
+                run_member(place, body, thread=thread)
+            assert (
+                "h.0 has a device that does no more work (CUDA error: device-side assert triggered)"
+                in capfd.readouterr().err
+            )
+        else:
+            assert run_member(place, body, thread=thread) == "left"
 
 
 class Clock:

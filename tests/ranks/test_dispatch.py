@@ -25,7 +25,7 @@ from phalanx.plan.moe.dispatch import DispatchSpec, capacity, kept_pairs as kept
 from phalanx.plan.moe.dispatch_local import plan_local_dispatch
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, Groups
-from phalanx.runtime.moe.dispatch import CountsUnderWay, Dispatcher, kept_pairs, stable_order
+from phalanx.runtime.moe.dispatch import CountsUnderWay, Dispatcher, KnownCounts, kept_pairs, stable_order, to_host
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall, run_experts
 from ranks import run_ranks
 
@@ -684,3 +684,51 @@ def test_layer_survives_adversarial_routing(ep, etp):
                 assert finite and counts == [n] * top_k + [0] * (E - top_k)
             assert sum(g[2] for g in got) > 0 or sum(sizes) == 0
     run_ranks(4, odd_layer_case, folding, (0, 0, 1, 3), 2, False, timeout_s=400)
+
+
+class AbortedCollectives(SilentCollectives):
+    """Answers with tensors of the right shape that hold anything, as NCCL's kernels do that were aborted."""
+
+    def all_to_all_rows(self, x, *, out_splits, axis, **_):
+        return x if axis.size == 1 else anything(x, sum(out_splits))
+
+    def all_gather_rows(self, x, *, sizes, axis, **_):
+        return x if axis.size == 1 else anything(x, sum(sizes))
+
+    def all_gather(self, x, axis, **_):
+        return x if axis.size == 1 else anything(x, axis.size * len(x))
+
+
+def anything(x, rows):
+    shape = (rows, *x.shape[1:])
+    if x.is_floating_point():
+        return x.detach().new_full(shape, torch.nan)
+    info = torch.iinfo(x.dtype)
+    return torch.randint(info.min, info.max, shape, dtype=x.dtype, generator=generator(3))
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("ep,etp", [(2, 2), (4, 1)])
+def test_nothing_is_indexed_by_what_an_aborted_message_holds(name, ep, etp):
+    """The device works on what was launched before the abort, and an index outside of a tensor ends a process on a GPU. Sizes were known by then."""
+    spec, folding = SPECS[name], make_folding(world=4, ep=ep, etp=etp)
+    axes = {n: Axis(n, folding.group_of(0, n), 0, None) for n in GROUP_AXES}
+    dispatcher = CountingDispatcher(
+        spec,
+        placement=plain_placement(E, folding),
+        groups=Groups(folding=folding, rank=0, axes=axes),
+        comms=AbortedCollectives(),
+        top_k=K,
+        kernels="reference",
+    )
+    sent = dispatcher.dispatch(torch.zeros(8, H), torch.ones(8, K), torch.arange(8 * K).view(8, K) % E)
+    y = dispatcher.combine(sent.rows_MH * sent.weights_M.unsqueeze(1), sent.state)
+    assert y.shape == (8, H)
+
+
+def test_a_layer_that_runs_again_goes_by_the_counts_of_its_first_run():
+    comms, counts = Collectives(), torch.arange(6)
+    known = KnownCounts(counts=counts, table=counts.numpy())
+    for gathered, otherwise in ((counts.clone(), False), (anything(counts, 6), True)):
+        assert to_host(gathered, known, comms).gathered is counts
+        assert bool(comms.doubts.pop()) is otherwise

@@ -99,6 +99,34 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(
         assert untouched and recovered and not unchanged
 
 
+def _doubted(rank: int, cache: GroupCache) -> tuple[str, bool, bool]:
+    """A step of which rank 1 doubts something on the device; then the same step without."""
+    s = setup()
+    parts = make(s, rank, cache, world=2, mapping={"ep": 2})
+    before, text, reduce = everything(parts), "", parts.buffers.reduce
+
+    def doubting(*given, **how):
+        parts.comms.doubts += [torch.tensor(False), torch.tensor(rank == 1)]
+        return reduce(*given, **how)
+
+    parts.buffers.reduce = doubting  # type: ignore[method-assign]
+    try:
+        train_step(parts, [microbatch(s, rank)], step=4, lr=0.02)
+    except RunError as error:
+        text = str(error)
+    untouched = same(before, everything(parts))
+    parts.buffers.reduce = reduce  # type: ignore[method-assign]
+    train_step(parts, [microbatch(s, rank)], step=4, lr=0.02)
+    return text, untouched, same(before, everything(parts))
+
+
+@pytest.mark.ranks
+def test_a_step_of_which_a_rank_doubts_something_is_not_committed() -> None:
+    for text, untouched, unchanged in run_ranks(2, _doubted):
+        assert "step 4: a MoE layer" in text and "as rank 1 found; nothing was changed" in text
+        assert untouched and not unchanged
+
+
 def test_a_loss_that_is_not_finite_is_named_too() -> None:
     parts = one(setup())
     with torch.no_grad():

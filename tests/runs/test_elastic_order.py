@@ -20,6 +20,7 @@ FEW = {"resilience__mode": "fast", "train__steps": "6", "optim__zero": "1", "opt
 def _ordered(args: list[str], folder: str, faults: Faults, *, early: bool = False, one_thread: bool = False) -> int:
     """Body of a process as `_command`: collectives of each generation match by their order, and state moves in batches. `early`: gradients leave where each rank has them, as they once did.
     `one_thread`: all generations post from the same thread, as they once did."""
+    from phalanx.runtime.comm.devices import DeviceThread
     from phalanx.runtime.comm.groups import build_groups
     from phalanx.runtime.membership.member import run_member
     from phalanx.runtime.reshard import executor
@@ -38,7 +39,9 @@ def _ordered(args: list[str], folder: str, faults: Faults, *, early: bool = Fals
         mock.patch.object(passes, "_some_are_empty", (lambda *_: False) if early else passes._some_are_empty),
         mock.patch.object(executor, "_Tagged", executor._Batched),
         mock.patch.object(
-            run, "run_member", lambda *a, **words: run_member(*a, **{**words, "own_threads": not one_thread})
+            run,
+            "run_member",
+            lambda *a, **words: run_member(*a, **{**words, "thread": None if one_thread else DeviceThread()}),
         ),
         in_order(Path(folder), rank=-1) as orders,
     ):

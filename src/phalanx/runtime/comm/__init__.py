@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from phalanx.runtime.comm.context_parallel import ContextParallel as ContextParallel
     from phalanx.runtime.comm.devices import (
         DeviceAbort as DeviceAbort,
+        DeviceThread as DeviceThread,
         connect as connect,
-        in_own_thread as in_own_thread,
         leave_behind as leave_behind,
         synchronize as synchronize,
     )

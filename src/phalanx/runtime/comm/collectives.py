@@ -129,6 +129,9 @@ class Collectives:
         """In runs that survive the loss of ranks: ends waits for messages that would never end."""
         self.counters: dict[tuple[str, str], Counter] = {}
         self.layers = LayerTimes()
+        self.doubts: list[torch.Tensor] = []
+        """0-d bools on the device; where one of them is true the step must not be committed (`train/step/vote.py`). The host does not wait for them, and nothing on the device stops: of a message
+        that was aborted anything may be true."""
         self.watch: Callable[[str, bool], None] | None = None
         """Called with the id of each collective when it is posted (True) and when the wait for it has ended."""
         self._is_helper_thread = False
@@ -347,6 +350,8 @@ class Collectives:
             counter.waited_s += found.waited_s
         other.counters.clear()
         self.layers.absorb(other.layers)
+        self.doubts += other.doubts
+        other.doubts.clear()
         for event in other._kept:
             self._emit(event)
         other._kept.clear()

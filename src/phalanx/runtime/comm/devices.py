@@ -11,8 +11,9 @@ without an error, with arbitrary results. So in an elastic run:
                connected when they are made, in a helper thread, which is left behind with its group
     thread     a refused message leaves the group calls open that it was posted in (torch 2.11 and 2.13: two for one of a batch, one for an all-to-all). Nothing that the thread posts afterwards, on
                any communicator, is launched before they are ended, and to end them would launch what was posted on communicators that are freed. NCCL and torch keep all of it by thread: so
-               each generation has a thread of its own
+               generations have a thread of their own, another one after each that ended in an error (`DeviceThread`); not each its own, because cuDNN's plans of attention are the thread's too
     stuck      any other call that no abort ends ends with its process; the supervisor starts another one
+    useless    after an assertion or an illegal access on the device every later call of the process fails, and others would wait for it in vain: the process ends as well
 
 Communicators are not shrunk (`ncclCommShrink`, behind `shrink_group` of torch 2.11 and 2.13), so that survivors would keep them:
 
@@ -83,16 +84,49 @@ def connect(group: dist.ProcessGroup, escape: AbortableCall | None = None) -> No
     run_abortable(escape, first)
 
 
-def in_own_thread(work: Callable[[], T]) -> T:
-    """What `work` returns or raises, in a thread that ends with it. Its device is that of the thread that calls."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+class DeviceThread:
+    """A thread that computes and posts messages, one after another until one of them is spoiled. Its device is that of the thread that makes this."""
 
-    def begin() -> None:
-        if device is not None:
-            torch.cuda.set_device(device)
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._threads: ThreadPoolExecutor | None = None
+        self.is_spoiled = False
+        """Set by the work itself: a message was refused in it, so that nothing may be posted in this thread again."""
 
-    with ThreadPoolExecutor(1, thread_name_prefix="generation", initializer=begin) as threads:
-        return threads.submit(work).result()
+    def __enter__(self) -> DeviceThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="generation", initializer=self._begin)
+        try:
+            return self._threads.submit(work).result()
+        finally:
+            if self.is_spoiled:
+                self._end()
+
+    def why_useless(self) -> str:
+        """What the device says where an assertion failed on it or an access was illegal, as every later call of this process does. Empty where it says nothing (yet). Does not wait."""
+        if self._device is None:
+            return ""
+        try:
+            torch.cuda.current_stream().query()
+        except RuntimeError as err:
+            return str(err).strip().partition("\n")[0]
+        return ""
+
+    def _begin(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+
+    def _end(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
+        self._threads, self.is_spoiled = None, False
 
 
 def _first_call(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -7,6 +7,7 @@ Must never change: `commit` is called once for each step, in order; nothing that
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.plan.recovery import StateReport
-from phalanx.runtime.comm import in_own_thread
+from phalanx.runtime.comm import DeviceThread
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.rendezvous import GroupEpoch, Order, as_listed
 from phalanx.runtime.membership.votes import ABORT, GO_ON, Decision, InDoubt, MemberReport, Resolution, resolve
@@ -132,22 +133,24 @@ def run_steps(body: Steps, step: Callable[[], Decision]) -> Decision:
 
 
 def run_member(
-    agent: WorkerAgent, body: Body, *, tell: Emit = ignore, order: Order = as_listed, own_threads: bool = False
+    agent: WorkerAgent, body: Body, *, tell: Emit = ignore, order: Order = as_listed, thread: DeviceThread | None = None
 ) -> str:
     """Take part until the run ends; returns why it did: finished, stopped, left or missed the end. The worker agent has been announced.
 
-    `order` decides the ranks of each generation from its reports. `own_threads`: each group epoch has a thread of its own, as devices need it (`runtime/comm/devices.py`, "thread").
+    `order` decides the ranks of each generation from its reports. `thread`: where group epochs run, on devices (`runtime/comm/devices.py`, "thread"); None: in the thread that calls.
 
     Raises `StaleMember`, and whatever the body raises that is no lost peer.
     """
     agent.tell = tell
-    return _Loop(agent, body, tell, order, own_threads=own_threads).run()
+    return _Loop(agent, body, tell, order, thread).run()
 
 
 class _Loop:
-    def __init__(self, agent: WorkerAgent, body: Body, tell: Emit, order: Order, *, own_threads: bool = False) -> None:
+    def __init__(
+        self, agent: WorkerAgent, body: Body, tell: Emit, order: Order, thread: DeviceThread | None = None
+    ) -> None:
         self.agent, self.body, self.tell, self.order = agent, body, tell, order
-        self.own_threads = own_threads
+        self.thread = thread
         self.doubt = 0
         """Generation in which this member voted without learning the decision; 0: none."""
         self.broken_s = 0.0
@@ -163,7 +166,7 @@ class _Loop:
                 return "left"
             except RunOver as err:
                 return self._at_the_end(err.end)
-            why = self._in_own_thread(team) if self.own_threads else self._run_epoch(team)
+            why = self._run_epoch(team) if self.thread is None else self._run_in(self.thread, team)
             self.body.leave_epoch()
             if why:
                 return why
@@ -179,13 +182,13 @@ class _Loop:
             about=about,
         )
 
-    def _in_own_thread(self, team: GroupEpoch) -> str:
+    def _run_in(self, thread: DeviceThread, team: GroupEpoch) -> str:
         def epoch() -> str:
             self.agent.progress.take_over()
             return self._run_epoch(team)
 
         try:
-            return in_own_thread(epoch)
+            return thread.run(epoch)
         finally:
             self.agent.progress.take_over()
 
@@ -333,6 +336,9 @@ class _Loop:
             text, where = f"{type(err).__name__}: {err}", ""
             err.__traceback__ = None
         self._broken()
+        if self.thread is not None:
+            self.thread.is_spoiled = True
+            self._end_if_useless(self.thread)
         self.failures.append((self.body.step, text))
         same = [t for s, t in self.failures if s == self.body.step]
         if len(same) >= SAME_FAILURES and not self.agent.broken():
@@ -340,6 +346,14 @@ class _Loop:
                 f"step {self.body.step + 1} failed {len(same)} times although no rank was lost: {same[-1]}\n{where}"
             )
         return True
+
+    def _end_if_useless(self, thread: DeviceThread) -> None:
+        """A process whose device does no more work takes part in nothing; its supervisor replaces it, and the others see a lost rank."""
+        why = thread.why_useless()
+        if why:
+            text = f"{self.agent.uid} has a device that does no more work ({why}); exiting so that it is replaced\n"
+            os.write(2, text.encode())
+            os._exit(1)
 
     def _broken(self) -> None:
         if not self.broken_s:

@@ -155,7 +155,7 @@ def _cut_tokens(call: MoeCall, dispatcher: Dispatcher, kept_TK: torch.Tensor | N
 def _gather(dispatcher: Dispatcher, counts_CE: torch.Tensor, call: MoeCall) -> np.ndarray:
     """(P, C, E) rows of all chunks, sources and experts, on the host."""
     gathered = dispatcher.comms.all_gather(counts_CE, dispatcher.ep_etp, op_id=call.op_prefix + "dispatch.counts")
-    table = counts_on_host(to_host(gathered, call.known))
+    table = counts_on_host(to_host(gathered, call.known, dispatcher.comms))
     return table.reshape(dispatcher.ep_etp.size, *counts_CE.shape)
 
 

@@ -36,7 +36,7 @@ from phalanx.plan import resolve_shape
 from phalanx.plan.mapping import Folding
 from phalanx.plan.recovery import recovery_planner, recovery_problems, wanted_ranks
 from phalanx.runtime.checkpoint import import_now
-from phalanx.runtime.comm import in_own_thread
+from phalanx.runtime.comm import DeviceThread
 from phalanx.runtime.membership import (
     AgentSettings,
     Supervisor,
@@ -224,15 +224,16 @@ def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, w
     with (
         open_sinks(recipe.observe, folder=run.folder.path, rank=number, patient=joins) as sinks,
         RunEnd(sinks, lambda: body.step if body is not None else 0) as end,
+        contextlib.nullcontext() if on_cpu else DeviceThread() as thread,
     ):
         if number == 0:
             threading.Thread(target=_answer_stop, args=(sinks,), daemon=True).start()
         body = _body(run, sinks, agent, slot=slot, watch=watch, joins=joins, device=device)
         if joins:  # when a run begins, all are cold together
             warm = partial(_warm_up, body, sinks)
-            warm() if on_cpu else in_own_thread(warm)  # what it leaves goes to the thread of the first generation
+            warm() if thread is None else thread.run(warm)  # plans that it makes are the thread's
         agent.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
-        why = run_member(agent, body, tell=body.tell, order=body.order, own_threads=not on_cpu)
+        why = run_member(agent, body, tell=body.tell, order=body.order, thread=thread)
         end.reason, is_watched = {"stopped": "interrupted"}.get(why, why), sinks.is_watched
     if is_watched and recipe.observe.is_for_people and body.outcome is not None:
         end.summarize(run.folder.path, body.outcome)

@@ -233,6 +233,7 @@ def _compute(
     own_s = _own_clock(parts)
     parts.buffers.begin(bits)
     parts.comms.layers.take()  # what came before is of no step
+    parts.comms.doubts.clear()
     valid_tokens = parts.comms.all_reduce(num_valid(batches), parts.groups.step_axis("dp_cp"), op_id="valid_tokens")
     balance_counts_LE = _balance_counts(parts, batches, step=step)
     infos = _infos(parts, batches, step=step, balance_counts_LE=balance_counts_LE)
@@ -349,9 +350,16 @@ def _not_finite(parts: StepParts, *, step: int, tally: Tally) -> RunError:
     if gave_up:
         return PeerError(f"step {step}: {gave_up}; nothing was changed")
     world = parts.groups.axis("world")
-    told = parts.comms.gather_objects(parts.buffers.non_finite(), world)
+    doubted = any(map(bool, parts.comms.doubts))
+    told = parts.comms.gather_objects((doubted, parts.buffers.non_finite()), world)
+    otherwise = [str(rank) for rank, (doubts, _) in zip(world.ranks, told, strict=True) if doubts]
+    if otherwise:
+        return RunError(
+            f"step {step}: a MoE layer that ran again in the backward pass routed otherwise than before, as rank {', '.join(otherwise)} found; nothing was changed; "
+            "with train.recompute = none no layer runs again"
+        )
     sources: dict[str, list[int]] = {}
-    for rank, names in zip(world.ranks, told, strict=True):
+    for rank, (_, names) in zip(world.ranks, told, strict=True):
         for name in names:
             sources.setdefault(name, []).append(rank)
     head = f"step {step}: the gradient is not finite (loss {tally.loss:g}, aux {tally.aux_loss:g}, z {tally.z_loss:g})"

@@ -117,8 +117,9 @@ def plain_vote(
     """Add up every rank's ballot. `own_s`: as in `Tally.seconds`; None on all ranks where it is not known."""
     with parts.comms.doing("norm"):
         square_sum = gradients.square_sum(parts.groups, lanes=parts.lanes)
-    fault = None if parts.fused is None else parts.fused.fault()
-    numbers = [square_sum if fault is None else square_sum + fault]
+    for veto in (_doubt(parts.comms), None if parts.fused is None else parts.fused.fault()):
+        square_sum = square_sum if veto is None else square_sum + veto
+    numbers = [square_sum]
     for name in (*LOSSES, "dropped", "entropy_sum"):
         numbers.append(torch.stack([getattr(share, name).to(torch.float64) for share in shares]).sum())
     numbers.append(torch.full_like(square_sum, float(stop)))
@@ -159,6 +160,8 @@ def exact_vote(
     losses = {name: _fixed([getattr(share, name) for share in shares], LOSS_BITS) for name in LOSSES}
     entropy = _fixed([share.entropy_sum for share in shares], ENTROPY_BITS)
     bad = sum(n is None for n in losses.values()) + (not math.isfinite(top))
+    doubt = _doubt(parts.comms)
+    bad += doubt is not None and math.isnan(float(doubt))  # SYNC: of the vote
     dropped = sum(int(share.dropped) for share in shares)
     numbers = [*squares, *(n or 0 for n in losses.values()), entropy or 0, dropped, int(stop), bad]
     numbers.append(int(math.isfinite(top) and top >= room))
@@ -186,6 +189,14 @@ def exact_vote(
         seconds=tuple((seconds.to(torch.float64) / NANOSECOND).tolist()),
         too_large=finite and large > 0,
     )
+
+
+def _doubt(comms: Collectives) -> torch.Tensor | None:
+    """() fp32 on the device: NaN where this rank doubts something of the step, else 0; None where nothing was in question."""
+    if not comms.doubts:
+        return None
+    doubted = torch.stack(comms.doubts).any()
+    return torch.zeros((), device=doubted.device).masked_fill_(doubted, float("nan"))
 
 
 def _fixed(values: Sequence[torch.Tensor], bits: int) -> int | None:
