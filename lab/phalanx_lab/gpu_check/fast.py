@@ -68,15 +68,31 @@ def _check_layer(here: Here, part: LayerPart) -> None:
     here.tell("one after the other, ms", 1e3 * row_s)
     here.tell("one after the other, of the dense rate", run.flops / row_s / dense)
     here.tell("dense TFLOP/s under load", dense_flops_per_s(here, loaded_s=LOADED_S) / 1e12)
-    begin_s = time.perf_counter()
-    passes(run)
-    here.tell("host ms", 1e3 * (time.perf_counter() - begin_s))
+    here.tell("host ms", 1e3 * statistics.median(_host_s(run, here) for _ in range(here.pick(15, 1))))
     _tell_kernels(here, partial(passes, run))
+    _tell_host(here, partial(passes, run))
 
 
 def _forward_only(run: LayerRun) -> None:
     with torch.no_grad():
         forward(run)
+
+
+def _host_s(run: LayerRun, here: Here) -> float:
+    """Seconds until the host has begun both passes, on an idle device."""
+    if here.on_gpu:
+        torch.cuda.synchronize()
+    begin_s = time.perf_counter()
+    passes(run)
+    return time.perf_counter() - begin_s
+
+
+def _tell_host(here: Here, work: Callable[[], object]) -> None:
+    """Where the host spends its time in `work`, by operation and call of CUDA, with a profiler's own beside it: [ms, calls]."""
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
+        work()
+    longest = sorted(found.key_averages(), key=lambda e: -e.self_cpu_time_total)[:SHOWN]
+    here.tell("host, by operation", {e.key[:NAME]: [e.self_cpu_time_total / 1e3, e.count] for e in longest})
 
 
 def _tell_kernels(here: Here, work: Callable[[], object]) -> None:
@@ -141,15 +157,21 @@ def check_grouped(here: Here) -> None:
         ends = torch.tensor(counts, device=here.device).cumsum(0).to(torch.int32)
         seconds = seconds_of(partial(F.grouped_mm, x, weight.transpose(1, 2), offs=ends), here)
         here.tell_rate(f"{name}, of dense", dense_s / seconds, least=LEAST_GROUPED)
-    few = rows // 2
-    dy, total = x.new_empty(few, width).normal_(), torch.zeros(width, hidden, device=here.device)
-    alone_s = seconds_of(lambda: dy.T @ x[:few], here)
-    passes_s = seconds_of(lambda: total.add_(dy.T @ x[:few]), here)
+    for few, least in ((rows // 2, LEAST_ADDED), (rows // 8, None)):  # with few rows memory is more of it
+        _tell_added(here, x[:few], width, least=least)
+
+
+def _tell_added(here: Here, x_MH: torch.Tensor, width: int, *, least: float | None) -> None:
+    rows, hidden = x_MH.shape
+    dy, total = x_MH.new_empty(rows, width).normal_(), torch.zeros(width, hidden, device=here.device)
     own = WeightSum(lambda: (total, True))
-    added_s = seconds_of(lambda: own.add(dy, x[:few]), here)
-    here.tell("gradient alone ms", 1e3 * alone_s)
-    here.tell_rate("added by its product, of the product alone", alone_s / added_s, least=LEAST_ADDED)
-    here.tell("added by its product, over product and pass", passes_s / added_s)
+    alone_s = seconds_of(lambda: dy.T @ x_MH, here)
+    passes_s = seconds_of(lambda: total.add_(dy.T @ x_MH), here)
+    added_s = seconds_of(lambda: own.add(dy, x_MH), here)
+    here.tell(f"{rows} rows: gradient alone ms", 1e3 * alone_s)
+    bar = least if here.on_gpu else None
+    here.tell(f"{rows} rows: added by its product, of the product alone", alone_s / added_s, least=bar)
+    here.tell(f"{rows} rows: added by its product, over product and pass", passes_s / added_s)
 
 
 def check_rest(here: Here) -> None:

@@ -1,6 +1,6 @@
 """C3: ranks that share the card are killed in the middle of a step, again and again; the others abort their messages, form the next generation, and train on.
 
-Four ranks, each expert on two of them. After a kill three go on with another mapping, so that state moves, until the new process in the place of the lost one has come; then they are four again.
+Four ranks, each expert on two of them, whose layers run again in the backward pass: what is launched behind an aborted message must index nothing by it. After a kill three go on with another mapping, so that state moves, until the new process in the place of the lost one has come; then they are four again.
 What is told is what each survivor saw between the kill and its next step, and where threads stood that were still for long.
 """
 
@@ -51,6 +51,7 @@ AFTERWARDS = 5
 """Steps after the last of these numbers: the new process comes in one of them."""
 SETTINGS: Mapping[str, object] = {
     "train.global_batch": 14,
+    "train.recompute": "full",
     "router.bias_rate": 0.01,
     "checkpoint.asynchronous": "false",
 }

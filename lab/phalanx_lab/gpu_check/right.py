@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import statistics
 import sys
@@ -15,7 +16,8 @@ from unittest import mock
 
 import torch
 
-from phalanx.kernels.device import runs_programs
+from phalanx.kernels.device import WeightSum, runs_programs, weight_sums
+from phalanx.models import MoE
 from phalanx.runtime.comm import devices
 from phalanx.train.step import train_step
 from phalanx.verify import ROUNDED_AXES, CaseTask, VerifyJob, default_cases, run_job
@@ -77,21 +79,46 @@ def compare(here: Here, *, world: int, most_cases: int) -> None:
 
 
 def check_curve(here: Here) -> None:
-    """A4.bf16: the losses of a small run in bf16, on the device and on the CPU."""
+    """A4.bf16: the losses of a small run in bf16, on the device and on the CPU. On the device products add the gradients of all weights where they are summed."""
     shape = here.pick(
         WorkloadShape(layers=2, hidden=256, ffn=512, vocab=1024, batch=2, seq_len=128),
         WorkloadShape(layers=1, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=64, batch=2, seq_len=16),
     )
     steps = here.pick(50, 3)
-    want = OurRun(shape, threads=here.pick(8, 1), native=False).run(steps)[1]
-    got = OurRun(shape, threads=1, native=False, device=here.device).run(steps)[1]
+    make = partial(OurRun, shape, native=False, num_microbatches=2)
+    want = make(threads=here.pick(8, 1)).run(steps)[1]
+    with _added_by_products() as added:
+        run = make(threads=1, device=here.device)
+        for layer in run.parts.model.modules():
+            if isinstance(layer, MoE):  # as beside other ranks, counts are known
+                layer.routed.dispatcher.listen = lambda plan, counts: None
+        got = run.run(steps)[1]
     here.tell("losses", [got[0], got[-1]])
     here.tell("losses of the CPU", [want[0], want[-1]])
     here.tell("largest difference", max(abs(a - b) / b for a, b in zip(got, want, strict=True)), most=CURVE)
+    for name in ("add", "add_groups"):
+        here.tell(f"gradients by WeightSum.{name}", added[name], least=1 if here.on_gpu else None)
     tail = steps // 5 or 1
     here.tell(
         "loss fell by", statistics.mean(got[:tail]) - statistics.mean(got[-tail:]), least=0.0 if here.on_gpu else None
     )
+
+
+@contextmanager
+def _added_by_products() -> Iterator[Counter[str]]:
+    """Has experts of any size add gradients by their products; gives how often products of projections and of experts did."""
+    added: Counter[str] = Counter()
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(weight_sums, "LARGE_EXPERT", 1))
+        for name in ("add", "add_groups"):
+            plain = getattr(WeightSum, name)
+
+            def counting(*given: Any, plain: Any = plain, name: str = name) -> None:
+                added[name] += 1
+                plain(*given)
+
+            patches.enter_context(mock.patch.object(WeightSum, name, counting))
+        yield added
 
 
 STEPS = {

@@ -20,6 +20,7 @@ from phalanx.core.config import CheckpointConfig, FoldingConfig, Recipe, Resilie
 from phalanx.core.processor import this_processor
 from phalanx.data import MicroBatch, PreparedData
 from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.models import MoE
 from phalanx.observe import Sinks
 from phalanx.plan.mapping import Folding, plain_placement
 from phalanx.plan.model import ModelSpec, model_problems
@@ -75,11 +76,19 @@ def warm_up(
     if small is not None:
         _step(rank, small, prepared)
     gc.collect()
+    if (
+        device.type == "cuda"
+    ):  # a whole layer's state, of which this member will have a share, and the most that it ever held
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _step(rank: Rank, spec: ModelSpec, prepared: PreparedData) -> None:
     placement = plain_placement(spec.num_experts, ALONE)
     parts = make_parts(rank, spec, ALONE, plain_pipeline(spec, pp=1), warm=False, placement=placement)
+    for layer in parts.model.modules():
+        if isinstance(layer, MoE):  # counts are asked for as beside other ranks: products of experts go by them
+            layer.routed.dispatcher.listen = lambda plan, counts: None
     micros = [_within(m, spec.vocab) for m in make_loader(rank.recipe, prepared).microbatches(0)]
     batches = [token_batch(m, rank.device, folding=ALONE, rank=0) for m in micros]
     lr = learning_rate(0, rank.recipe.optim, total_steps=rank.recipe.train.steps)
