@@ -216,6 +216,7 @@ def commit_step(parts: StepParts, reduced: ReducedStep) -> StepResult:
         parts.optimizer.commit(parts.state, reduced.gradients, step=reduced.step, lr=reduced.lr, scale=scale)
         _update_expert_biases(parts, tally.counts_LE)
     check_commit(parts, step=reduced.step)
+    parts.comms.doubts.clear()
     parts.buffers.release()
     return _result(tally, step=reduced.step, lr=reduced.lr, tokens=reduced.tokens)
 
