@@ -42,6 +42,7 @@ lint: env       ## ruff and mypy
 	.venv/bin/ruff check -q $(CODE)
 	.venv/bin/mypy
 	.venv/bin/mypy scripts benchmarks
+	.venv/bin/mypy --config-file tests/mypy.ini tests
 
 format: env     ## format the code
 	.venv/bin/ruff format -q $(CODE)

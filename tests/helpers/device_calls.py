@@ -65,7 +65,7 @@ def rope(dtype: torch.dtype, heads: int, keys: int, dim: int) -> None:
 def normed_rope(dtype: torch.dtype, heads: int, keys: int, dim: int) -> None:
     q, k = empty(1, TOKENS, heads, dim, dtype=dtype), empty(1, TOKENS, keys, dim, dtype=dtype)
     table, weights = RopeTable(empty(1, TOKENS, dim // 2), empty(1, TOKENS, dim // 2)), 2 * [empty(dim, dtype=dtype)]
-    turned = apply_rope(q, k, table=table, norms=HeadNorms(*weights, 1e-6))
+    turned = apply_rope(q, k, table=table, norms=HeadNorms(*weights, 1e-6))  # type: ignore[call-arg]
     normed_turn_backward((q, k), (weights[0], weights[1]), 1e-6, (table.cos_BSN, table.sin_BSN), turned)
 
 

@@ -34,7 +34,7 @@ def test_a_wrong_byte_is_seen() -> None:
             buffer[0] ^= 1
             right(self, step, buffer)
 
-        RankTensors.unpack = wrong  # type: ignore[method-assign] - in ranks of their own
+        RankTensors.unpack = wrong  # type: ignore[method-assign]  # in ranks of their own
         return cases(rank, cache, list(range(30)), 1)
 
     told = run_ranks(RANKS, plant)[0]

@@ -82,8 +82,8 @@ def any_type(rank, cache, dtype):
     out, exchange = found["apart"]
     exchange.wait()
     found["apart"] = out.view(-1, 3)
-    assert all(value.dtype == dtype for value in found.values())
-    return {name: value.double() for name, value in found.items()}
+    assert all(value.dtype == dtype for value in found.values())  # type: ignore[attr-defined]
+    return {name: value.double() for name, value in found.items()}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int16], ids=str)

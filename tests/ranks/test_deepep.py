@@ -98,7 +98,7 @@ def test_layers_equal_the_all_to_all_and_a_dense_model(world: int) -> None:
         for plain, deepep in (ranks[i] for ranks in found):
             for name in ("y", "x", "weights", "w13", "w2"):
                 close(deepep[name], plain[name], 1e-12)
-            seen, ep = deepep["seen"], case.folding.ep
+            seen, ep = deepep["seen"], case.folding.ep  # type: ignore[attr-defined]
             assert seen == (None if ep == 1 else Seen(made=1, waits=1, cached=1, combined=2)), case
 
 

@@ -235,7 +235,7 @@ PEAKS = {
 def test_the_peak_of_a_step(name: str) -> None:
     """All tensors of a real step, their largest sum: within 10 % of the largest moment."""
     spec, train = PEAKS[name]
-    if train.get("mode") == "exact" and compiled_rows() is None:
+    if train.get("mode") == "exact" and compiled_rows() is None:  # type: ignore[attr-defined]
         pytest.skip("without a C++ compiler fixed-point sums take several tensors of the size of a gradient")
     recipe = small_recipe(**{"global_batch": 4, **train})
     parts = assembled(recipe, spec)

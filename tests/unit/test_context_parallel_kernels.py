@@ -133,7 +133,7 @@ def worst(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_make_the_whole(name: str, turns: str, impl: Impl) -> None:
     cp, *shape, documents = CASES[name]
-    inputs = inputs_of(cp, *shape, documents)
+    inputs = inputs_of(cp, *shape, documents)  # type: ignore[call-arg]
     want = whole(inputs, documents)
     for dtype in DTYPES if turns == "ring" else DTYPES[:1]:
         got = by_blocks(inputs, documents, cp=cp, turns=turns, dtype=dtype, impl=impl)
@@ -315,7 +315,7 @@ merge = PartialAttention.merge
 @pytest.mark.parametrize("wrong", [_forget_the_scale, _forget_the_sum])
 def test_a_wrong_merge_is_caught(wrong: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     cp, *shape, documents = CASES["one document"]
-    inputs = inputs_of(cp, *shape, documents)
+    inputs = inputs_of(cp, *shape, documents)  # type: ignore[call-arg]
     want = whole(inputs, documents)
     monkeypatch.setattr(PartialAttention, "merge", wrong)
     assert worst(by_blocks(inputs, documents, cp=cp), want) > 1e-2
@@ -324,7 +324,7 @@ def test_a_wrong_merge_is_caught(wrong: Callable[..., None], monkeypatch: pytest
 def test_wrong_places_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of a contiguous part where zigzag ones are meant."""
     cp, *shape, documents = CASES["one document"]
-    inputs = inputs_of(cp, *shape, documents)
+    inputs = inputs_of(cp, *shape, documents)  # type: ignore[call-arg]
 
     def contiguous(layout: SequenceLayout, documents: Documents, rank: int) -> list[Turn]:
         plain = make_layout("contiguous", seq_len=layout.seq_len, cp=layout.cp)

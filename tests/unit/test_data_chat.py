@@ -377,7 +377,7 @@ def write_saved(folder: Path) -> Path:
 def test_every_format_gives_the_same_conversations(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "a.parquet", row_group_size=9)
     shared = [
-        {"conversations": [{"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in r["messages"]]}
+        {"conversations": [{"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in r["messages"]]}  # type: ignore[attr-defined]
         for r in RECORDS
     ]  # fmt: skip
     write_jsonl(tmp_path / "shared.jsonl", shared)
@@ -505,7 +505,7 @@ def test_a_run_ends_with_an_answer(seq_len: int, tmp_path: Path) -> None:
     first = Loader(prepared.train, seq_len=seq_len, global_batch=1, micro_batch=1, seed=0).microbatches(0)[0]
     prompt, stops = beginning(first, prepared.tokenizer)
     assert spelled(prepared.tokenizer, prompt) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    end = tokenizers.Tokenizer.from_str(prepared.tokenizer._content).token_to_id("<|im_end|>")
+    end = tokenizers.Tokenizer.from_str(prepared.tokenizer._content).token_to_id("<|im_end|>")  # type: ignore[attr-defined]
     assert stops == ({prepared.tokenizer.eos_id, end} if seq_len > 24 else {prepared.tokenizer.eos_id})
 
 

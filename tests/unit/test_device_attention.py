@@ -57,7 +57,7 @@ def flash() -> Iterator[list[tuple[Any, ...]]]:
 @pytest.mark.parametrize("width", [DIM, 8, 24])
 def test_fp32_is_right_whatever_the_documents_and_widths(segments: Any, width: int) -> None:
     inputs = draw(torch.float32, width=width)
-    out = device_attention(*inputs, segments)
+    out = device_attention(*inputs, segments)  # type: ignore[call-arg]
     assert out.shape == (SEQUENCES, LENGTH, HEADS, width)
     torch.testing.assert_close(out.double(), want(inputs, segments), rtol=1e-5, atol=1e-5)
     out.square().sum().backward()
@@ -67,7 +67,7 @@ def test_fp32_is_right_whatever_the_documents_and_widths(segments: Any, width: i
 def test_packed_documents_are_one_call(flash: list[tuple[Any, ...]]) -> None:
     inputs = draw(torch.bfloat16)
     with torch.no_grad():
-        out = device_attention(*inputs, PACKED)
+        out = device_attention(*inputs, PACKED)  # type: ignore[call-arg]
     assert flash == [((0, 10, 24, 25, 45, 48), 20, 20)]
     torch.testing.assert_close(out.double(), want(inputs, PACKED), rtol=2e-2, atol=2e-2)
 
@@ -98,7 +98,7 @@ def test_hopper_and_what_came_after_asks_cudnn_first(monkeypatch: pytest.MonkeyP
     )
     for first, order in ((True, CUDNN_FIRST), (False, FLASH_FIRST)):
         monkeypatch.setattr(attention, "_prefers_cudnn", lambda _, first=first: first)
-        device_attention(*draw(torch.float32), WHOLE)
+        device_attention(*draw(torch.float32), WHOLE)  # type: ignore[call-arg]
         assert seen.pop() == (list(order), {"set_priority": True})
 
 
@@ -113,6 +113,6 @@ def test_values_of_another_width_are_filled_up_only_where_no_kernel_takes_them(
     monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params, debug: can)
     monkeypatch.setattr(attention, "_whole", lambda q, k, v: widths.append(v.shape[-1]) or whole(q, k, v))
     inputs = draw(torch.float32, width=8, keys=HEADS)
-    out = device_attention(*inputs, WHOLE)
+    out = device_attention(*inputs, WHOLE)  # type: ignore[call-arg]
     assert widths == [8 if can else DIM] and out.shape[-1] == 8
     torch.testing.assert_close(out.double(), want(inputs, WHOLE), rtol=1e-5, atol=1e-5)

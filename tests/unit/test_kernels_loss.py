@@ -116,7 +116,7 @@ def test_adamw(size: int, grad_dtype: torch.dtype, lanes: int | str) -> None:
             for step in (1, 2, 3):
                 grad = normal(size, seed=10 + step).to(grad_dtype)
                 scale = 0.3 if step == 2 else torch.tensor(1.7, dtype=torch.float64)
-                adamw_(state[0], grad, *state[1:], out, step=step, scale=scale, impl=impl, lanes=pool, **options)
+                adamw_(state[0], grad, *state[1:], out, step=step, scale=scale, impl=impl, lanes=pool, **options)  # type: ignore[call-arg]
                 assert torch.equal(grad, normal(size, seed=10 + step).to(grad_dtype)), "the gradient is only read"
             states[impl] = [*state, out]
             assert torch.equal(out, state[0].to(torch.bfloat16))

@@ -280,7 +280,7 @@ def test_adamw_of_all_types(rows: CompiledRows, master: torch.dtype, grad: torch
         rounded = torch.empty(size, dtype=out)
         impl = "fast" if native is not None else "reference"
         with Lanes(2, rows=native) as lanes:
-            adamw_(
+            adamw_(  # type: ignore[call-arg]
                 state[0],
                 normal(size, seed=3).to(grad),
                 *state[1:],

@@ -211,7 +211,7 @@ def test_sizes_without_end_are_refused_at_once() -> None:
         found = model_problems(dataclasses.replace(PRESETS["tiny"], **{name: 10**9}))
         assert [p.where for p in found] == [f"model.{name}"] and "must be at most" in found[0].rule
     (found,) = model_problems(dataclasses.replace(PRESETS["tiny"], num_layers=9000, num_experts=9000))
-    assert found.where == "model.num_experts" and "81000000 experts of all layers" in found.rule
+    assert found.where == "model.num_experts" and "81000000 experts of all layers" in found.rule  # type: ignore[attr-defined]
 
 
 def test_a_run_that_has_begun_is_the_same_with_other_initial_values() -> None:

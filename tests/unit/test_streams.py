@@ -141,7 +141,7 @@ class FakeCuda:
             def wait_event(self, event):
                 said.append(f"{name} waits for {event}")
 
-        Stream.name = name
+        Stream.name = name  # type: ignore[attr-defined]
         return Stream()
 
     @contextlib.contextmanager
