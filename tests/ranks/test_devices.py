@@ -178,7 +178,7 @@ def test_groups_of_a_device_are_connected_when_they_are_made_but_those_of_hosts(
 def test_a_communicator_that_a_member_never_comes_to_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an H100 two members stood in its creation for ever, while a third had seen that a newer generation was due."""
     gate, aborted, left = threading.Event(), list[bool](), list[bool]()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(devices, "_first_call", lambda group, device: gate.wait(60))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(rendezvous, "leave_behind", lambda: left.append(True))
@@ -199,7 +199,7 @@ def test_a_communicator_that_a_member_never_comes_to_is_left_behind(monkeypatch:
 def test_who_connects_waits_for_others_and_what_comes_too_late_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a member that does not come is never told from those that wait for it; and the kernel of a creation that was left would have nobody who ends it."""
     gate, aborted, calls = threading.Event(), list[bool](), list[str]()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(devices, "_first_call", lambda group, device: gate.wait(60))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     mine, looks = RankProgress(), list[str]()
@@ -229,7 +229,7 @@ def test_axes_without_messages_get_no_communicator_until_another_asks_for_their_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     connected: list[object] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(devices, "_first_call", lambda group, device: connected.append(group))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     cache = GroupCache()
@@ -256,7 +256,7 @@ def test_a_member_that_is_lost_while_a_communicator_is_created_is_a_lost_peer(mo
     def lost(group: object, device: torch.device) -> None:
         raise RuntimeError("NCCL error: remote process exited or there was a network error")
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(devices, "_first_call", lost)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(rendezvous, "leave_behind", lambda: pytest.fail("nothing is stuck"))
@@ -465,19 +465,14 @@ def test_work_on_a_device_has_one_thread_until_that_is_spoiled() -> None:
 
 @pytest.mark.unit
 @pytest.mark.parametrize("said", ["", "CUDA error: device-side assert triggered\nCompile with ..."])
-def test_a_process_whose_device_does_no_more_work_ends(
-    said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """One that is sound goes on with the others. A stand-in for the device; what ends the process is caught."""
+def test_a_process_whose_device_does_no_more_work_ends(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the error that its supervisor hears of. One that is sound goes on with the others. A stand-in for the device."""
 
     class Stream:
         def query(self) -> bool:
             if said:
                 raise RuntimeError(said)
             return False
-
-    def ends(code: int) -> None:
-        raise SystemExit(code)
 
     def refused(*_: object) -> None:
         raise RuntimeError("NCCL communicator was aborted")
@@ -489,23 +484,24 @@ def test_a_process_whose_device_does_no_more_work_ends(
         return SimpleNamespace(generation=SimpleNamespace(uids=("h.0",), number=1), reports=(), uid="h.0")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: devices_set.append((device, threading.current_thread()))
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(os, "_exit", ends)
+    devices_set: list[tuple[int, threading.Thread]] = []
     entered: list[int] = []
     place: Any = SimpleNamespace(uid="h.0", team=None, progress=RankProgress(), next_epoch=next_epoch)
     body: Any = SimpleNamespace(step=0, holds=False, describe=lambda: ("", {}), enter=refused, leave_epoch=lambda: None)
     with DeviceThread() as thread:
         if said:
-            with pytest.raises(SystemExit, match="1"):
+            with pytest.raises(
+                RunError, match=r"no more work .*\(CUDA error: device-side assert triggered\): RuntimeError: NCCL comm"
+            ):
                 run_member(place, body, thread=thread)
-            assert (
-                "h.0 has a device that does no more work (CUDA error: device-side assert triggered)"
-                in capfd.readouterr().err
-            )
         else:
             assert run_member(place, body, thread=thread) == "left"
+    assert [device for device, _ in devices_set] == [3] and devices_set[0][1] is not threading.current_thread()
 
 
 class Clock:

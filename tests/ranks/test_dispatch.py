@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import zlib
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import torch
 from dispatch_by_hand import rows_by_hand
 from moe_help import context, dense_experts, moe_spec
 
+from phalanx.core.errors import PeerError
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.layers import initialise
 from phalanx.models.moe import MoE
@@ -23,10 +26,20 @@ from phalanx.plan.mapping.folding import GROUP_AXES, make_folding
 from phalanx.plan.mapping.placement import Placement, plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec, capacity, kept_pairs as kept_by_hand, plan_dispatch
 from phalanx.plan.moe.dispatch_local import plan_local_dispatch
+from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, Groups
-from phalanx.runtime.moe.dispatch import CountsUnderWay, Dispatcher, KnownCounts, kept_pairs, stable_order, to_host
+from phalanx.runtime.moe.dispatch import (
+    CountsUnderWay,
+    Dispatcher,
+    KnownCounts,
+    counts_on_host,
+    kept_pairs,
+    stable_order,
+    to_host,
+)
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall, run_experts
+from phalanx.runtime.moe.overlap_lists import entries_of_all, told_places
 from ranks import run_ranks
 
 E, K, H, F = 8, 2, 6, 8
@@ -726,9 +739,25 @@ def test_nothing_is_indexed_by_what_an_aborted_message_holds(name, ep, etp):
     assert y.shape == (8, H)
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_sizes_are_read_of_no_message_that_was_aborted(aborted):
+    comms, counts = Collectives(escape=AbortableCall(lambda: aborted)), torch.arange(6)
+    under_way = CountsUnderWay(counts, counts, done=SimpleNamespace(synchronize=lambda: None), comms=comms)
+    with pytest.raises(PeerError, match="aborted") if aborted else nullcontext():
+        assert counts_on_host(under_way).tolist() == counts.tolist()
+
+
 def test_a_layer_that_runs_again_goes_by_the_counts_of_its_first_run():
     comms, counts = Collectives(), torch.arange(6)
     known = KnownCounts(counts=counts, table=counts.numpy())
     for gathered, otherwise in ((counts.clone(), False), (anything(counts, 6), True)):
         assert to_host(gathered, known, comms).gathered is counts
         assert bool(comms.doubts.pop()) is otherwise
+
+
+def test_places_that_another_rank_tells_are_within_its_rows():
+    places = told_places(anything(torch.zeros(1, dtype=torch.int32), 40))
+    (found,) = entries_of_all([(places, (10, 40), None)])
+    assert int(found.outbound_of_row.min()) >= 0 and int(found.outbound_of_row.max()) < 40
+    right = torch.arange(40, dtype=torch.int32)
+    assert torch.equal(told_places(right), right.to(torch.int64))

@@ -16,6 +16,7 @@ from phalanx.models.context import TokenBatch
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.model.model import RouterSpec, parameters
 from phalanx.plan.moe.dispatch import DispatchSpec
+from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.state.gradients import GradientBuffers
@@ -99,32 +100,34 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(
         assert untouched and recovered and not unchanged
 
 
-def _doubted(rank: int, cache: GroupCache) -> tuple[str, bool, bool]:
-    """A step of which rank 1 doubts something on the device; then the same step without."""
+def _doubted(rank: int, cache: GroupCache, elastic: bool) -> tuple[str, str, bool, bool]:
+    """A step of which rank 1 doubts something on the device; then one in which all turns out well."""
     s = setup()
     parts = make(s, rank, cache, world=2, mapping={"ep": 2})
-    before, text, reduce = everything(parts), "", parts.buffers.reduce
+    before, kind, text, reduce = everything(parts), "", "", parts.buffers.reduce
 
     def doubting(*given, **how):
-        parts.comms.doubts += [torch.tensor(False), torch.tensor(rank == 1)]
+        parts.comms.doubts += [torch.tensor(False), torch.tensor(rank == 1 and not text)]
         return reduce(*given, **how)
 
     parts.buffers.reduce = doubting  # type: ignore[method-assign]
+    if elastic:
+        parts.comms.escape = AbortableCall(lambda: False)
     try:
         train_step(parts, [microbatch(s, rank)], step=4, lr=0.02)
     except RunError as error:
-        text = str(error)
+        kind, text = type(error).__name__, str(error)
     untouched = same(before, everything(parts))
-    parts.buffers.reduce = reduce  # type: ignore[method-assign]
     train_step(parts, [microbatch(s, rank)], step=4, lr=0.02)
-    return text, untouched, same(before, everything(parts))
+    return kind, text, untouched, same(before, everything(parts)) or bool(parts.comms.doubts)
 
 
 @pytest.mark.ranks
-def test_a_step_of_which_a_rank_doubts_something_is_not_committed() -> None:
-    for text, untouched, unchanged in run_ranks(2, _doubted):
+@pytest.mark.parametrize(("elastic", "error"), [(False, "RunError"), (True, "PeerError")])
+def test_a_step_of_which_a_rank_doubts_something_is_not_committed(elastic: bool, error: str) -> None:
+    for kind, text, untouched, unchanged in run_ranks(2, _doubted, elastic):
         assert "step 4: a MoE layer" in text and "as rank 1 found; nothing was changed" in text
-        assert untouched and not unchanged
+        assert kind == error and untouched and not unchanged
 
 
 def test_a_loss_that_is_not_finite_is_named_too() -> None:

@@ -85,6 +85,18 @@ def test_a_layer_of_one_rank_waits_for_counts_only_where_they_are_asked_for(
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("otherwise", [False, True])
+def test_a_layer_of_one_rank_that_runs_again_doubts_another_routing(
+    otherwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatching, "runs_programs", lambda x: True)
+    dispatcher, known = routing_alone(DispatchSpec(), listens=False), dispatching.KnownCounts()
+    experts = torch.stack([torch.arange(9) % 3, torch.arange(9) % 2 + 5], 1)
+    for chosen in (experts, (experts + otherwise) % 8):
+        dispatcher.dispatch(normal(9, 6), normal(9, 2).abs(), chosen, known=known, needs_counts=False)
+    assert [bool(doubt) for doubt in dispatcher.comms.doubts] == [otherwise]
+
+
 plain_wait = dispatching.counts_on_host
 
 

@@ -11,6 +11,7 @@ import torch
 
 from phalanx.core.config import OptimConfig, PipelineConfig
 from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.kernels.device import WeightSums
 from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.models.shard import part_of
@@ -53,6 +54,7 @@ class OurRun:
         overlap: str = "serial",
         device: torch.device = HOST,
         recompute: Recompute = "none",
+        weight_sums: WeightSums | None = None,
     ) -> None:
         keep_freed_memory(threads=threads)
         groups = groups or build_groups(make_folding(world=1), rank=0, cache=GroupCache())
@@ -67,6 +69,7 @@ class OurRun:
             device=device,
             kernels=kernels,
             recompute=recompute,
+            weight_sums=weight_sums,
             lanes=Lanes(threads, rows=compiled_rows() if native else None),
         )
         self.device = device

@@ -130,8 +130,8 @@ class Collectives:
         self.counters: dict[tuple[str, str], Counter] = {}
         self.layers = LayerTimes()
         self.doubts: list[torch.Tensor] = []
-        """0-d bools on the device; where one of them is true the step must not be committed (`train/step/vote.py`). The host does not wait for them, and nothing on the device stops: of a message
-        that was aborted anything may be true."""
+        """0-d bools on the device; where one of them is true the step must not be committed (`train/step/vote.py`). The host does not wait for them. An assertion on the device would end its work
+        for good, also where a message was aborted and what came means nothing."""
         self.watch: Callable[[str, bool], None] | None = None
         """Called with the id of each collective when it is posted (True) and when the wait for it has ended."""
         self._is_helper_thread = False
@@ -350,8 +350,6 @@ class Collectives:
             counter.waited_s += found.waited_s
         other.counters.clear()
         self.layers.absorb(other.layers)
-        self.doubts += other.doubts
-        other.doubts.clear()
         for event in other._kept:
             self._emit(event)
         other._kept.clear()
@@ -785,6 +783,11 @@ class Collectives:
         """Completes what `device` has computed from messages, before it is used (`runtime/comm/devices.py`). Raises
         `PeerError`."""
         complete(device, None if self.escape is None else self.escape.aborted)
+
+    def check_sound(self) -> None:
+        """Raises `PeerError` where the generation was aborted: what the host has just read on a device may be anything."""
+        if self.escape is not None and self.escape.aborted():
+            raise PeerError("the process group was aborted while a message was under way; its contents are discarded")
 
     def _own(self, axis: Axis) -> Axis:
         """The axis with the groups of the pass that asks, where two run."""

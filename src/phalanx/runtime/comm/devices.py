@@ -13,7 +13,7 @@ without an error, with arbitrary results. So in an elastic run:
                any communicator, is launched before they are ended, and to end them would launch what was posted on communicators that are freed. NCCL and torch keep all of it by thread: so
                generations have a thread of their own, another one after each that ended in an error (`DeviceThread`); not each its own, because cuDNN's plans of attention are the thread's too
     stuck      any other call that no abort ends ends with its process; the supervisor starts another one
-    useless    after an assertion or an illegal access on the device every later call of the process fails, and others would wait for it in vain: the process ends as well
+    useless    after an assertion or an illegal access on the device every later call of the process fails, and others would wait for it in vain: the process ends, too
 
 Communicators are not shrunk (`ncclCommShrink`, behind `shrink_group` of torch 2.11 and 2.13), so that survivors would keep them:
 
@@ -91,7 +91,7 @@ class DeviceThread:
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._threads: ThreadPoolExecutor | None = None
         self.is_spoiled = False
-        """Set by the work itself: a message was refused in it, so that nothing may be posted in this thread again."""
+        """Set by the work itself when it fails: a message may have been refused in it, and then nothing may be posted in this thread again."""
 
     def __enter__(self) -> DeviceThread:
         return self

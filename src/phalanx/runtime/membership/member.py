@@ -7,7 +7,6 @@ Must never change: `commit` is called once for each step, in order; nothing that
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -338,7 +337,11 @@ class _Loop:
         self._broken()
         if self.thread is not None:
             self.thread.is_spoiled = True
-            self._end_if_useless(self.thread)
+            useless = self.thread.why_useless()
+            if useless:
+                raise RunError(
+                    f"the device does no more work for this process, which ends ({useless}): {text}\n{where}"
+                )
         self.failures.append((self.body.step, text))
         same = [t for s, t in self.failures if s == self.body.step]
         if len(same) >= SAME_FAILURES and not self.agent.broken():
@@ -346,14 +349,6 @@ class _Loop:
                 f"step {self.body.step + 1} failed {len(same)} times although no rank was lost: {same[-1]}\n{where}"
             )
         return True
-
-    def _end_if_useless(self, thread: DeviceThread) -> None:
-        """A process whose device does no more work takes part in nothing; its supervisor replaces it, and the others see a lost rank."""
-        why = thread.why_useless()
-        if why:
-            text = f"{self.agent.uid} has a device that does no more work ({why}); exiting so that it is replaced\n"
-            os.write(2, text.encode())
-            os._exit(1)
 
     def _broken(self) -> None:
         if not self.broken_s:

@@ -79,6 +79,8 @@ class CountsUnderWay:
     done: Any = None
     """Event of a device; None: they are there."""
     known: KnownCounts | None = None
+    comms: Collectives | None = None
+    """By which they have come, of a device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,10 +361,8 @@ class Dispatcher:
         (offset_M,) = repeated([(first_token[sources] * self.top_k, chunks.sizes)], x_TH.device)
         local_M = pairs.index_select(0, index_M)
         num_pairs = all_NH.shape[0] * self.top_k
-        pair_M = torch.where(local_M < 0, FILL, local_M + offset_M)
-        pair_M = pair_M.clamp(
-            max=num_pairs - 1
-        )  # an aborted message may hold any number, and a device ends its process for a wrong one
+        # An aborted message may hold any number, and after a wrong index a device does no more work.
+        pair_M = torch.where(local_M < 0, FILL, local_M + offset_M).clamp(max=num_pairs - 1)
         rows_of_token_NK = inverse_of(pair_M, num_pairs).view(-1, self.top_k)
         token_of_row_M = tokens_of(pair_M, self.top_k)
         permute = partial(
@@ -656,7 +656,7 @@ def to_host(gathered: torch.Tensor, known: KnownCounts | None, comms: Collective
     there = gathered.to("cpu", non_blocking=True)
     done = torch.cuda.Event()
     done.record()
-    return CountsUnderWay(gathered, there, done, known)
+    return CountsUnderWay(gathered, there, done, known, comms)
 
 
 def counts_on_host(counts: CountsUnderWay) -> np.ndarray:
@@ -666,6 +666,8 @@ def counts_on_host(counts: CountsUnderWay) -> np.ndarray:
         return known.table
     if counts.done is not None:
         counts.done.synchronize()  # SYNC: sizes of the exchanges
+    if counts.comms is not None:
+        counts.comms.check_sound()  # places on the device are made of them
     table = counts.there.numpy().astype(np.int64)
     if known is not None and gathered.device.type != "cpu":
         known.counts, known.table = gathered, table

@@ -22,7 +22,15 @@ from phalanx.plan.moe.overlap.tiles import MessageEnd, MessageKind, RankPlan, Ti
 from phalanx.runtime.comm import Exchange, Message, backward_id
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.overlap_hosts import Gateways, HostWay
-from phalanx.runtime.moe.overlap_lists import Outgoing, entries_of_all, entry_places, part_rows, row_by_row, tile_order
+from phalanx.runtime.moe.overlap_lists import (
+    Outgoing,
+    entries_of_all,
+    entry_places,
+    part_rows,
+    row_by_row,
+    tile_order,
+    told_places,
+)
 from phalanx.runtime.moe.overlap_streams import RoundMessages
 from phalanx.runtime.moe.streams import Streams
 
@@ -167,7 +175,7 @@ class InFlightExchange:
         ]
         of_others = [tables[peer] for peer in self.others]
         if self.per_token:
-            come = entries_of_all([(t[:, 0].to(torch.int64), *cut) for t, cut in zip(of_others, cuts, strict=True)])
+            come = entries_of_all([(told_places(t[:, 0]), *cut) for t, cut in zip(of_others, cuts, strict=True)])
         else:
             come = [row_by_row(len(t), cut[0], t.device, cut[1]) for t, cut in zip(of_others, cuts, strict=True)]
         own = self.outs[self.own]

@@ -111,6 +111,11 @@ def entries_of(outbound_of_row: torch.Tensor, rows_to: Sequence[int], *, order: 
     return entries_of_all([(outbound_of_row, rows_to, order)])[0]
 
 
+def told_places(place_n: torch.Tensor) -> torch.Tensor:
+    """int64 (n,) the outbound place of each row, as another rank says. An aborted message may hold any number, and after a wrong index a device does no more work."""
+    return place_n.to(torch.int64).clamp(0, max(0, len(place_n) - 1))
+
+
 def entries_of_all(
     lists: Sequence[tuple[torch.Tensor, Sequence[int], torch.Tensor | None]],
 ) -> list[Entries]:

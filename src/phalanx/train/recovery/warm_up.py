@@ -73,12 +73,17 @@ def warm_up(
         folding=folding,
     )
     small = small_model(spec, experts_of_rank=spec.num_experts // folding.ep)
-    if small is not None:
-        _step(rank, small, prepared)
+    try:
+        if small is not None:
+            _step(rank, small, prepared)
+    finally:
+        _forget(device)
+
+
+def _forget(device: torch.device) -> None:
+    """Give back memory: on a GPU that of a whole layer, of which this member will have a share; and count its peak anew."""
     gc.collect()
-    if (
-        device.type == "cuda"
-    ):  # a whole layer's state, of which this member will have a share, and the most that it ever held
+    if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 

@@ -346,7 +346,7 @@ def _gave_up(parts: StepParts) -> str:
 
 
 def _not_finite(parts: StepParts, *, step: int, tally: Tally) -> RunError:
-    """The same on all ranks; `PeerError` where kernels have waited in vain, which is no matter of numbers. Collective, and slow: it reads every gradient again."""
+    """The same on all ranks; `PeerError` where kernels have waited in vain or a layer routed otherwise, which is no matter of numbers. Collective, and slow: it reads every gradient again."""
     gave_up = "" if parts.fused is None else _gave_up(parts)
     if gave_up:
         return PeerError(f"step {step}: {gave_up}; nothing was changed")
@@ -355,7 +355,8 @@ def _not_finite(parts: StepParts, *, step: int, tally: Tally) -> RunError:
     told = parts.comms.gather_objects((doubted, parts.buffers.non_finite()), world)
     otherwise = [str(rank) for rank, (doubts, _) in zip(world.ranks, told, strict=True) if doubts]
     if otherwise:
-        return RunError(
+        kind = RunError if parts.comms.escape is None else PeerError  # which an elastic run tries again
+        return kind(
             f"step {step}: a MoE layer that ran again in the backward pass routed otherwise than before, as rank {', '.join(otherwise)} found; nothing was changed; "
             "with train.recompute = none no layer runs again"
         )

@@ -160,8 +160,6 @@ def exact_vote(
     losses = {name: _fixed([getattr(share, name) for share in shares], LOSS_BITS) for name in LOSSES}
     entropy = _fixed([share.entropy_sum for share in shares], ENTROPY_BITS)
     bad = sum(n is None for n in losses.values()) + (not math.isfinite(top))
-    doubt = _doubt(parts.comms)
-    bad += doubt is not None and math.isnan(float(doubt))  # SYNC: of the vote
     dropped = sum(int(share.dropped) for share in shares)
     numbers = [*squares, *(n or 0 for n in losses.values()), entropy or 0, dropped, int(stop), bad]
     numbers.append(int(math.isfinite(top) and top >= room))
