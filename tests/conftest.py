@@ -6,6 +6,8 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
+from typing import Any
 
 import pytest
 import tiers
@@ -31,6 +33,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and `nohup` a closed terminal
 
 COSTS = pytest.StashKey[dict[str, float]]()
 RANKS = pytest.StashKey[dict[str, bool]]()
+SHARED = pytest.StashKey[dict[str, frozenset[str]]]()
 LEFT = pytest.StashKey[list[str]]()
 
 
@@ -57,12 +60,24 @@ def name_of(item: pytest.Item) -> str:
     return item.nodeid.removeprefix("tests/").partition("[")[0]
 
 
+def name_of_shared(fixture: pytest.FixtureDef[Any]) -> str:
+    """`FILE::NAME (shared)` of a fixture that is made once for several tests."""
+    return f"{fixture.baseid.removeprefix('tests/')}::{fixture.argname} (shared)"
+
+
+def shared_by(item: pytest.Item) -> frozenset[str]:
+    """What a test shares with others of our tests; pytest's own costs nothing."""
+    known = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+    return frozenset(name_of_shared(f) for defs in known for f in defs if f.scope != "function" and f.baseid)
+
+
 def launches_ranks(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(marker) for marker in ("ranks", "testbed"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.stash[RANKS] = {name_of(item): launches_ranks(item) for item in items}
+    ranks = config.stash[RANKS] = {name_of(item): launches_ranks(item) for item in items}
+    shared = config.stash[SHARED] = {name_of(item): shared_by(item) for item in items}
     config.stash[COSTS], config.stash[LEFT] = defaultdict(float), []
     for item in items:
         alone = item.get_closest_marker("alone")
@@ -70,20 +85,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"{item.nodeid}: `alone` needs its reason: @pytest.mark.alone('measures ...')")
     if config.option.tier == "all":
         return
-    costs = tiers.stored_costs()
+    costs = tiers.Costs(of=tiers.stored_costs(), shared=shared)
+
+    def is_marked(item: pytest.Item) -> bool:
+        """To be in the core tier whatever its cost, or if its turn comes."""
+        return item.get_closest_marker("core") is not None and item.get_closest_marker("slow") is None
+
+    turns = {name_of(item) for item in items if is_marked(item) and costs.takes_turns(name_of(item))}
+    today = set[str]()
+    for kind, budget_s in ((False, tiers.TURNS_UNIT_S), (True, tiers.TURNS_RANK_S)):
+        today |= costs.draw((n for n in turns if ranks[n] is kind), budget_s=budget_s, seed=tiers.SEED)
 
     def is_core(item: pytest.Item) -> bool:
         if item.get_closest_marker("slow"):
             return False
-        cheap = tiers.is_cheap(costs.get(name_of(item)), ranks=launches_ranks(item))
-        return cheap or any(item.get_closest_marker(marker) for marker in ("core", "alone"))
+        name = name_of(item)
+        if item.get_closest_marker("alone") or costs.is_cheap(name, ranks=ranks[name]):
+            return True
+        return is_marked(item) and (name in today or name not in turns)
 
     if config.option.tier == "core":
         kept = [item for item in items if is_core(item)]
     else:
         others = [item for item in items if not is_core(item)]
         names = {name_of(item) for item in others}
-        drawn = tiers.draw(names, costs, budget_s=60 * config.option.minutes, seed=tiers.SEED)
+        drawn = costs.draw(names, budget_s=60 * config.option.minutes, seed=tiers.SEED)
         kept = [item for item in others if name_of(item) in drawn]
         config.stash[LEFT] = sorted(names - drawn)
     chosen = set(kept)
@@ -91,14 +117,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
+class Spent:
+    """Processor seconds since it was made, over the slowness of the machine."""
+
+    def __init__(self) -> None:
+        self._before, self._slow = tiers.tree_cpu_s(), slowness()
+
+    def seconds(self) -> float:
+        spent = max(0.0, tiers.tree_cpu_s() - self._before)  # a process left to another parent takes its seconds along
+        return spent / max(self._slow, slowness())
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if not item.config.option.store_durations:
         return (yield)
-    before, slow = tiers.tree_cpu_s(), slowness()
+    costs, spent = item.config.stash[COSTS], Spent()
+    before_s = sum(costs[name] for name in item.config.stash[SHARED][name_of(item)])
     result = yield
-    spent = max(0.0, tiers.tree_cpu_s() - before)  # a process that it leaves to another parent takes its seconds along
-    item.config.stash[COSTS][name_of(item)] += spent / max(slow, slowness())
+    shared_s = sum(costs[name] for name in item.config.stash[SHARED][name_of(item)]) - before_s
+    costs[name_of(item)] += max(0.0, spent.seconds() - shared_s)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[Any]:
+    if not request.config.option.store_durations or fixturedef.scope == "function" or not fixturedef.baseid:
+        return (yield)
+    spent = Spent()
+    result = yield
+    request.config.stash[COSTS][name_of_shared(fixturedef)] += spent.seconds()
     return result
 
 
@@ -111,7 +159,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if config.option.store_durations:
         costs = config.stash[COSTS]
         whole = not any("::" in word for word in config.args)  # else the other tests of a file were not looked at
-        collected = config.stash[RANKS] if whole else ()
+        collected = {*config.stash[RANKS], *chain(*config.stash[SHARED].values())} if whole else ()
         tiers.store_costs(costs, known={*costs, *tiers.still_there(tiers.stored_costs(), collected)})
         terminalreporter.section("expensive tests: without ranks above 1, with ranks above 5 processor seconds")
         for line in tiers.expensive(costs, ranks=config.stash[RANKS]):

@@ -1,11 +1,13 @@
 """Which tests a command runs, and how many cases each draws.
 
-Three tiers. *core* is what `make test` takes: every cheap test (`CORE_UNIT_S`, `CORE_RANK_S`), and of the others those marked `core`, so that each executor
-has one or more, or `alone`. *drawn* is a part of the others that fits into given minutes, by the seed of the day: `.ci/run` takes some of it at each landing. *all* is everything, with
-every case (`PHALANX_TESTS=all`, `make test-all`).
+Three tiers. *core* is what `make test` takes: every cheap test (`CORE_UNIT_S`, `CORE_RANK_S`), those marked `core`, so that each executor has one or more, and
+those marked `alone`. Of the marked those that cost more (`TURN_S`) take turns: as many as fit into given minutes, by the seed of the day. *drawn* is a part of the
+others that fits into given minutes, by the same seed: `.ci/run` takes some of it at each landing. *all* is everything, with every case (`PHALANX_TESTS=all`,
+`make test-all`).
 
-Costs are processor seconds of a test's process and all that it starts, over the slowness of the machine (`speed_help.py`), summed over a test's cases;
-`tests/durations.json` keeps them, `make durations` measures them again. The seed is today's date unless `PHALANX_SEED` says otherwise; every run prints it.
+Costs are processor seconds of a test's process and all that it starts, over the slowness of the machine (`speed_help.py`), summed over a test's cases. What several
+tests share (a fixture of a module or of the whole run) has a cost of its own, and each test that uses it counts with it: whichever is taken pays. `tests/durations.json`
+keeps them, `make durations` measures them again. The seed is today's date unless `PHALANX_SEED` says otherwise; every run prints it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import datetime
 import json
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +29,10 @@ UNIT_S, RANK_S = 1.0, 5.0
 """Costs from which on a test without ranks, or with ranks, is named as expensive."""
 CORE_UNIT_S, CORE_RANK_S = 2.0, 1.0
 """Costs up to which a test without ranks, or with ranks, is in the core tier by itself."""
+TURN_S = 8.0
+"""Cost up to which a test marked `core` is there every day."""
+TURNS_UNIT_S, TURNS_RANK_S = 90.0, 60.0
+"""What those of a day may cost together whose turn it is, without ranks and with ranks."""
 UNKNOWN_S = 15.0
 """What a test counts whose cost is not stored: most of these are whole runs."""
 DURATIONS = Path(__file__).parents[1] / "durations.json"
@@ -70,24 +77,43 @@ def expensive(costs: Mapping[str, float], *, ranks: Mapping[str, bool]) -> list[
     return [f"{costs[n]:8.2f}  {n}" for n in sorted(over, key=lambda n: -costs[n])]
 
 
-def is_cheap(cost: float | None, *, ranks: bool) -> bool:
-    """Whether a test is in the core tier by its cost. One that was never measured is if it launches no ranks."""
-    if cost is None:
-        return not ranks
-    return cost <= (CORE_RANK_S if ranks else CORE_UNIT_S)
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What tests cost, by `FILE::FUNCTION`, and what each of them shares with others."""
 
+    of: Mapping[str, float]
+    shared: Mapping[str, frozenset[str]]
 
-def draw(names: Iterable[str], costs: Mapping[str, float], *, budget_s: float, seed: int) -> set[str]:
-    """Tests in an order of the seed's, until their costs reach the budget. One of unknown cost counts `UNKNOWN_S`."""
-    order = sorted(names)
-    random.Random(seed).shuffle(order)
-    drawn, spent = set(), 0.0
-    for name in order:
-        cost = costs.get(name, UNKNOWN_S)
-        if spent + cost <= budget_s:
-            drawn.add(name)
-            spent += cost
-    return drawn
+    def total(self, name: str, *, paid: Container[str] = ()) -> float | None:
+        """Of a test and of what it shares that is not yet paid; None if it was never measured."""
+        own = self.of.get(name)
+        return (
+            None if own is None else own + sum(self.of.get(s, 0.0) for s in self.shared.get(name, ()) if s not in paid)
+        )
+
+    def is_cheap(self, name: str, *, ranks: bool) -> bool:
+        """Whether a test is in the core tier by its cost. One that was never measured is if it launches no ranks."""
+        cost = self.total(name)
+        return not ranks if cost is None else cost <= (CORE_RANK_S if ranks else CORE_UNIT_S)
+
+    def takes_turns(self, name: str) -> bool:
+        """Whether a test marked `core` costs too much for every day."""
+        cost = self.total(name)
+        return (UNKNOWN_S if cost is None else cost) > TURN_S
+
+    def draw(self, names: Iterable[str], *, budget_s: float, seed: int) -> set[str]:
+        """Tests in an order of the seed's, as far as their costs fit into the budget. One of unknown cost counts `UNKNOWN_S`."""
+        order = sorted(names)
+        random.Random(seed).shuffle(order)
+        drawn, paid, spent = set[str](), set[str](), 0.0
+        for name in order:
+            cost = self.total(name, paid=paid)
+            cost = UNKNOWN_S if cost is None else cost
+            if spent + cost <= budget_s:
+                drawn.add(name)
+                paid |= self.shared.get(name, frozenset())
+                spent += cost
+        return drawn
 
 
 def tree_cpu_s() -> float:

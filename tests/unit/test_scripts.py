@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from tiers import still_there
+from tiers import Costs, still_there
 
 ROOT = Path(__file__).parents[2]
 SAYS = """#!/bin/sh
@@ -156,6 +156,21 @@ def test_stored_costs_are_those_of_tests_that_exist(tmp_path: Path) -> None:
     found = still_there(stored, ["one.py::same", "one.py::new"], tests=tmp_path)
     assert found == {"one.py::same", "one.py::new", "other.py::kept"}
     assert still_there(stored, (), tests=tmp_path) == {"one.py::old", "one.py::same", "other.py::kept"}
+
+
+def test_what_tests_share_is_paid_once_by_those_that_are_drawn() -> None:
+    shared = frozenset({"f.py::made (shared)"})
+    costs = Costs(
+        of={"f.py::a": 0.5, "f.py::b": 0.25, "f.py::made (shared)": 10.0, "g.py::c": 1.0},
+        shared={"f.py::a": shared, "f.py::b": shared},
+    )
+    assert costs.total("f.py::a") == 10.5 and costs.total("g.py::c") == 1.0 and costs.total("g.py::new") is None
+    assert costs.is_cheap("g.py::c", ranks=False) and not costs.is_cheap("f.py::a", ranks=False)
+    assert costs.is_cheap("g.py::new", ranks=False) and not costs.is_cheap("g.py::new", ranks=True)
+    assert [costs.takes_turns(name) for name in ("f.py::b", "g.py::c", "g.py::new")] == [True, False, True]
+    for seed in range(20):
+        assert costs.draw(costs.of.keys() - shared, budget_s=11.75, seed=seed) == {"f.py::a", "f.py::b", "g.py::c"}
+        assert len(costs.draw(costs.of.keys() - shared, budget_s=11.5, seed=seed)) == 2
 
 
 # ---- what `make env` installs -------------------------------------------------------------------------------------------
