@@ -41,8 +41,6 @@ lint: env       ## ruff and mypy
 	.venv/bin/ruff format --check -q $(CODE)
 	.venv/bin/ruff check -q $(CODE)
 	.venv/bin/mypy
-	.venv/bin/mypy scripts benchmarks
-	.venv/bin/mypy --config-file tests/mypy.ini tests
 
 format: env     ## format the code
 	.venv/bin/ruff format -q $(CODE)

@@ -157,16 +157,14 @@ def test_planted_errors_change_the_certificate(monkeypatch, fault):
         )
     else:
         monkeypatch.setattr(
-            recovery_probability.math,
-            "comb",
-            lambda n, k: math.factorial(n) // math.factorial(k) // math.factorial(n - k) + (k == 1),
+            math, "comb", lambda n, k: math.factorial(n) // math.factorial(k) // math.factorial(n - k) + (k == 1)
         )
     rng = np.random.default_rng(1)
     seen = 0
     for _ in range(30):
         sets = [int(x) for x in rng.integers(1, 2**7, size=6)]
         try:
-            minimal = recovery_probability.minimal_sets(sets)
+            minimal = recovery_probability.minimal_sets(sets)  # type: ignore[attr-defined]
             survived = recovery_probability.survived_sets(minimal, 7)
             right = by_hand(sets, 7)
             seen += survived != [sum(bin(x).count("1") == k for x in range(2**7)) - right[k] for k in range(8)]

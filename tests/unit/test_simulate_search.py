@@ -13,7 +13,8 @@ from phalanx.plan.model.model import PRESETS
 from phalanx.plan.pipeline.schedule.clock import simulate, uniform_costs
 from phalanx.plan.pipeline.schedule.make import SCHEDULES, make_schedule
 from phalanx.simulate.hardware.clusters import GpuCluster, parse_cluster
-from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap, RouterModel, Sharding
+from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap, Sharding
+from phalanx.simulate.mapping.routing import RouterModel
 from phalanx.simulate.search.best import SearchResult, base_mapping, may_fit, search
 from phalanx.simulate.search.space import Space, foldings, micro_batches, overlaps, pipelines
 from phalanx.simulate.step.bubble import bubble_share, idle_passes
