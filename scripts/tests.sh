@@ -3,7 +3,7 @@
 #   core            what `make test` takes (the default)
 #   drawn MINUTES   processor minutes of the other tests, drawn by the seed of the day; the rest is named
 #   all             every test with every case
-# Tests that launch no ranks share the cores in two processes; then those that do; then those marked `alone`, which measure rates and shares of a
+# Tests that launch no ranks, then those that do, share the cores in two processes; then come those marked `alone`, which measure rates and shares of a
 # core: each says why.
 set -u
 cd "$(dirname "$0")/.."
@@ -28,7 +28,7 @@ else
     echo "---- tests in one process"
     tests unit -n 2 --dist loadfile -m "not alone and not ranks and not testbed" || failed=$?
     echo "---- tests that launch ranks, runs and emulated hosts"
-    tests ranks -m "not alone and (ranks or testbed)" tests/ranks tests/runs tests/lab || failed=$?
+    tests ranks -n 2 --dist loadfile -m "not alone and (ranks or testbed)" tests/ranks tests/runs tests/lab || failed=$?
     echo "---- tests that run alone"
     alone=$(grep -rl --include='test_*.py' '@pytest\.mark\.alone(' tests) # to collect all takes longer than they do
     # shellcheck disable=SC2086  # a list of files
