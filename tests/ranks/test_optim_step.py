@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,10 +20,18 @@ from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
+from phalanx.runtime.comm.sums import MessageSums
 from phalanx.runtime.state.gradients import GradientBuffers
 from phalanx.train.assembly import assemble
 from phalanx.train.step.passes import StageRunner
-from phalanx.train.step.transaction import StepParts, StepResult, eval_loss, train_step
+from phalanx.train.step.transaction import (
+    StepParts,
+    StepResult,
+    commit_step,
+    eval_loss,
+    reduce_step,
+    train_step,
+)
 from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.reference import context
 from phalanx.verify.setups import Setup, small_model
@@ -36,10 +45,18 @@ def setup(**changes) -> Setup:
 
 
 def make(
-    s: Setup, rank: int, cache: GroupCache, *, world: int, mapping: dict[str, int], dtype=torch.float64, each: int = 1
+    s: Setup,
+    rank: int,
+    cache: GroupCache,
+    *,
+    world: int,
+    mapping: dict[str, int],
+    dtype=torch.float64,
+    each: int = 1,
+    sums: MessageSums | None = None,
 ) -> StepParts:
     groups = build_groups(make_folding(world=world, **mapping), rank=rank, cache=cache)
-    parts = assemble(context(s, groups, Collectives(), dtype=dtype), optim=s.optim, num_microbatches=each)
+    parts = assemble(context(s, groups, Collectives(sums=sums), dtype=dtype), optim=s.optim, num_microbatches=each)
     StartingValues().fill(parts.state.boxes(), {p.name: p for p in parameters(s.spec)})
     parts.state.restore(parts.comms)
     return parts
@@ -96,21 +113,27 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(
     name: str, zero: int, mapping: dict[str, int]
 ) -> None:
     for text, untouched, recovered, unchanged in run_ranks(2, _poisoned, name, zero, mapping):
-        assert f"{name} on rank 1;" in text and "step 0" in text and "nothing was changed" in text
+        assert f"{name} on rank 1;" in text and "step 1: " in text and "nothing was changed" in text
         assert untouched and recovered and not unchanged
+
+
+def doubt(parts: StepParts, *, is_doubted: Callable[[], bool]) -> None:
+    """Has this rank doubt something on the device in each step that it makes while `is_doubted`."""
+    reduce = parts.buffers.reduce
+
+    def doubting(*given, **how):
+        parts.comms.doubts += [torch.tensor(False), torch.tensor(is_doubted())]
+        return reduce(*given, **how)
+
+    parts.buffers.reduce = doubting  # type: ignore[method-assign]
 
 
 def _doubted(rank: int, cache: GroupCache, elastic: bool) -> tuple[str, str, bool, bool]:
     """A step of which rank 1 doubts something on the device; then one in which all turns out well."""
     s = setup()
     parts = make(s, rank, cache, world=2, mapping={"ep": 2})
-    before, kind, text, reduce = everything(parts), "", "", parts.buffers.reduce
-
-    def doubting(*given, **how):
-        parts.comms.doubts += [torch.tensor(False), torch.tensor(rank == 1 and not text)]
-        return reduce(*given, **how)
-
-    parts.buffers.reduce = doubting  # type: ignore[method-assign]
+    before, kind, text = everything(parts), "", ""
+    doubt(parts, is_doubted=lambda: rank == 1 and not text)
     if elastic:
         parts.comms.escape = AbortableCall(lambda: False)
     try:
@@ -126,8 +149,25 @@ def _doubted(rank: int, cache: GroupCache, elastic: bool) -> tuple[str, str, boo
 @pytest.mark.parametrize(("elastic", "error"), [(False, "RunError"), (True, "PeerError")])
 def test_a_step_of_which_a_rank_doubts_something_is_not_committed(elastic: bool, error: str) -> None:
     for kind, text, untouched, unchanged in run_ranks(2, _doubted, elastic):
-        assert "step 4: a MoE layer" in text and "as rank 1 found; nothing was changed" in text
+        assert "step 5: a MoE layer" in text and "as rank 1 found; nothing was changed" in text
         assert kind == error and untouched and not unchanged
+
+
+def _doubted_once(rank: int, cache: GroupCache) -> tuple[tuple[str, ...], bool]:
+    """What is told of the first try of a checked step, which rank 0 doubts; whether the second one is committed."""
+    s = setup()
+    parts = make(s, rank, cache, world=2, mapping={"ep": 2}, sums=MessageSums(rank))
+    before, tries = everything(parts), iter((rank == 0, False))
+    doubt(parts, is_doubted=lambda: next(tries))
+    reduced = reduce_step(parts, [microbatch(s, rank)], step=4, lr=0.02)
+    commit_step(parts, reduced)
+    return reduced.findings, not same(before, everything(parts))
+
+
+@pytest.mark.ranks
+def test_a_checked_step_that_is_made_again_says_why() -> None:
+    for (text,), committed in run_ranks(2, _doubted_once):
+        assert text.endswith("routed otherwise than before, as rank 0 found") and committed
 
 
 def test_a_loss_that_is_not_finite_is_named_too() -> None:

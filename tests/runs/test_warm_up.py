@@ -19,6 +19,7 @@ from train_help import write_text
 from phalanx.core.processor import this_processor
 from phalanx.core.recipe import load_recipe
 from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.models.moe import MoE
 from phalanx.plan.model.model import PRESETS, ModelSpec, model_problems
 from phalanx.train.recovery import run as elastic_run, warm_up as warming
 from phalanx.train.recovery.elastic import ElasticMember
@@ -143,6 +144,8 @@ def test_warming_up_is_one_step_of_a_small_model_that_leaves_nothing(
     def counted(parts: Any, reduced: Any) -> Any:
         steps.append(parts.spec)
         assert reduced.tally.finite
+        layers = [m for m in parts.model.modules() if isinstance(m, MoE)]
+        assert layers and all(m.routed.dispatcher.listen for m in layers), "counts are asked for as beside other ranks"
         return commit(parts, reduced)
 
     def batch(*args: Any, of: Any = warming.token_batch, **words: Any) -> Any:

@@ -186,9 +186,11 @@ def reduce_step(
             raise unsound(parts, found, step=step)
         if not found and tally.finite:
             break
-        if again:
-            raise _not_finite(parts, step=step, tally=tally)
-        findings = tuple(found.explain()) or ("a loss or gradient was not finite",)
+        if again or not found:
+            kind, text, hint = _why_not_finite(parts, tally)
+            if again:
+                raise kind(f"step {step + 1}: {text}; nothing was changed{hint}")
+        findings = tuple(found.explain()) or (text,)
         if found.messages:
             parts.state.publish(parts.comms)
     tokens = _tokens_of_step(parts, batches)
@@ -345,33 +347,30 @@ def _gave_up(parts: StepParts) -> str:
     )
 
 
-def _not_finite(parts: StepParts, *, step: int, tally: Tally) -> RunError:
-    """The same on all ranks; `PeerError` where kernels have waited in vain or a layer routed otherwise, which is no matter of numbers. Collective, and slow: it reads every gradient again."""
+def _why_not_finite(parts: StepParts, tally: Tally) -> tuple[type[RunError], str, str]:
+    """Error, reason and what may help; the same on all ranks. `PeerError` where kernels have waited in vain or a layer routed otherwise, which is no matter of numbers. Collective, and slow: it reads every gradient again."""
     gave_up = "" if parts.fused is None else _gave_up(parts)
     if gave_up:
-        return PeerError(f"step {step}: {gave_up}; nothing was changed")
+        return PeerError, gave_up, ""
     world = parts.groups.axis("world")
     doubted = any(map(bool, parts.comms.doubts))
     told = parts.comms.gather_objects((doubted, parts.buffers.non_finite()), world)
     otherwise = [str(rank) for rank, (doubts, _) in zip(world.ranks, told, strict=True) if doubts]
     if otherwise:
         kind = RunError if parts.comms.escape is None else PeerError  # which an elastic run tries again
-        return kind(
-            f"step {step}: a MoE layer that ran again in the backward pass routed otherwise than before, as rank {', '.join(otherwise)} found; nothing was changed; "
-            "with train.recompute = none no layer runs again"
-        )
+        text = f"a MoE layer that ran again in the backward pass routed otherwise than before, as rank {', '.join(otherwise)} found"
+        return kind, text, "; with train.recompute = none no layer runs again"
     sources: dict[str, list[int]] = {}
     for rank, (_, names) in zip(world.ranks, told, strict=True):
         for name in names:
             sources.setdefault(name, []).append(rank)
-    head = f"step {step}: the gradient is not finite (loss {tally.loss:g}, aux {tally.aux_loss:g}, z {tally.z_loss:g})"
+    head = f"the gradient is not finite (loss {tally.loss:g}, aux {tally.aux_loss:g}, z {tally.z_loss:g})"
     if not sources:
         where = "every rank's own gradients are finite, so a sum or the norm overflowed"
     else:
         shown = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(sources.items())[:8]]
         where = "; ".join(shown) + (f"; and {len(sources) - 8} more parameters" if len(sources) > 8 else "")
-    hint = "nothing was changed; lower optim.lr, raise optim.warmup_steps or look at this step's data"
-    return RunError(f"{head}: {where}; {hint}")
+    return RunError, f"{head}: {where}", "; lower optim.lr, raise optim.warmup_steps or look at this step's data"
 
 
 def _update_expert_biases(parts: StepParts, counts: NDArray[np.int64]) -> None:
