@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
+import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from boundary_help import stage_layouts
 from overlap_plan_help import plans_of_group
 
+from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import ConfigError, PlanError, RunError
 from phalanx.plan.mapping.folding import make_folding
+from phalanx.plan.model.model import PRESETS
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.overlap.tiles.plan import backward_of
 from phalanx.plan.moe.overlap.tiles.rounds import MessageEnd, rounds_of
 from phalanx.plan.moe.overlap.tiles.types import TileSchedule
+from phalanx.plan.pipeline.boundary.edges import planned_edge
+from phalanx.plan.pipeline.boundary.stage_edges import on_one_host
+from phalanx.plan.pipeline.comm import plan_pipeline
+from phalanx.plan.pipeline.run import make_pipeline
+from phalanx.plan.pipeline.schedule.make import make_schedule
+from phalanx.plan.reshard.plan import plan_reshard
+from phalanx.plan.reshard.types import Move
 from phalanx.runtime.comm import groups
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange, Message
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.moe.overlap_streams import RoundMessages
 from phalanx.runtime.moe.streams import CudaStreams, Posted, leave_free, leaving_free, message_streams_of
+from phalanx.runtime.pipeline import boundary, runner
 
 pytestmark = pytest.mark.unit
 AXIS = Axis("ep_etp", (0, 1, 2), 0, None)
@@ -181,6 +196,163 @@ def test_a_cuda_device_gets_its_stream_and_a_host_none(monkeypatch):
     assert message_streams_of(comms, torch.device("cpu")) is None
     streams = message_streams_of(comms, torch.device("cuda", 0))
     assert isinstance(streams, CudaStreams) and message_streams_of(comms, torch.device("cuda", 0)) is streams
+
+
+class Memory:
+    """A device whose allocator gives freed memory back to the stream that it came from at once, and notes what another stream still reads or writes then."""
+
+    def __init__(self, patch):
+        self.faults, self.births, self.deaths, self.calls = [], 0, 0, 0
+        self.streams = {
+            name: SimpleNamespace(name=name, waited=set(), wait_stream=None) for name in ("passes", "transfers")
+        }
+        for stream in self.streams.values():
+            stream.wait_stream = lambda other, own=stream: own.waited.update(other.waited)
+        self.now = self.streams["passes"]
+        self.uses = {}
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: self.now)
+        patch.setattr(torch.cuda, "stream", self.entered)
+        patch.setattr(torch.Tensor, "record_stream", lambda x, stream: self.of(x).recorded.append(stream))
+        patch.setattr(boundary.Landing, "unpack", lambda place: [self.read(x) for x in (place.buffer, *place.views)])
+        patch.setattr(runner, "landing", lambda x, leg: self.moved(boundary.landing(x, leg)))
+        patch.setattr(runner, "packed", self.packed)
+
+    @contextlib.contextmanager
+    def entered(self, stream):
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def of(self, x):
+        return self.uses[x.untyped_storage().data_ptr()]
+
+    def empty(self, shape, dtype=torch.float64):
+        self.births += 1
+        held = np.zeros(shape)
+        x = torch.from_numpy(held)
+        use = SimpleNamespace(owner=self.now, recorded=[], works=set())
+        self.uses[x.untyped_storage().data_ptr()] = use
+        weakref.finalize(held, self.freed, use)
+        return x
+
+    def freed(self, use):
+        self.deaths += 1
+        waited = use.owner.waited.union(*(stream.waited for stream in use.recorded))
+        self.faults += [f"{work} still runs" for work in use.works - waited]
+
+    def read(self, x):
+        use = self.of(x)
+        if self.now not in (use.owner, *use.recorded):
+            self.faults.append(f"{self.now.name} reads memory of {use.owner.name}")
+
+    def packed(self, x, leg):
+        """Where it copies, its stream does, and nobody else waits for it."""
+        out = boundary.packed(x, leg)
+        if out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            return out
+        self.now.waited.add(self.work([x], "copy"))
+        return self.empty(out.shape)
+
+    def moved(self, place):
+        return boundary.Landing(self.empty(place.buffer.shape), place.views) if place.views else place
+
+    def work(self, tensors, name):
+        self.calls += 1
+        for x in tensors:
+            self.of(x).works.add((self.calls, name))
+        return self.calls, name
+
+    def start_exchange(self, sends, receives, axis, *, op_id=""):
+        work = self.work([message.tensor for message in (*sends, *receives)], op_id)
+        over = {work, *self.now.waited}  # NCCL's stream waits for the one on which it is posted
+        return Exchange(lambda: self.now.waited.update(over), again=lambda: self.now.waited.update(over))
+
+
+class Halves:
+    """Passes that give and take memory of that device."""
+
+    def __init__(self, memory, layouts, plan, rank):
+        self.memory, self.plan, self.stage = memory, plan, next(i for i, l in enumerate(layouts) if rank in l.ranks)
+        self.shape = layouts[self.stage].local_shapes[layouts[self.stage].ranks.index(rank)]
+        self.alive = weakref.WeakSet()
+        self.most = 0
+
+    def _pass(self, inputs, others):
+        for x in inputs:
+            self.memory.read(x)
+        made = tuple(self.memory.empty(self.shape) for _ in others)
+        self.alive.update(made)
+        self.most = max(self.most, len(self.alive))
+        return made
+
+    def forward(self, stage, microbatch, inputs):
+        return self._pass(inputs, [b for a, b in self.plan.edges if a == self.stage])
+
+    def backward(self, stage, microbatch, d_outputs):
+        return self._pass(d_outputs, [a for a, b in self.plan.edges if b == self.stage])
+
+
+def edge_of(edge, src, dst):
+    """One message from rank to rank, of as many parts as there are."""
+    moves = [Move(name="x", itemsize=8, src=a, dst=b) for a, b in ((src, dst), (dst, src))]
+    hosts = on_one_host((*src.ranks, *dst.ranks))
+    return planned_edge(edge, *(plan_reshard([move], hosts, message_bytes=10**6) for move in moves))
+
+
+def received(memory, place, transfer):
+    return memory.empty(place.route(transfer).shape)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize(
+    "words", [["whole1"] * 3, ["rows1", "zigzag2", "rows1"], ["zigzag2", "rows1", "zigzag2"]], ids=" ".join
+)
+def test_a_pipeline_gives_memory_back_behind_its_messages(words, forward_only, monkeypatch):
+    """NCCL reads what is sent, and writes what is received, when its stream comes to it: the allocator does not know, and hands out at once what Python drops."""
+    layouts = stage_layouts((12, 3), words)
+    pipeline = make_pipeline(PipelineConfig(), dataclasses.replace(PRESETS["tiny"], num_layers=3), pp=3, seq_len=32)
+    plan = pipeline.forward_plan(12) if forward_only else pipeline.plan(12)
+    ranks = tuple(rank for layout in layouts for rank in layout.ranks)
+    for rank in ranks:
+        with monkeypatch.context() as patch:
+            memory = Memory(patch)
+            patch.setattr(runner._Executor, "_run_posted", runner._Executor._run_in_batches)
+            comms = Collectives()
+            comms.start_exchange, comms.transfers = memory.start_exchange, memory.streams["transfers"]
+            passes = Halves(memory, layouts, plan, rank)
+            place = boundary.Boundary(
+                position=passes.stage,
+                edges={(a, b): edge_of((a, b), layouts[a], layouts[b]) for a, b in plan.edges},
+                dtype=torch.float64,
+                device=torch.device("cpu"),
+                axis=Axis("pp", ranks, ranks.index(rank), None),
+                comms=comms,
+            )
+            patch.setattr(boundary.Boundary, "empty", partial(received, memory, place))
+            runner.run_pipeline(plan, passes, place)
+            assert memory.deaths == memory.births >= 12 and memory.faults == []
+            assert passes.most <= 2 * boundary.LEAST_OPEN + 1
+
+
+def test_transfers_have_one_stream(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, *, priority: made.append(priority) or object())
+    comms = Collectives()
+    plan = plan_pipeline(make_schedule("1f1b", pp=2, virtual=1, num_microbatches=1))
+    axis = Axis("pp", (0, 1), 0, None)
+    places = [
+        boundary.Boundary(
+            position=0,
+            edges=boundary.direct_edges(plan, (2, 3), (0, 1)),
+            dtype=torch.float32,
+            device=torch.device(device),
+            axis=axis,
+            comms=comms,
+        )
+        for device in ("cpu", "cuda", "cuda")
+    ]
+    host, first, second = (place.stream() for place in places)
+    assert host is None and first is second is not None and made == [-1]
 
 
 def test_multiprocessors_are_left_free_inside():

@@ -94,12 +94,11 @@ def _plan(
 def _forward_plan(
     name: str, pp: int, virtual: int, num_microbatches: int, extra_warmup: tuple[int, ...] | None
 ) -> PipelinePlan:
-    """A part of an order that comes to its end comes to its end, if nothing in it waits for what was left out."""
+    """A part of an order that comes to its end comes to its end, if nothing in it waits for what was left out. Nothing is held for a backward pass."""
     whole = _plan(name, pp, virtual, num_microbatches, extra_warmup).schedule
     actions = tuple(tuple(action for action in order if action.kind == "F") for order in whole.actions)
-    held = tuple(len(order) for order in actions)
     return plan_pipeline(
-        dataclasses.replace(whole, name=f"{name}, forward", actions=actions, max_live=held, extra_warmup=())
+        dataclasses.replace(whole, name=f"{name}, forward", actions=actions, max_live=(0,) * pp, extra_warmup=())
     )
 
 

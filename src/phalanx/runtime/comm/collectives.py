@@ -141,6 +141,8 @@ class Collectives:
         """While a pass of this rank runs beside another."""
         self.message_streams: Any = None
         """Where messages travel beside what a device computes, once they have (`runtime/moe/streams.py`)."""
+        self.transfers: torch.cuda.Stream | None = None
+        """Where those of a pipeline do (`runtime/pipeline/boundary.py`)."""
         self._emit = emit
         self._kept: list[Event] = []
 

@@ -83,8 +83,10 @@ class Boundary:
         return self.lane
 
     def stream(self) -> torch.cuda.Stream | None:
-        """Stream for transfers beside passes, where the device has streams."""
-        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        """Stream for transfers beside passes, where the device has streams. Always the same one: what was received is given back to its stream's memory."""
+        if self.comms.transfers is None and self.device.type == "cuda":
+            self.comms.transfers = torch.cuda.Stream(self.device, priority=-1)  # among these is none of NCCL's own
+        return self.comms.transfers
 
     def empty(self, transfer: Transfer) -> torch.Tensor:
         """A place for what this rank receives."""
@@ -163,6 +165,10 @@ class Arrival:
         messages = [Message(l.buffer, axis.ranks.index(leg.peer), tag) for leg, l in zip(legs, landings, strict=True)]
         exchange = comms.start_exchange((), messages, axis, op_id=op_id)
         self.parts += [(exchange, l) for l in landings]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What it comes in, and what it becomes."""
+        return [self.tensor, *(place.buffer for _, place in self.parts if place.views)]
 
     def take(self) -> torch.Tensor:
         """Wait until all of it is there."""

@@ -127,8 +127,8 @@ class _Executor:
         """Made here and not yet sent or handed over."""
         self.posted_receives: dict[Transfer, tuple[Arrival, threading.Event | None]] = {}
         """Transfers that come, with the event that a lane sets where it takes the transfer in."""
-        self.open_sends: deque[tuple[Exchange, list[Message]]] = deque()
-        """Exchanges under way, with the messages, whose tensors must live until they are sent."""
+        self.open_sends: deque[tuple[Exchange, Sequence[object]]] = deque()
+        """Exchanges under way, with what must live until they are sent: messages, and tensors that these are made of."""
         self.lanes: dict[tuple[Edge, Direction], EdgeLane] = {}
         self.stream = boundary.stream()
 
@@ -137,8 +137,7 @@ class _Executor:
             self._run_posted()
         else:
             self._run_in_batches()
-        with self._aside(after_passes=False):
-            self._close(0)
+        self._close(0)
         for lane in self.lanes.values():
             lane.finish()
             self.boundary.comms.absorb(lane.comms)
@@ -221,7 +220,8 @@ class _Executor:
             return self.ready.pop(transfer)
         arrival, here = self.posted_receives.pop(transfer)
         if self.stream is not None:  # allocated there, used here
-            arrival.tensor.record_stream(torch.cuda.current_stream(self.boundary.device))
+            for tensor in arrival.tensors():
+                tensor.record_stream(torch.cuda.current_stream(self.boundary.device))
         if here is None:
             return arrival.take()
         with self.boundary.comms.blocked(self.name(transfer), self.boundary.axis_of(transfer)):
@@ -267,9 +267,13 @@ class _Executor:
         return self.lanes[key]
 
     def _close(self, most_open: int) -> None:
-        """Wait for the oldest sends until at most so many are open."""
+        """Wait for the oldest sends until at most so many are open. On a device both streams do: memory of either goes back to it, and would be written while NCCL still reads."""
         while len(self.open_sends) > most_open:
-            self.open_sends[0][0].wait()
+            exchange, _ = self.open_sends[0]
+            with self._aside(after_passes=False):
+                exchange.wait()
+            if self.stream is not None:
+                exchange.wait()
             self.open_sends.popleft()
 
     # ---- devices: a stream of their own for transfers, in the plan's order
@@ -288,6 +292,7 @@ class _Executor:
     def _post(self, ops: Sequence[Send | Recv]) -> None:
         """One exchange for all messages of `ops`."""
         sends: list[Message] = []
+        made: list[torch.Tensor] = []
         receives: list[Message] = []
         arriving: list[tuple[Arrival, Landing]] = []
         axis = self.boundary.axis
@@ -298,6 +303,7 @@ class _Executor:
                 if isinstance(op, Send):
                     tensor = self.ready.pop(transfer)
                     sends += [Message(packed(tensor, leg), axis.ranks.index(leg.peer), tag) for leg in route.sends]
+                    made.append(tensor)
                     continue
                 arrival = Arrival(self.boundary.empty(transfer))
                 self.posted_receives[transfer] = arrival, None
@@ -312,9 +318,9 @@ class _Executor:
             for arrival, place in arriving:
                 arrival.parts.append((exchange, place))
             if sends:
-                self.open_sends.append((exchange, sends))
-                self._close(self.most_open)
+                self.open_sends.append((exchange, (*sends, *made)))
             self._wait_in_turn(exchange)
+        self._close(self.most_open)
 
     def _wait_in_turn(self, exchange: Exchange) -> None:
         if self.boundary.in_turn:
