@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ import torch
 from phalanx.cli.main import run_command
 from phalanx.kernels.ops import swiglu
 from phalanx.runtime.moe import overlap
+from phalanx.runtime.processes.world import WorldInfo
 from phalanx_lab.gpu_check import healing, parity, streams, whole_runs
+from phalanx_lab.gpu_check.cards import own_card
 from phalanx_lab.gpu_check.checks import CheckLine, GpuCheck
 from phalanx_lab.gpu_check.here import Here
 from phalanx_lab.gpu_check.plan import CHECKS
@@ -46,6 +49,19 @@ def run(tmp_path: Path, work: Callable[[Here], None], *, limit_s: float = 30.0) 
     (written,) = (tmp_path / "lines.json").read_text().splitlines()
     assert json.loads(written) == vars(line)
     return line
+
+
+@pytest.mark.parametrize(
+    ("found", "local_rank", "is_apart"), [(8, 3, False), (4, 3, False), (3, 0, True), (1, 0, True)]
+)
+def test_ranks_share_a_card_only_where_there_are_too_few(
+    found: int, local_rank: int, is_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    with mock.patch.dict(os.environ):
+        at = own_card(WorldInfo(rank=3, world=4, local_rank=3, local_world=4))
+        assert (at.local_rank, at.rank, at.world) == (local_rank, 3, 4)
+        assert (os.environ.get("NCCL_HOSTID") == "rank-3") is is_apart
 
 
 @pytest.mark.parametrize("stages", [pytest.param("A", marks=pytest.mark.core), "B C D"])

@@ -27,8 +27,8 @@ from phalanx.runtime.membership import member
 from phalanx.train.recovery import train_elastic
 from phalanx.train.recovery.watch import MemberWatch, Phase
 from phalanx_lab.bench.cluster import write_text
+from phalanx_lab.gpu_check.cards import on_cards
 from phalanx_lab.gpu_check.here import Here
-from phalanx_lab.gpu_check.shared_card import sharing
 from phalanx_lab.gpu_check.whole_runs import (
     PATIENCE_S,
     WATCHDOG_S,
@@ -193,7 +193,7 @@ def check_healing(here: Here) -> None:
 
 def _train_killed(recipe: Recipe, watched: Path, kills: Kills, *, still_s: float) -> Ended:
     def program() -> int:
-        with sharing():
+        with on_cards():
             return train_elastic(recipe, threads=1, watch=KillWatch(watched, kills))
 
     def marks() -> int:

@@ -49,6 +49,7 @@ CHECKS = (
     _check("B4", "fast:check_whole", 40, "whole steps of four layers of Qwen3-30B-A3B"),
     _check("C1.two", "together:check_two", 180, "mappings of 2 ranks over NCCL against one rank, fp32"),
     _check("C1.four", "together:check_four", 180, "mappings of 4 ranks over NCCL against one rank, fp32"),
+    _check("C1.eight", "together:check_eight", 180, "mappings of 8 ranks, where there are 8 GPUs"),
     _check("C2", "order:check_order", 45, "runs of 2 to 4 ranks with unequal shares, over NCCL, against the CPU"),
     _check("C3", "healing:check_healing", 50, "ranks are killed; the others abort, form again, and go on"),
     _check(

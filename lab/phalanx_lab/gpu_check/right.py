@@ -23,9 +23,9 @@ from phalanx.train.step import train_step
 from phalanx.verify import ROUNDED_AXES, CaseTask, VerifyJob, default_cases, run_job
 from phalanx_lab.bench.ours import OurRun
 from phalanx_lab.bench.workload import WorkloadShape
+from phalanx_lab.gpu_check.cards import run_on_cards
 from phalanx_lab.gpu_check.here import Here
 from phalanx_lab.gpu_check.layer import PARTS, make_layer, passes
-from phalanx_lab.gpu_check.shared_card import run_shared
 from phalanx_lab.gpu_check.taken_apart import TINY, open_step, settings_of
 from phalanx_lab.gpu_check.timing import dense_flops_per_s, seconds_of
 
@@ -69,7 +69,7 @@ def compare(here: Here, *, world: int, most_cases: int) -> None:
     stride = max(1, len(cases) // most_cases)
     tasks = [CaseTask(case) for case in cases[::stride][:most_cases]]
     job = VerifyJob(tasks=tasks, world=world, dtype=torch.float32, timeout_s=STEP_S, device=here.device.type)
-    reports = run_job(job, run=run_shared)
+    reports = run_job(job, run=run_on_cards)
     bad = [r for r in reports if r.failures]
     here.tell("cases", len(reports), least=len(tasks))
     for name in ("loss_error", "gradient_error", "norm_error", "step_error"):

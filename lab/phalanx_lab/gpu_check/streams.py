@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.runtime.processes import StopRequest, WorldInfo
+from phalanx_lab.gpu_check.cards import run_on_cards
 from phalanx_lab.gpu_check.here import Here, Skipped
-from phalanx_lab.gpu_check.shared_card import run_shared
 from phalanx_lab.gpu_check.whole_runs import PATIENCE_S, run_bounded, tell_end
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu" / "streams.py"
@@ -53,7 +53,7 @@ def _section(here: Here, name: str, *more: str) -> dict[str, Any]:
         words = ["--only", name, "--json", str(file), *SHAPE, *more, *([] if here.on_gpu else ["--cpu"])]
 
         def program() -> int:
-            return run_shared(partial(_run_script, words, port), ranks=RANKS, threads=1)
+            return run_on_cards(partial(_run_script, words, port), ranks=RANKS, threads=1)
 
         still_s = here.pick(LIMIT_S, PATIENCE_S)  # in all: nothing tells how far it is
         ended = run_bounded(program, folder=Path(folder), marks=lambda: 0, still_s=still_s)

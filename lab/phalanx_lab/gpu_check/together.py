@@ -1,4 +1,4 @@
-"""A2 and C: several ranks on the one card, over NCCL (gloo in the self-test)."""
+"""A2 and C: several ranks over NCCL (gloo in the self-test), each on a card of its own where there are as many."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch.distributed as dist
 
 from phalanx.kernels.triton import ArenaSpec, symmetric_arena
 from phalanx.runtime.processes import StopRequest, WorldInfo, close_world, init_world
-from phalanx_lab.gpu_check.here import Here
+from phalanx_lab.gpu_check.cards import run_on_cards
+from phalanx_lab.gpu_check.here import Here, Skipped
 from phalanx_lab.gpu_check.right import compare
-from phalanx_lab.gpu_check.shared_card import run_shared
 
 JOIN_S = 30.0
 
 
 def check_sharing(here: Here) -> None:
     """A2.nccl: what all of stage C needs."""
-    code = run_shared(lambda info, stop: _share(here, info, stop), ranks=2, threads=1)
+    code = run_on_cards(lambda info, stop: _share(here, info, stop), ranks=2, threads=1)
     here.tell("exit status of the ranks", code, most=0)
 
 
@@ -42,7 +42,7 @@ def check_symmetric(here: Here) -> None:
     """A2.symmetric: whether two processes can write into each other's memory on one card (of fused kernels, stage C), and whether MPS is there. Both are recorded; a no is no failure."""
     here.tell("nvidia-cuda-mps-control", shutil.which("nvidia-cuda-mps-control") or "is not there")
     here.needs_gpu("symmetric memory")
-    code = run_shared(lambda info, stop: _write_into_other(here, info), ranks=2, threads=1)
+    code = run_on_cards(lambda info, stop: _write_into_other(here, info), ranks=2, threads=1)
     here.tell("exit status of the ranks", code)
 
 
@@ -73,3 +73,10 @@ def check_two(here: Here) -> None:
 def check_four(here: Here) -> None:
     """C1.four."""
     compare(here, world=4, most_cases=here.pick(12, 1))
+
+
+def check_eight(here: Here) -> None:
+    """C1.eight: whole nodes only, for one card would be full of contexts."""
+    if here.on_gpu and torch.cuda.device_count() < 8:
+        raise Skipped(f"needs 8 GPUs, and this machine has {torch.cuda.device_count()}")
+    compare(here, world=8, most_cases=here.pick(12, 1))

@@ -27,8 +27,8 @@ from phalanx.train.placement.rebalancer import Rebalancer
 from phalanx.train.run import train
 from phalanx_lab.bench.cluster import TrainingCluster, overrides, send, tiny_run
 from phalanx_lab.bench.storm.trainer import tensors_at_the_end
+from phalanx_lab.gpu_check.cards import run_on_cards
 from phalanx_lab.gpu_check.here import Here
-from phalanx_lab.gpu_check.shared_card import run_shared
 
 WATCHDOG_S, PATIENCE_S = 20.0, 120.0
 """Longest time without a step on a lent device, and on a CPU that may have other work."""
@@ -150,7 +150,7 @@ def train_still(recipe: Recipe, *, still_s: float) -> Ended:
 
     def program() -> int:
         main = partial(train, recipe, hook=Rebalancer)
-        return run_shared(main, ranks=recipe.launch.ranks, threads=1)
+        return run_on_cards(main, ranks=recipe.launch.ranks, threads=1)
 
     return run_bounded(
         program, folder=run.with_name(f"{run.name}.out"), marks=lambda: len(steps_of(recipe)), still_s=still_s
