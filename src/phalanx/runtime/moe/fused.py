@@ -136,15 +136,13 @@ class FusedMemory:
     @contextmanager
     def beside(self, device: torch.device) -> Iterator[None]:
         """Runs what is launched inside, on a device, beside what is launched after, on the multiprocessors that this leaves; on a
-        host it has been run by then. It begins first: what comes after waits for its entries and may fill all the room that a collective under way (of gradients) leaves, which on
-        other ranks may wait for these entries in turn."""
+        host it has been run by then."""
         if device.type != "cuda":
             yield
             return
         if self._side is None:
-            self._side = torch.cuda.Stream(device, priority=-1)
+            self._side = torch.cuda.Stream(device)
         self._side.wait_stream(torch.cuda.current_stream())
-        torch.cuda.current_stream().wait_stream(self._side)
         with torch.cuda.stream(self._side):
             yield
 
