@@ -31,6 +31,8 @@ from phalanx.runtime.comm import DEFAULT_TIMEOUT_S
 
 LOOK_S = 0.02
 """How often a rank looks whether the first one has come."""
+OUTSIDE = "192.0.2.1"
+"""An address of no machine (RFC 5737), which leaves this one by the default route."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,23 +244,36 @@ def use_loopback() -> None:
 
 
 def use_interface_to(host: str) -> None:
-    """Let gloo use the interface by which `host` is reached, so that it need not resolve this machine's own name. Does nothing where that is not known."""
+    """Let gloo use the interface by which `host` is reached, so that it need not resolve this machine's own name. Does nothing where that is not known.
+
+    Debian's hosts file has this machine's own name at 127.0.1.1, where no other machine reaches it: then the interface that leads out, else the first with an address.
+    """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
+    names, own = _interfaces(), _address_towards(host)
+    if is_loopback(own) and not is_loopback(host):
+        own = next((a for a in (_address_towards(OUTSIDE), *names) if a and not is_loopback(a)), "")
+    if own in names:
+        os.environ["GLOO_SOCKET_IFNAME"] = names[own]
+
+
+def _address_towards(host: str) -> str:
+    """This machine's IPv4 address on the way to `host`; empty where there is no way."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
-        own = socket.inet_aton(probe.getsockname()[0])
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _interfaces() -> dict[str, str]:
+    """IPv4 address -> interface, in the system's order (Linux: SIOCGIFADDR of netdevice(7))."""
+    found = dict[str, str]()
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                if _address_of(probe, name) == own:
-                    os.environ["GLOO_SOCKET_IFNAME"] = name
-                    return
-
-
-def _address_of(sock: socket.socket, interface: str) -> bytes:
-    """IPv4 address of an interface (Linux: SIOCGIFADDR of netdevice(7))."""
-    answer = fcntl.ioctl(sock.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))
-    return bytes(answer[20:24])
+                answer = fcntl.ioctl(sock.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+                found.setdefault(socket.inet_ntoa(answer[20:24]), name)
+    return found
 
 
 def _meeting_failed(info: WorldInfo, where: str, text: str, timeout_s: float) -> str:
