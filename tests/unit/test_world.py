@@ -1,4 +1,4 @@
-"""Which interface gloo is given: with stand-ins for networks."""
+"""Which interface gloo is given, and which GPU a rank takes: with stand-ins for networks and cards."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from phalanx.core.errors import ConfigError
 from phalanx.runtime.processes import world
-from phalanx.runtime.processes.world import OUTSIDE, use_interface_to
+from phalanx.runtime.processes.world import OUTSIDE, WorldInfo, own_device, read_world, use_interface_to
 
 pytestmark = pytest.mark.unit
 
@@ -54,3 +56,35 @@ def test_what_this_machine_says_of_itself() -> None:
     assert world._address_towards("127.0.1.1") == LO and world._interfaces()[LO] in ("lo", "lo0")
     assert world._address_towards("host.invalid") == ""
     assert set(world._interfaces().values()) <= {name for _, name in socket.if_nameindex()}
+
+
+# ---- a GPU for each rank
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A process that sees one GPU; which it makes its own."""
+    taken: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    return taken
+
+
+BOUND = {"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "0"}
+
+
+def test_a_rank_whose_launcher_bound_a_gpu_to_it_takes_that(one_gpu: list[object]) -> None:
+    info = read_world(BOUND)
+    assert info is not None and info.gpus_to_see == 1
+    assert own_device(info, "cuda") == torch.device("cuda", 0)
+    assert one_gpu == [torch.device("cuda", 0)]
+
+
+@pytest.mark.parametrize("visible", [None, "0,1"])
+def test_too_few_gpus_stay_an_error_where_none_is_bound(one_gpu: list[object], visible: str | None) -> None:
+    env = {**BOUND, "CUDA_VISIBLE_DEVICES": visible} if visible else {k: BOUND[k] for k in list(BOUND)[:4]}
+    for info in (read_world(env), WorldInfo(rank=3, world=8, local_rank=3, local_world=8)):  # ours: all see all GPUs
+        assert info is not None
+        with pytest.raises(ConfigError, match=r"launch.ranks = 8: must be at most the GPUs of this machine \(1\)"):
+            own_device(info, "cuda")
+    assert not one_gpu

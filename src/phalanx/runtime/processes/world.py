@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import socket
@@ -50,6 +51,13 @@ class WorldInfo:
     several machines, meet at `master_addr`."""
     agent_listens: bool = False
     """torchrun's agent listens at `master_addr` already, for the ranks of all machines."""
+    gpu_bound: bool = False
+    """The launcher lets each process see one GPU of its own alone (SLURM's `--gpus-per-task=1`), which is device 0 of each."""
+
+    @property
+    def gpus_to_see(self) -> int:
+        """GPUs that this process must find."""
+        return 1 if self.gpu_bound else self.local_world
 
 
 def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
@@ -92,6 +100,7 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
         agent_listens=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        gpu_bound="," not in env.get("CUDA_VISIBLE_DEVICES", ","),
     )
 
 
@@ -129,7 +138,7 @@ def _said_by_first(path: Path, *, but: int = 0) -> Path | None:
 def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
     """Join all ranks (gloo for cpu; NCCL for tensors on cuda, gloo for those on the host) and return this rank's device.
 
-    A world of one rank joins nothing. Raises `ConfigError` where this rank has no GPU, `RunError` when the ranks cannot meet.
+    A world of one rank joins nothing. Raises `ConfigError` where this rank has no GPU of its own, `RunError` when the ranks cannot meet.
     """
     target = own_device(info, device)
     if info.world == 1:
@@ -157,9 +166,25 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
             world_size=info.world,
             timeout=timeout,
         )
+        if target.type == "cuda":
+            uuid = str(torch.cuda.get_device_properties(target).uuid)
+            raise_if(_sharing_problems(uuid, info.world), ConfigError, subject="launch environment")
     except (RuntimeError, ValueError) as err:
         raise RunError(_meeting_failed(info, where, str(err), timeout_s)) from err
     return target
+
+
+def _sharing_problems(uuid: str, world: int) -> list[Problem]:
+    """That several ranks have one GPU, which no rank sees by itself where each sees one. As for NCCL, ranks with another NCCL_HOSTID are elsewhere. Collective."""
+    own = hashlib.sha256(f"{uuid} {os.environ.get('NCCL_HOSTID', '')}".encode()).digest()
+    every = [torch.empty(len(own), dtype=torch.uint8) for _ in range(world)]
+    dist.all_gather(every, torch.tensor(list(own), dtype=torch.uint8))
+    sharing = [rank for rank, other in enumerate(every) if bytes(other.tolist()) == own]
+    if len(sharing) == 1:
+        return []
+    rule = f"is the GPU of ranks {', '.join(map(str, sharing))}, and each needs one of its own"
+    hint = "let CUDA_VISIBLE_DEVICES name all GPUs of the machine, or another one for each of its processes"
+    return [Problem(where="GPU", value=uuid, rule=rule, hint=hint)]
 
 
 def _listen(host: str, port: int) -> int | None:
@@ -178,7 +203,9 @@ def _listen(host: str, port: int) -> int | None:
 
 def own_device(info: WorldInfo, device: str) -> torch.device:
     """Where this rank's tensors live, from now on the current device. Raises `ConfigError` where this rank has no GPU."""
-    target = torch.device("cuda", info.local_rank) if device == "cuda" else torch.device(device)
+    target = (
+        torch.device("cuda", 0 if info.gpu_bound else info.local_rank) if device == "cuda" else torch.device(device)
+    )
     if target.type == "cuda":
         raise_if(_gpu_problems(info, num_gpus=torch.cuda.device_count()), ConfigError, subject="the recipe")
         torch.cuda.set_device(target)
@@ -230,7 +257,7 @@ def _gpu_problems(info: WorldInfo, *, num_gpus: int) -> list[Problem]:
     if num_gpus == 0:
         rule, hint = "needs a GPU that torch can use, and finds none on this machine", "use cpu, or see `nvidia-smi`"
         return [Problem(where="launch.device", value="cuda", rule=rule, hint=hint)]
-    if info.local_world > num_gpus:
+    if info.gpus_to_see > num_gpus:
         rule = f"must be at most the GPUs of this machine ({num_gpus}), one for each rank"
         return [Problem(where="launch.ranks", value=info.local_world, rule=rule, hint=f"use {num_gpus}")]
     return []
