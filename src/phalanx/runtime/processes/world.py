@@ -29,6 +29,7 @@ from phalanx.core.process import begun
 from phalanx.core.reading import is_count
 from phalanx.core.service_address import is_loopback
 from phalanx.runtime.comm import DEFAULT_TIMEOUT_S
+from phalanx.runtime.processes.numa import stay_near
 
 LOOK_S = 0.02
 """How often a rank looks whether the first one has come."""
@@ -202,12 +203,13 @@ def _listen(host: str, port: int) -> int | None:
 
 
 def own_device(info: WorldInfo, device: str) -> torch.device:
-    """Where this rank's tensors live, from now on the current device. Raises `ConfigError` where this rank has no GPU."""
+    """Where this rank's tensors live, from now on the current device; a GPU's rank stays on the processors near it. Raises `ConfigError` where this rank has no GPU."""
     target = (
         torch.device("cuda", 0 if info.gpu_bound else info.local_rank) if device == "cuda" else torch.device(device)
     )
     if target.type == "cuda":
         raise_if(_gpu_problems(info, num_gpus=torch.cuda.device_count()), ConfigError, subject="the recipe")
+        stay_near(torch.cuda.get_device_properties(target))  # before its context, and all pinned memory
         torch.cuda.set_device(target)
     return target
 
