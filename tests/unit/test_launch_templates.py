@@ -337,7 +337,6 @@ def test_memory_of_pods_is_what_their_ranks_need() -> None:
 
     copies = 30.5e9 * 12 / 2**30
     assert 64 + copies < gib("qwen3-30b-a3b-8", "--optim.state_dtype", "float32") < 1.3 * (64 + copies)
-    assert 64 <= gib("qwen3-30b-a3b-8", "--checkpoint.asynchronous", "false") < 80
     assert gib("laptop", gpus=0) == 8 < gib("laptop", "--launch.ranks", "16", "--train.micro_batch", "2", gpus=0)
 
 

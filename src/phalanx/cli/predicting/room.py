@@ -31,14 +31,14 @@ def needed_bytes(recipe: Recipe) -> int | None:
 
 
 def host_bytes(recipe: Recipe, *, local_ranks: int, world: int) -> int | None:
-    """Memory to ask for on a host with so many ranks of `world`. With GPUs the host has the copies of state that checkpoints are written from (`runtime/checkpoint/host_copies.py`).
+    """Memory to ask for on a host with so many ranks of `world`. With GPUs the host has the copies of state that checkpoints are written from, at most all that its ranks hold (`runtime/checkpoint/host_copies.py`).
     None where that cannot be told (a tokenizer that is not on this machine)."""
     device = recipe.launch.device_type
     try:
         ranks = rank_estimates(recipe, machine_here(recipe, local_ranks=local_ranks), world=world)
     except PhalanxError:
         return None
-    copies = max(m.terms["optimizer state"] for e in ranks for m in e.moments) if recipe.checkpoint.asynchronous else 0
+    copies = max(m.terms["optimizer state"] for e in ranks for m in e.moments)
     each = copies if device == "cuda" else max(e.peak_bytes for e in ranks)
     return int(DOUBT * local_ranks * (PROCESS_BYTES[device] + each))
 
