@@ -6,6 +6,8 @@ import itertools
 import os
 import socket
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -457,6 +459,54 @@ def test_ranks_of_several_machines_meet_where_torchrun_listens(monkeypatch, capf
         pids.append(pid)
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
     assert "[E" not in capfd.readouterr().err
+
+
+def sharing(rank, cache, cards, hosts=None):
+    if hosts is not None:
+        os.environ["NCCL_HOSTID"] = hosts[rank]
+    try:
+        return [str(p) for p in world._sharing_problems(cards[rank], len(cards))]
+    finally:
+        os.environ.pop("NCCL_HOSTID", None)
+
+
+def test_no_two_ranks_have_one_gpu():
+    assert run_ranks(3, sharing, ["a", "b", "c"]) == [[], [], []]
+    first, other, last = run_ranks(3, sharing, ["a", "b", "a"])
+    assert "GPU = 'a': is the GPU of ranks 0, 2, and each needs one of its own" in first[0]
+    assert first == last and other == []
+
+
+def test_ranks_that_say_they_are_hosts_of_their_own_may_share_a_gpu():
+    """As NCCL has it; `phalanx gpu-check` runs so."""
+    assert run_ranks(2, sharing, ["a", "a"], ["rank-0", "rank-1"]) == [[], []]
+    assert all(run_ranks(2, sharing, ["a", "a"], ["node", "node"]))
+
+
+@pytest.mark.parametrize("cards", ["ab", "aa"])
+def test_ranks_that_see_one_gpu_each_join_where_it_is_another_one(tmp_path, monkeypatch, cards):
+    """SLURM's --gpus-per-task=1 makes it device 0 of each process, and so does a CUDA_VISIBLE_DEVICES that all have by mistake."""
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "0"}
+    join, pids = torch.distributed.init_process_group, []
+    monkeypatch.setattr(world.dist, "init_process_group", lambda backend, **words: join("gloo", **words))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for rank in range(2):
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                torch.cuda.get_device_properties = lambda device, card=cards[rank]: SimpleNamespace(uuid=card)
+                info = read_world({**env, "RANK": str(rank)})
+                assert info is not None
+                info = replace(info, meeting=tmp_path / "meeting")
+                code = 0 if init_world(info, device="cuda", timeout_s=60) == torch.device("cuda", 0) else 2
+            except ConfigError as err:
+                code = 3 if "is the GPU of ranks 0, 1" in str(err) else 4
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == ([0, 0] if cards == "ab" else [3, 3])
 
 
 def test_read_world_names_every_problem():

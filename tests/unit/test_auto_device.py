@@ -77,6 +77,17 @@ def test_nobody_has_looked(tmp_path: Path) -> None:
     assert Recipe().launch.device_type == "cpu" and LaunchConfig(device="cuda").device_type == "cuda"
 
 
+def test_a_launcher_that_binds_a_gpu_to_each_process_means_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    words = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": "0"}
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    assert read_recipe(Request(recipe_path=None, overrides=(), dry_run=False), world=4).launch.device == "cuda"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(ConfigError, match="1 for 4 ranks"):
+        read_recipe(Request(recipe_path=None, overrides=(), dry_run=False), world=4)
+
+
 def test_looking_makes_no_context_of_cuda() -> None:
     """The parent of the ranks forks: a context would not survive that."""
     code = "import torch; from phalanx.runtime.processes import device_here; device_here(0); assert not torch.cuda.is_initialized()"

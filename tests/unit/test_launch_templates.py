@@ -299,6 +299,63 @@ def test_kubernetes_objects_fit_together(tmp_path: Path, which: str) -> None:
     assert loaded.resilience.wanted == loaded.launch.ranks * job["completions"] and loaded.launch.keep_service
 
 
+def container_of(script: str) -> dict[str, Any]:
+    (container,) = objects_of(script)["Job"]["spec"]["template"]["spec"]["containers"]
+    return dict(container)
+
+
+@pytest.mark.skipif(find_spec("yaml") is None, reason="no YAML parser here")
+@pytest.mark.parametrize("which", ["template", "elastic", "fixed"])
+def test_pods_have_shared_memory_for_nccl(which: str) -> None:
+    """The runtime gives 64 MiB."""
+    text = yamls()[which]
+    (name,) = (m["name"] for m in container_of(text)["volumeMounts"] if m["mountPath"] == "/dev/shm")
+    volumes = objects_of(text)["Job"]["spec"]["template"]["spec"]["volumes"]
+    assert {"name": name, "emptyDir": {"medium": "Memory"}} in volumes
+
+
+@pytest.mark.skipif(find_spec("yaml") is None, reason="no YAML parser here")
+def test_lines_for_rdma_are_fields_once_their_comment_is_taken_away() -> None:
+    text = yamls()["fixed"]
+    for words in ("rdma/NAME: 1", "securityContext:", "  capabilities:", "    add: [IPC_LOCK]"):
+        assert text.count(f"# {words}") == 1, words
+        text = text.replace(f"# {words}", words)
+    assert container_of(text)["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    limits = container_of(text)["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == 4 and limits["rdma/NAME"] == 1
+
+
+@pytest.mark.skipif(find_spec("yaml") is None, reason="no YAML parser here")
+def test_memory_of_pods_is_what_their_ranks_need() -> None:
+    """30.5e9 parameters, of which 8 GPUs hold masters and moments, and the host copies for checkpoints."""
+
+    def gib(path: str, *settings: str, gpus: int = 8) -> int:
+        launch = launch_of(where="kubernetes", path=path, nodes=1, gpus=gpus, settings=settings)
+        resources = container_of(script_of(launch))["resources"]
+        assert resources["requests"]["memory"] == resources["limits"]["memory"]
+        return int(resources["limits"]["memory"].removesuffix("Gi"))
+
+    copies = 30.5e9 * 12 / 2**30
+    assert 64 + copies < gib("qwen3-30b-a3b-8", "--optim.state_dtype", "float32") < 1.3 * (64 + copies)
+    assert gib("laptop", gpus=0) == 8 < gib("laptop", "--launch.ranks", "16", "--train.micro_batch", "2", gpus=0)
+
+
+@pytest.mark.skipif(find_spec("yaml") is None, reason="no YAML parser here")
+def test_memory_that_cannot_be_told_is_no_limit() -> None:
+    launch = launch_of(
+        where="kubernetes", nodes=2, gpus=4, settings=(*ALLOWED, "--data.tokenizer", "/of/the/pods.json")
+    )
+    script = script_of(launch)
+    assert container_of(script)["resources"] == {"requests": {"cpu": "32"}, "limits": {"nvidia.com/gpu": 4}}
+    assert script.count("# memory: NOT PREDICTED") == 2
+
+
+def test_the_image_compiles_what_triton_compiles() -> None:
+    """Its module for NVIDIA's driver is C with Python.h, which neither python3 nor python3-venv brings."""
+    (line,) = (x for x in (LAUNCH / "Dockerfile").read_text().splitlines() if "apt-get install" in x)
+    assert {"g++", "python3-dev", "python3-venv"} <= set(line.split())
+
+
 def test_the_next_command_can_be_pasted() -> None:
     assert explain(launch_of(nodes=2), Path("my run.sh")).endswith("next: sbatch 'my run.sh'")
 

@@ -114,7 +114,7 @@ def _device_here(recipe: Recipe) -> Device:
     from phalanx.runtime.processes import device_here, read_world
 
     launched = read_world()
-    return device_here(launched.local_world if launched else recipe.launch.ranks)
+    return device_here(launched.gpus_to_see if launched else recipe.launch.ranks)
 
 
 def _trust_problems(request: Request, recipe: Recipe) -> list[Problem]:

@@ -71,6 +71,14 @@ def cpus_of(launch: Launch) -> int:
     return max(1, math.ceil(launch.ranks * each))
 
 
+def memory_of(launch: Launch) -> int | None:
+    """GiB to ask for on each node, never fewer than the template's; None where that cannot be told here."""
+    from phalanx.cli.predicting.room import host_bytes  # with what predicts, which other commands do without
+
+    found = host_bytes(launch.recipe, local_ranks=launch.ranks, world=launch.nodes * launch.ranks)
+    return None if found is None else max(8, math.ceil(found / 2**30))
+
+
 def _shell(launch: Launch) -> dict[str, str]:
     lines = {
         "RECIPE=recipe": f"RECIPE={shlex.quote(launch.path)}",
@@ -106,6 +114,7 @@ def _kubernetes(launch: Launch) -> dict[str, str]:
         "MODE=": f"MODE={launch.mode}",
         "set --  ": f"set -- {shlex.join(launch.settings)}",
         "cpu: ": f'cpu: "{cpus_of(launch)}"',
+        "memory: ": f"memory: {gib}Gi" if (gib := memory_of(launch)) else "# memory: NOT PREDICTED, so without a limit",
     }
     if launch.gpus:
         lines["# nvidia.com/gpu: "] = f"nvidia.com/gpu: {launch.gpus}"

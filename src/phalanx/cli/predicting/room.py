@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 from phalanx.cli.predicting.cards import nearest_fit, smallest_card, way_out
-from phalanx.cli.predicting.dry_run import available_bytes, machine_here, peak_bytes, tokenizer_vocab
+from phalanx.cli.predicting.dry_run import available_bytes, machine_here, peak_bytes, rank_estimates, tokenizer_vocab
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PhalanxError, Problem
 from phalanx.core.units import format_bytes
@@ -15,6 +15,8 @@ from phalanx.plan.recovery import wanted_ranks
 
 DOUBT = 1.1
 """A prediction may be a tenth too high (`phalanx bench memory`): only what is beyond that is refused."""
+PROCESS_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
+"""Of a process on the host, beside what is predicted, generously: what importing torch and tokenising take; CUDA's context, buffers of NCCL (also in /dev/shm), batches and text."""
 
 
 def needed_bytes(recipe: Recipe) -> int | None:
@@ -26,6 +28,19 @@ def needed_bytes(recipe: Recipe) -> int | None:
         return ranks * peak_bytes(recipe, machine_here(recipe, local_ranks=ranks), world=ranks)
     except PhalanxError:
         return None
+
+
+def host_bytes(recipe: Recipe, *, local_ranks: int, world: int) -> int | None:
+    """Memory to ask for on a host with so many ranks of `world`. With GPUs the host has the copies of state that checkpoints are written from, at most all that its ranks hold (`runtime/checkpoint/host_copies.py`).
+    None where that cannot be told (a tokenizer that is not on this machine)."""
+    device = recipe.launch.device_type
+    try:
+        ranks = rank_estimates(recipe, machine_here(recipe, local_ranks=local_ranks), world=world)
+    except PhalanxError:
+        return None
+    copies = max(m.terms["optimizer state"] for e in ranks for m in e.moments)
+    each = copies if device == "cuda" else max(e.peak_bytes for e in ranks)
+    return int(DOUBT * local_ranks * (PROCESS_BYTES[device] + each))
 
 
 def has_room(recipe: Recipe) -> bool:

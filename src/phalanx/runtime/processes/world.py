@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import socket
@@ -28,9 +29,12 @@ from phalanx.core.process import begun
 from phalanx.core.reading import is_count
 from phalanx.core.service_address import is_loopback
 from phalanx.runtime.comm import DEFAULT_TIMEOUT_S
+from phalanx.runtime.processes.numa import stay_near
 
 LOOK_S = 0.02
 """How often a rank looks whether the first one has come."""
+OUTSIDE = "192.0.2.1"
+"""An address of no machine (RFC 5737), which leaves this one by the default route."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,13 @@ class WorldInfo:
     several machines, meet at `master_addr`."""
     agent_listens: bool = False
     """torchrun's agent listens at `master_addr` already, for the ranks of all machines."""
+    gpu_bound: bool = False
+    """The launcher lets each process see one GPU of its own alone (SLURM's `--gpus-per-task=1`), which is device 0 of each."""
+
+    @property
+    def gpus_to_see(self) -> int:
+        """GPUs that this process must find."""
+        return 1 if self.gpu_bound else self.local_world
 
 
 def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
@@ -90,6 +101,7 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
         agent_listens=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        gpu_bound="," not in env.get("CUDA_VISIBLE_DEVICES", ","),
     )
 
 
@@ -127,7 +139,7 @@ def _said_by_first(path: Path, *, but: int = 0) -> Path | None:
 def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
     """Join all ranks (gloo for cpu; NCCL for tensors on cuda, gloo for those on the host) and return this rank's device.
 
-    A world of one rank joins nothing. Raises `ConfigError` where this rank has no GPU, `RunError` when the ranks cannot meet.
+    A world of one rank joins nothing. Raises `ConfigError` where this rank has no GPU of its own, `RunError` when the ranks cannot meet.
     """
     target = own_device(info, device)
     if info.world == 1:
@@ -155,9 +167,25 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
             world_size=info.world,
             timeout=timeout,
         )
+        if target.type == "cuda":
+            uuid = str(torch.cuda.get_device_properties(target).uuid)
+            raise_if(_sharing_problems(uuid, info.world), ConfigError, subject="launch environment")
     except (RuntimeError, ValueError) as err:
         raise RunError(_meeting_failed(info, where, str(err), timeout_s)) from err
     return target
+
+
+def _sharing_problems(uuid: str, world: int) -> list[Problem]:
+    """That several ranks have one GPU, which no rank sees by itself where each sees one. As for NCCL, ranks with another NCCL_HOSTID are elsewhere. Collective."""
+    own = hashlib.sha256(f"{uuid} {os.environ.get('NCCL_HOSTID', '')}".encode()).digest()
+    every = [torch.empty(len(own), dtype=torch.uint8) for _ in range(world)]
+    dist.all_gather(every, torch.tensor(list(own), dtype=torch.uint8))
+    sharing = [rank for rank, other in enumerate(every) if bytes(other.tolist()) == own]
+    if len(sharing) == 1:
+        return []
+    rule = f"is the GPU of ranks {', '.join(map(str, sharing))}, and each needs one of its own"
+    hint = "let CUDA_VISIBLE_DEVICES name all GPUs of the machine, or another one for each of its processes"
+    return [Problem(where="GPU", value=uuid, rule=rule, hint=hint)]
 
 
 def _listen(host: str, port: int) -> int | None:
@@ -175,10 +203,13 @@ def _listen(host: str, port: int) -> int | None:
 
 
 def own_device(info: WorldInfo, device: str) -> torch.device:
-    """Where this rank's tensors live, from now on the current device. Raises `ConfigError` where this rank has no GPU."""
-    target = torch.device("cuda", info.local_rank) if device == "cuda" else torch.device(device)
+    """Where this rank's tensors live, from now on the current device; a GPU's rank stays on the processors near it. Raises `ConfigError` where this rank has no GPU."""
+    target = (
+        torch.device("cuda", 0 if info.gpu_bound else info.local_rank) if device == "cuda" else torch.device(device)
+    )
     if target.type == "cuda":
         raise_if(_gpu_problems(info, num_gpus=torch.cuda.device_count()), ConfigError, subject="the recipe")
+        stay_near(torch.cuda.get_device_properties(target))  # before its context, and all pinned memory
         torch.cuda.set_device(target)
     return target
 
@@ -228,7 +259,7 @@ def _gpu_problems(info: WorldInfo, *, num_gpus: int) -> list[Problem]:
     if num_gpus == 0:
         rule, hint = "needs a GPU that torch can use, and finds none on this machine", "use cpu, or see `nvidia-smi`"
         return [Problem(where="launch.device", value="cuda", rule=rule, hint=hint)]
-    if info.local_world > num_gpus:
+    if info.gpus_to_see > num_gpus:
         rule = f"must be at most the GPUs of this machine ({num_gpus}), one for each rank"
         return [Problem(where="launch.ranks", value=info.local_world, rule=rule, hint=f"use {num_gpus}")]
     return []
@@ -242,23 +273,36 @@ def use_loopback() -> None:
 
 
 def use_interface_to(host: str) -> None:
-    """Let gloo use the interface by which `host` is reached, so that it need not resolve this machine's own name. Does nothing where that is not known."""
+    """Let gloo use the interface by which `host` is reached, so that it need not resolve this machine's own name. Does nothing where that is not known.
+
+    Debian's hosts file has this machine's own name at 127.0.1.1, where no other machine reaches it: then the interface that leads out, else the first with an address.
+    """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
+    names, own = _interfaces(), _address_towards(host)
+    if is_loopback(own) and not is_loopback(host):
+        own = next((a for a in (_address_towards(OUTSIDE), *names) if a and not is_loopback(a)), "")
+    if own in names:
+        os.environ["GLOO_SOCKET_IFNAME"] = names[own]
+
+
+def _address_towards(host: str) -> str:
+    """This machine's IPv4 address on the way to `host`; empty where there is no way."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
-        own = socket.inet_aton(probe.getsockname()[0])
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _interfaces() -> dict[str, str]:
+    """IPv4 address -> interface, in the system's order (Linux: SIOCGIFADDR of netdevice(7))."""
+    found = dict[str, str]()
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                if _address_of(probe, name) == own:
-                    os.environ["GLOO_SOCKET_IFNAME"] = name
-                    return
-
-
-def _address_of(sock: socket.socket, interface: str) -> bytes:
-    """IPv4 address of an interface (Linux: SIOCGIFADDR of netdevice(7))."""
-    answer = fcntl.ioctl(sock.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))
-    return bytes(answer[20:24])
+                answer = fcntl.ioctl(sock.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+                found.setdefault(socket.inet_ntoa(answer[20:24]), name)
+    return found
 
 
 def _meeting_failed(info: WorldInfo, where: str, text: str, timeout_s: float) -> str:
