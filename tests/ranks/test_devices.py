@@ -53,6 +53,11 @@ ELSEWHERE = torch.device("meta")
 """A device that is no CPU, and needs no waiting for."""
 
 
+def on_device_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
 class Nccl:
     """A communicator whose abort may wait for others, as NCCL's does."""
 
@@ -161,7 +166,7 @@ def test_groups_of_a_device_are_connected_when_they_are_made_but_those_of_hosts(
 ) -> None:
     """Else the first messages, of some ranks only, would wait for a communicator that the others do not create."""
     connected: list[object] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    on_device_3(monkeypatch)
     monkeypatch.setattr(devices, "_first_call", lambda group, device: connected.append((group, device.index)))
     device, host = groups_of(Nccl("ep", []), None)
     cache, made = GroupCache(), iter([device, host, Group(Nccl("control", [])), None])
@@ -178,7 +183,7 @@ def test_groups_of_a_device_are_connected_when_they_are_made_but_those_of_hosts(
 def test_a_communicator_that_a_member_never_comes_to_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an H100 two members stood in its creation for ever, while a third had seen that a newer generation was due."""
     gate, aborted, left = threading.Event(), list[bool](), list[bool]()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    on_device_3(monkeypatch)
     monkeypatch.setattr(devices, "_first_call", lambda group, device: gate.wait(60))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(rendezvous, "leave_behind", lambda: left.append(True))
@@ -199,7 +204,7 @@ def test_a_communicator_that_a_member_never_comes_to_is_left_behind(monkeypatch:
 def test_who_connects_waits_for_others_and_what_comes_too_late_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a member that does not come is never told from those that wait for it; and the kernel of a creation that was left would have nobody who ends it."""
     gate, aborted, calls = threading.Event(), list[bool](), list[str]()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    on_device_3(monkeypatch)
     monkeypatch.setattr(devices, "_first_call", lambda group, device: gate.wait(60))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     mine, looks = RankProgress(), list[str]()
@@ -229,7 +234,7 @@ def test_axes_without_messages_get_no_communicator_until_another_asks_for_their_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     connected: list[object] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    on_device_3(monkeypatch)
     monkeypatch.setattr(devices, "_first_call", lambda group, device: connected.append(group))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     cache = GroupCache()
@@ -256,7 +261,7 @@ def test_a_member_that_is_lost_while_a_communicator_is_created_is_a_lost_peer(mo
     def lost(group: object, device: torch.device) -> None:
         raise RuntimeError("NCCL error: remote process exited or there was a network error")
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    on_device_3(monkeypatch)
     monkeypatch.setattr(devices, "_first_call", lost)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(rendezvous, "leave_behind", lambda: pytest.fail("nothing is stuck"))
@@ -484,7 +489,7 @@ def test_a_process_whose_device_does_no_more_work_ends(said: str, monkeypatch: p
         return SimpleNamespace(generation=SimpleNamespace(uids=("h.0",), number=1), reports=(), uid="h.0")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    on_device_3(monkeypatch)
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: devices_set.append((device, threading.current_thread()))
     )

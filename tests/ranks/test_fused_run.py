@@ -297,10 +297,12 @@ def test_where_ranks_cannot_reach_each_other_it_is_refused() -> None:
 
 @pytest.mark.unit
 def test_a_recipe_hears_all_that_speaks_against_it() -> None:
-    good = {"device": "cuda", "dtype": "bfloat16", "etp": 1, "kernels": "fast", "bucket_mb": 0.0}
+    good = {"device": "cuda", "dtype": "bfloat16", "etp": 1, "kernels": "fast", "bucket_mb": 0.0, "heals": False}
     assert fused_setting_problems("fused", **good) == fused_setting_problems("auto", **{**good, "device": "cpu"}) == []  # type: ignore[arg-type]
-    bad = fused_setting_problems("fused", device="cpu", dtype="float64", etp=2, kernels="reference", bucket_mb=64.0)
-    words = ["launch.device", "train.dtype", "folding.etp = 2", "kernels.implementation", "optim.bucket_mb = 64"]
+    bad = fused_setting_problems(
+        "fused", device="cpu", dtype="float64", etp=2, kernels="reference", bucket_mb=64.0, heals=True
+    )
+    words = ["launch.device", "train.dtype", "folding.etp = 2", "kernels.implementation", "bucket_mb = 64", "heal ="]
     assert all(word in str(problem) for word, problem in zip(words, bad, strict=True))
 
 

@@ -138,3 +138,13 @@ def test_nothing_is_put_off_where_no_gradient_is_taken() -> None:
 def test_an_input_without_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match="only where the layer's input has a gradient"):
         linear(torch.ones(2, 4), torch.ones(3, 4, requires_grad=True), later=DeferredGradients())
+
+
+def test_hooks_of_jobs_run_in_the_thread_that_runs_them() -> None:
+    """On a GPU autograd would take another one for leaves, and hooks post messages."""
+    x, w, found = draw(5, 4, dtype=torch.float32, seed=1), draw(3, 4, dtype=torch.float32, seed=2).requires_grad_(), []
+    w.register_post_accumulate_grad_hook(lambda _: found.append(torch._C._is_multithreading_enabled()))
+    later = DeferredGradients()
+    linear(x.requires_grad_(), w, later=later).sum().backward()
+    run(later.take())
+    assert found == [False] and torch._C._is_multithreading_enabled()

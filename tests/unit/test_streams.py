@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import threading
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from boundary_help import stage_layouts
 from overlap_plan_help import plans_of_group
 
 from phalanx.core.config import PipelineConfig
-from phalanx.core.errors import ConfigError, PlanError, RunError
+from phalanx.core.errors import ConfigError, PeerError, PlanError, RunError
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.model.model import PRESETS
 from phalanx.plan.moe.dispatch import plan_dispatch
@@ -31,13 +32,15 @@ from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.plan.pipeline.schedule.make import make_schedule
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move
-from phalanx.runtime.comm import groups
+from phalanx.runtime.comm import devices, groups
+from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange, Message
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.moe.overlap_streams import RoundMessages
 from phalanx.runtime.moe.streams import CudaStreams, Posted, leave_free, leaving_free, message_streams_of
 from phalanx.runtime.pipeline import boundary, runner
+from phalanx.runtime.reshard import executor
 
 pytestmark = pytest.mark.unit
 AXIS = Axis("ep_etp", (0, 1, 2), 0, None)
@@ -142,7 +145,7 @@ class FakeCuda:
     def __init__(self, patch):
         self.said, self.inside = [], "computing"
         patch.setattr(torch.cuda, "Stream", lambda device: self.stream("messages"))
-        patch.setattr(torch.cuda, "current_stream", lambda: self.stream(self.inside))
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: self.stream(self.inside))
         patch.setattr(torch.cuda, "stream", self.entered)
 
     def stream(self, name):
@@ -155,6 +158,9 @@ class FakeCuda:
 
             def wait_event(self, event):
                 said.append(f"{name} waits for {event}")
+
+            def wait_stream(self, stream):
+                said.append(f"{name} waits for {stream.name}")
 
         Stream.name = name  # type: ignore[attr-defined]
         return Stream()
@@ -353,6 +359,26 @@ def test_transfers_have_one_stream(monkeypatch):
     ]
     host, first, second = (place.stream() for place in places)
     assert host is None and first is second is not None and made == [-1]
+
+
+def test_a_move_that_fails_is_waited_for_too(monkeypatch):
+    """Its copies may be pending, into memory that is given back."""
+    cuda = FakeCuda(monkeypatch)
+    with pytest.raises(PeerError), executor._own_stream(torch.device("cuda", 0)):
+        cuda.said.append(f"copies on {cuda.inside}")
+        raise PeerError("collective refused")
+    assert cuda.said == ["messages waits for computing", "copies on messages", "computing waits for messages"]
+
+
+def test_a_communicator_is_connected_on_the_device_of_its_rank(monkeypatch):
+    """The thread that an abort leaves behind begins on the first device, and would leave a context there."""
+    said, begun = [], threading.current_thread()
+    monkeypatch.setattr(devices, "nccl_backends", lambda groups: [object()])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3 if threading.current_thread() is begun else 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: said.append(f"set {device.index}"))
+    monkeypatch.setattr(devices, "_first_call", lambda group, device: said.append(f"call on {device.index}"))
+    devices.connect(object(), AbortableCall(lambda: False))
+    assert said == ["set 3", "call on 3"]
 
 
 def test_multiprocessors_are_left_free_inside():

@@ -151,6 +151,7 @@ def _overlap_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding | Non
         etp=max(stage.etp for stage in stages),
         kernels=recipe.kernels.implementation,
         bucket_mb=recipe.optim.bucket_mb,
+        heals=bool(recipe.resilience.heal),
     )
     return replicas or fused + overlap_problems(
         d.overlap,

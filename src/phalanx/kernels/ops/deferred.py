@@ -58,7 +58,8 @@ def run(jobs: list[DeferredProduct], *, between: Callable[[], None] = lambda: No
         weights = [w for job in together for w in job.weights]
         with torch.no_grad():  # what a layer kept may have a gradient of its own
             grads = [grad for job in together for grad in job.compute()]
-        torch.autograd.backward(weights, grads)
+        with torch.autograd.set_multithreading_enabled(False):  # hooks may post messages, which this thread alone does
+            torch.autograd.backward(weights, grads)
         del together, weights, grads
         between()
 

@@ -75,7 +75,8 @@ def connect(group: dist.ProcessGroup, escape: AbortableCall | None = None) -> No
         return
     device = torch.device("cuda", torch.cuda.current_device())
 
-    def first() -> None:
+    def first() -> None:  # in a thread whose device is the first one, where any call of CUDA would leave a context
+        torch.cuda.set_device(device)
         _first_call(group, device)
         if escape is not None and escape.aborted():  # the group is in nobody's list, and its kernel may meet no other
             for backend in nccl_backends([group]):

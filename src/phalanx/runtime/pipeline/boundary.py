@@ -85,7 +85,7 @@ class Boundary:
     def stream(self) -> torch.cuda.Stream | None:
         """Stream for transfers beside passes, where the device has streams. Always the same one: what was received is given back to its stream's memory."""
         if self.comms.transfers is None and self.device.type == "cuda":
-            self.comms.transfers = torch.cuda.Stream(self.device, priority=-1)  # among these is none of NCCL's own
+            self.comms.transfers = torch.cuda.Stream(self.device, priority=-1)  # of which NCCL takes few
         return self.comms.transfers
 
     def empty(self, transfer: Transfer) -> torch.Tensor:

@@ -97,9 +97,11 @@ def _own_stream(wire: torch.device) -> Iterator[None]:
         return
     current, own = torch.cuda.current_stream(wire), torch.cuda.Stream(wire)
     own.wait_stream(current)
-    with torch.cuda.stream(own):
-        yield
-    current.wait_stream(own)
+    try:
+        with torch.cuda.stream(own):
+            yield
+    finally:  # copies may be pending where messages were refused, into memory that is given back
+        current.wait_stream(own)
 
 
 class _Run:

@@ -252,7 +252,7 @@ FUSED_DTYPES = ("bfloat16", "float32")
 
 
 def fused_setting_problems(
-    text: str, *, device: str, dtype: str, etp: int, kernels: str, bucket_mb: float
+    text: str, *, device: str, dtype: str, etp: int, kernels: str, bucket_mb: float, heals: bool
 ) -> list[Problem]:
     """Why the kernels of `fused` cannot carry a run. That the ranks of a group share a host shows when the run begins. `etp`: the largest of any stage.
 
@@ -277,4 +277,7 @@ def fused_setting_problems(
     if bucket_mb > 0:
         rule = f"needs all multiprocessors in the backward pass, and optim.bucket_mb = {bucket_mb:g} reduces gradients at the same time"
         wrong(rule, "optim.bucket_mb = 0")
+    if heals:
+        rule = "waits in kernels that no abort ends, and shares memory that a new process cannot join; resilience.heal = true needs both"
+        wrong(rule, 'resilience.heal = false, or "fine"')
     return problems
