@@ -30,8 +30,8 @@ class Connected(GroupCache):
         super().__init__()
         self.rank, self.found = rank, set[tuple[tuple[int, ...], str]]()
 
-    def get(self, ranks: Sequence[int], *, purpose: Any = "passes", silent: bool = False, **_: Any) -> None:
-        if self.rank in ranks and len(ranks) > 1 and not silent:
+    def get(self, ranks: Sequence[int], *, purpose: Any = "passes", uses: Any = ("sum",), **_: Any) -> None:
+        if self.rank in ranks and len(ranks) > 1 and uses:
             self.found.add((tuple(ranks), purpose))
 
 

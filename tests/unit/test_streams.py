@@ -217,7 +217,7 @@ def test_few_thread_blocks_are_asked_for_where_messages_travel_beside_products()
     asked = []
 
     class Cache:
-        def get(self, ranks, *, message_ctas=0, silent=False):
+        def get(self, ranks, *, message_ctas=0, uses=()):
             asked.append((tuple(ranks), message_ctas))
 
     groups.build_groups(make_folding(world=4, ep=2), rank=0, cache=Cache(), message_ctas=8)

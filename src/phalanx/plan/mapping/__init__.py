@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         GRADIENT_RULES as GRADIENT_RULES,
         PASS_GROUPS as PASS_GROUPS,
         STEP_GROUPS as STEP_GROUPS,
+        SUMMED_GROUPS as SUMMED_GROUPS,
         Folding as Folding,
         GradientRule as GradientRule,
         fit_problems as fit_problems,

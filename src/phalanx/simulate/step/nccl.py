@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from phalanx.plan.mapping import PASS_GROUPS, STEP_GROUPS, AnyFolding, Folding
+from phalanx.plan.mapping import PASS_GROUPS, STEP_GROUPS, SUMMED_GROUPS, AnyFolding, Folding
 
 MIB = 2**20
 COMMUNICATOR_BYTES = 100 * MIB
@@ -30,9 +30,6 @@ SHARED_BYTES = 2 * MIB
 MULTICAST_BYTES = 32 * MIB
 """For each GPU of the host: 16 channels there and back, 8 steps of 128 KiB (src/transport/nvls.cc:337)."""
 
-SUMMED = ("world", "tp_dp_cp", "ep", "pp")
-"""Axes over which few bytes are summed and nothing is gathered or reduced to shards."""
-
 
 def nccl_bytes(
     folding: AnyFolding, *, ranks_per_host: int, rank: int = 0, ulysses: bool = False, sums_whole: bool = False
@@ -42,7 +39,7 @@ def nccl_bytes(
     for ranks, names in communicators(folding, rank):
         near = sum(other // ranks_per_host == host for other in ranks)
         multicast = sums_whole and bool(names & {"dp_cp", "edp"})
-        peers, rings = _peers(folding, names, len(ranks), ulysses=ulysses), bool(names.difference(SUMMED))
+        peers, rings = _peers(folding, names, len(ranks), ulysses=ulysses), bool(names.difference(SUMMED_GROUPS))
         total += _communicator_bytes(len(ranks), near, peers=peers, rings=rings, multicast=multicast)
     return total
 
