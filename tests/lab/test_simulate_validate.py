@@ -68,7 +68,7 @@ def test_table_3_other_methods(outcomes: tuple[RowOutcome, ...]) -> None:
 def test_table_3_ranking_and_memory(outcomes: tuple[RowOutcome, ...]) -> None:
     found = statistics_of(table3(outcomes))
     assert found["kendall_tau"] >= 0.9
-    assert found["false_oom"] <= 1  # Mixtral-8x22B of MCore by 1 %: NCCL's buffers are those of our communicators
+    assert found["false_oom"] == 0
 
 
 @pytest.mark.slow
@@ -314,7 +314,7 @@ def test_a_search_says_where_the_fastest_mapping_stands(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_bars_of_the_page_are_counted_from_the_rows(outcomes: tuple[RowOutcome, ...]) -> None:
     text = bars_markdown(outcomes, [])
-    assert "8 rows of MCore" in text and "4 of 4" in text and "2 of 2, 1 false" in text
+    assert "8 rows of MCore" in text and "4 of 4" in text and "2 of 2, 0 false" in text
     printed = {model: round(a, 1) for model, (a, _) in gains(outcomes).items()}
     assert printed == {"Mixtral-8x22B": 3.0, "Qwen2-57B-A14B": 3.7, "Mixtral-8x22B-G8T8": 11.7, "Llama3-8x70B": 2.8}
 

@@ -68,8 +68,13 @@ def reserved_bytes(mapping: Mapping, hardware: Hardware | None = None) -> float:
     if hardware is not None and hardware.sms is None:
         return FIXED_BYTES
     per_host = 8 if hardware is None else hardware.ranks_per_host
-    how = {"ulysses": mapping.cp_method == "ulysses", "sums_whole": mapping.sharding == "none"}
-    return FIXED_BYTES + nccl_bytes(mapping.folding, ranks_per_host=per_host, **how)
+    return FIXED_BYTES + nccl_bytes(
+        mapping.folding,
+        ranks_per_host=per_host,
+        ulysses=mapping.cp_method == "ulysses",
+        sums_whole=mapping.sharding == "none",
+        by_purpose=mapping.by_purpose,
+    )
 
 
 def activation_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:

@@ -32,11 +32,18 @@ MULTICAST_BYTES = 32 * MIB
 
 
 def nccl_bytes(
-    folding: AnyFolding, *, ranks_per_host: int, rank: int = 0, ulysses: bool = False, sums_whole: bool = False
+    folding: AnyFolding,
+    *,
+    ranks_per_host: int,
+    rank: int = 0,
+    ulysses: bool = False,
+    sums_whole: bool = False,
+    by_purpose: bool = True,
 ) -> int:
-    """What the communicators of `rank` take once each has been used. `ulysses`: context parallelism exchanges with all ranks of cp, not with neighbours. `sums_whole`: gradients are summed whole (ZeRO-0)."""
+    """What the communicators of `rank` take once each has been used. `ulysses`: context parallelism exchanges with all ranks of cp, not with neighbours. `sums_whole`: gradients are summed whole (ZeRO-0).
+    `by_purpose`: as in `communicators`."""
     host, total = rank // ranks_per_host, 0
-    for ranks, names in communicators(folding, rank):
+    for ranks, names in communicators(folding, rank, by_purpose=by_purpose):
         near = sum(other // ranks_per_host == host for other in ranks)
         multicast = sums_whole and bool(names & {"dp_cp", "edp"})
         peers, rings = _peers(folding, names, len(ranks), ulysses=ulysses), bool(names.difference(SUMMED_GROUPS))
@@ -45,13 +52,17 @@ def nccl_bytes(
 
 
 @lru_cache(maxsize=65536)
-def communicators(folding: AnyFolding, rank: int = 0) -> tuple[tuple[tuple[int, ...], frozenset[str]], ...]:
-    """(ranks, axes) of each communicator of a rank, as `runtime.comm.build_groups` makes them: one for passes and one for the rest of a step where both have the same ranks."""
+def communicators(
+    folding: AnyFolding, rank: int = 0, *, by_purpose: bool = True
+) -> tuple[tuple[tuple[int, ...], frozenset[str]], ...]:
+    """(ranks, axes) of each communicator of a rank, as `runtime.comm.build_groups` makes them: one for passes and one for the rest of a step where both have the same ranks; not `by_purpose`: one
+    for the same ranks, as other frameworks have."""
     axes: dict[tuple[int, ...], set[str]] = {}
     for name in folding.group_names:
         if name in (*PASS_GROUPS, *STEP_GROUPS) and name != "embedding":
             axes.setdefault(folding.group_of(rank, name), set()).add(name)
-    parts = ((ranks, names.intersection(of)) for ranks, names in axes.items() for of in (PASS_GROUPS, STEP_GROUPS))
+    purposes = (PASS_GROUPS, STEP_GROUPS) if by_purpose else ((*PASS_GROUPS, *STEP_GROUPS),)
+    parts = ((ranks, names.intersection(of)) for ranks, names in axes.items() for of in purposes)
     return tuple((ranks, frozenset(names)) for ranks, names in parts if names and len(ranks) > 1)
 
 
