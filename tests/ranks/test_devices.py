@@ -29,7 +29,7 @@ from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.devices import DeviceAbort, DeviceThread, complete
 from phalanx.runtime.comm.exchange import Call
-from phalanx.runtime.comm.groups import SILENT, Axis, GroupCache
+from phalanx.runtime.comm.groups import SILENT, Axis, GroupCache, build_groups
 from phalanx.runtime.comm.peers import Peers
 from phalanx.runtime.comm.progress import RankProgress
 from phalanx.runtime.membership import rendezvous, watcher as lookout, worker_agent as agent
@@ -77,6 +77,9 @@ class Group:
 
     def __init__(self, backend: object | None) -> None:
         self.backend = backend
+
+    def size(self) -> int:
+        return 8
 
     def _get_backend(self, device: torch.device) -> object:
         assert device.type == "cuda"
@@ -167,7 +170,7 @@ def test_groups_of_a_device_are_connected_when_they_are_made_but_those_of_hosts(
     """Else the first messages, of some ranks only, would wait for a communicator that the others do not create."""
     connected: list[object] = []
     on_device_3(monkeypatch)
-    monkeypatch.setattr(devices, "_first_call", lambda group, device: connected.append((group, device.index)))
+    monkeypatch.setattr(devices, "_first_call", lambda group, device, use: connected.append((group, device.index)))
     device, host = groups_of(Nccl("ep", []), None)
     cache, made = GroupCache(), iter([device, host, Group(Nccl("control", [])), None])
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -184,7 +187,7 @@ def test_a_communicator_that_a_member_never_comes_to_is_left_behind(monkeypatch:
     """On an H100 two members stood in its creation for ever, while a third had seen that a newer generation was due."""
     gate, aborted, left = threading.Event(), list[bool](), list[bool]()
     on_device_3(monkeypatch)
-    monkeypatch.setattr(devices, "_first_call", lambda group, device: gate.wait(60))
+    monkeypatch.setattr(devices, "_first_call", lambda group, device, use: gate.wait(60))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(rendezvous, "leave_behind", lambda: left.append(True))
     cache = EpochGroups(Sockets(), timeout_s=5.0, generation=6, aborted=lambda: bool(aborted))
@@ -205,7 +208,7 @@ def test_who_connects_waits_for_others_and_what_comes_too_late_is_aborted(monkey
     """Else a member that does not come is never told from those that wait for it; and the kernel of a creation that was left would have nobody who ends it."""
     gate, aborted, calls = threading.Event(), list[bool](), list[str]()
     on_device_3(monkeypatch)
-    monkeypatch.setattr(devices, "_first_call", lambda group, device: gate.wait(60))
+    monkeypatch.setattr(devices, "_first_call", lambda group, device, use: gate.wait(60))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     mine, looks = RankProgress(), list[str]()
     cache = EpochGroups(Sockets(), timeout_s=5.0, aborted=lambda: bool(aborted), progress=mine)
@@ -235,15 +238,75 @@ def test_axes_without_messages_get_no_communicator_until_another_asks_for_their_
 ) -> None:
     connected: list[object] = []
     on_device_3(monkeypatch)
-    monkeypatch.setattr(devices, "_first_call", lambda group, device: connected.append(group))
+    monkeypatch.setattr(devices, "_first_call", lambda group, device, use: connected.append((group, use)))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     cache = GroupCache()
     made = {ranks: Group(Nccl(str(ranks), [])) for ranks in ((0, 1), (0, 2))}
     monkeypatch.setattr(cache, "_create", lambda ranks, *_: made[ranks])
-    assert cache.get((0, 1), silent=True) is made[0, 1] and cache.get((0, 2)) is made[0, 2]
-    assert connected == [made[0, 2]]
-    assert [cache.get((0, 1), silent=kind) for kind in (False, True, False)] == 3 * [made[0, 1]]
-    assert connected == [made[0, 2], made[0, 1]]
+    assert cache.get((0, 1), uses=()) is made[0, 1] and cache.get((0, 2)) is made[0, 2]
+    assert connected == [(made[0, 2], "sum")]
+    assert [cache.get((0, 1), uses=uses) for uses in (("sum",), (), ("sum", "exchange"))] == 3 * [made[0, 1]]
+    assert connected == [(made[0, 2], "sum"), (made[0, 1], "sum"), (made[0, 1], "exchange")]
+
+
+class Asked(GroupCache):
+    """Notes what a rank's groups are asked for."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.asked = rank, dict[tuple[int, ...], list[tuple[str, ...]]]()
+
+    def get(self, ranks: Any, *, purpose: Any = "passes", uses: Any = ("sum",), **_: Any) -> None:
+        if self.rank in ranks and len(ranks) > 1:
+            self.asked.setdefault(tuple(ranks), []).append((purpose, *uses))
+
+
+@pytest.mark.unit
+def test_every_member_connects_a_group_for_the_same_uses_in_the_same_order() -> None:
+    """And rows' groups for their exchange, whose buffers are the largest: else they are allocated in the first step."""
+    folding = make_folding(world=16, tp=2, pp=2, ep=4)
+    asked: dict[tuple[int, ...], set[tuple[tuple[str, ...], ...]]] = {}
+    for rank in range(16):
+        cache = Asked(rank)
+        build_groups(folding, rank=rank, cache=cache, table_ranks=(0,), in_order=True)
+        for ranks, uses in cache.asked.items():
+            asked.setdefault(ranks, set()).add(tuple(uses))
+    assert all(len(orders) == 1 for orders in asked.values())
+    assert all(any("exchange" in use for use in asked[ranks].copy().pop()) for ranks in folding.groups("ep_etp"))
+    assert not any("exchange" in use for use in asked[folding.groups("dp_cp")[0]].copy().pop())
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("nccl")
+def test_buffers_that_find_no_memory_are_an_error_that_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none that an elastic run takes for a lost peer, and tries again for ever."""
+
+    def full(group: object, device: torch.device, use: str) -> None:
+        raise RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'")
+
+    on_device_3(monkeypatch)
+    monkeypatch.setattr(devices, "_first_call", full)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for cache in (GroupCache(), EpochGroups(Sockets(), timeout_s=5.0, generation=6)):
+        monkeypatch.setattr(cache, "_create", lambda *_: Group(Nccl("ep", [])))
+        with pytest.raises(
+            RunError, match=r"no memory for the buffers of a group of 8 ranks \(exchange\).*P2P"
+        ) as told:
+            cache.get((0, 1), uses=("exchange",))
+        assert not isinstance(told.value, PeerError)
+
+
+@pytest.mark.unit
+def test_the_first_calls_send_what_their_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for name in ("all_reduce", "broadcast", "all_to_all_single"):
+        monkeypatch.setattr(dist, name, lambda x, *_, name=name, **__: calls.append((name, x.numel())))
+    group: Any = Group(None)
+    for use in ("sum", "gather", "exchange"):
+        devices._first_call(group, torch.device("cpu"), use)
+    assert calls == [("all_reduce", 1), ("broadcast", 1), ("all_to_all_single", 8)]
 
 
 @pytest.mark.unit
@@ -258,7 +321,7 @@ def test_no_step_sends_over_an_axis_without_messages(degrees: dict[str, int]) ->
 @pytest.mark.unit
 @pytest.mark.usefixtures("nccl")
 def test_a_member_that_is_lost_while_a_communicator_is_created_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(group: object, device: torch.device) -> None:
+    def lost(group: object, device: torch.device, use: str) -> None:
         raise RuntimeError("NCCL error: remote process exited or there was a network error")
 
     on_device_3(monkeypatch)

@@ -40,7 +40,7 @@ def test_a_card_keeps_some_for_itself() -> None:
 
 def test_what_fits_is_told_and_a_card_that_is_not_known_asked_for() -> None:
     how = {"world": WORLD, "peak_bytes": 10**10, "peak": peak}
-    assert "fits: 9.31 GiB of the 73.4 GiB that a card of 80 GB leaves" in check_card(
+    assert "fits: 9.31 GiB of the 74.5 GiB that a card of 80 GB leaves" in check_card(
         recipe_of(), SPEC, card=card_sold_as(80.0), **how
     )
     assert "--card-gb 80" in check_card(recipe_of(), SPEC, card=None, **how)
@@ -76,7 +76,7 @@ def test_a_refusal_names_the_run_that_fits() -> None:
     recipe = recipe_of()
     with pytest.raises(
         ConfigError,
-        match=r"of 80 GB leaves 73.4 GiB for tensors; --optim.state_dtype bfloat16 .*--train.recompute selective takes",
+        match=r"of 80 GB leaves 74.5 GiB for tensors and NCCL; --optim.state_dtype bfloat16 .*--train.recompute selective takes",
     ):
         check_card(recipe, SPEC, world=WORLD, peak_bytes=peak(recipe), card=card_sold_as(80.0), peak=peak)
 
@@ -148,7 +148,7 @@ def test_no_card_is_known_without_the_program(smi: Path, monkeypatch: pytest.Mon
 def test_a_start_refuses_what_no_card_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     large = load_recipe(None, ["--model.preset", "mixtral-8x7b", "--launch.ranks", "2", "--launch.device", "cuda", "--data.tokenizer", "byte", "--folding.ep", "2"])  # fmt: skip
     (problem,) = memory_problems(large)
-    assert problem.where == "memory of a rank" and "a card of 24 GB leaves for tensors" in problem.rule
+    assert problem.where == "memory of a rank" and "a card of 24 GB leaves for tensors and NCCL" in problem.rule
     assert problem.hint.endswith("--force starts it all the same")
     assert has_room(large), "of processors"
     small = load_recipe(None, ["--model.preset", "tiny", "--launch.ranks", "2", "--launch.device", "cuda"])

@@ -14,7 +14,7 @@ import pytest
 
 from phalanx.cli.launching import Request, read_recipe
 from phalanx.cli.main import main
-from phalanx.cli.predicting.dry_run import machine_of, peak_bytes
+from phalanx.cli.predicting.dry_run import card_bytes, machine_of, peak_bytes
 from phalanx.cli.predicting.packaged import packaged_recipes, read_predicted
 from phalanx.cli.predicting.recipe import device_of, predict_on
 from phalanx.core.config import Recipe
@@ -56,7 +56,7 @@ def test_it_fits_and_is_as_its_head_says(name: str) -> None:
     recipe, cluster = read(name)
     machine = machine_of(cluster)
     peak = peak_bytes(recipe, machine, world=cluster.world)
-    assert machine.card is not None and peak <= machine.card.room_bytes
+    assert machine.card is not None and card_bytes(recipe, machine, world=cluster.world) <= machine.card.room_bytes
     p = predict_on(recipe, resolve_recipe(recipe), cluster)
     said = read_predicted(packaged_recipes()[name].read_text())
     assert said is not None and said.memory_bytes == pytest.approx(peak, rel=0.005)

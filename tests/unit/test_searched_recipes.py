@@ -54,7 +54,7 @@ def test_every_launcher_takes_it(written: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_dry_run_has_a_verdict_in_the_second_command(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(written), "--dry-run", "--cluster", "h100x16"]) == 0
     text = capsys.readouterr().out
-    assert "verdict      fits: " in text and " of the 73.7 GiB that a GPU of h100x16 leaves" in text
+    assert "verdict      fits: " in text and " of the 74.8 GiB that a GPU of h100x16 leaves" in text
     assert "predicted    step " in text and "MFU" in text and "tokens/s" in text and "300 steps take" in text
     assert " GB" not in text.replace("GiB", ""), "one unit of memory"
     if "stage  0" in text:
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_refused_with_what_would(written: Path, capsys: pyt
     assert main(["train", str(written), *words, "--dry-run", "--cluster", "h100x16"]) == 2
     said = capsys.readouterr()
     assert "predicted    step " in said.out and "verdict" not in said.out
-    assert "does not fit: a GPU of h100x16 leaves 73.7 GiB" in said.err and " takes " in said.err
+    assert "does not fit: a GPU of h100x16 leaves 74.8 GiB" in said.err and " takes " in said.err
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_hardware_is_listed_with_sources(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_search_and_the_recipe_of_its_winner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture, found = tmp_path / "s.json", tmp_path / "p.svg", tmp_path / "w.toml"
-    words = "--model mixtral-8x7b --cluster h100x64 --batch 128 --exact 12 --routing balanced"
+    words = "--model olmoe-1b-7b --cluster h100x16 --batch 128 --exact 12 --routing balanced"
     assert main(["search", *words.split(), "--json", str(out), "--svg", str(picture), "--recipe", str(found)]) == 0
     text = capsys.readouterr().out
     result = json.loads(out.read_text())
@@ -116,7 +116,7 @@ def test_a_search_and_the_recipe_of_its_winner(tmp_path: Path, capsys: pytest.Ca
     assert times == sorted(times) and all(entry["reason"] for entry in result["best"])
     xml.etree.ElementTree.fromstring(picture.read_text())
     again = tmp_path / "again.json"
-    main(["simulate", str(found), "--cluster", "h100x64", "--json", str(again), "--router.force", "balanced"])
+    main(["simulate", str(found), "--cluster", "h100x16", "--json", str(again), "--router.force", "balanced"])
     assert json.loads(again.read_text())["seconds"]["p50"] == pytest.approx(times[0], rel=0.01)
     assert json.loads(again.read_text())["hash"] == result["best"][0]["hash"]
 

@@ -376,8 +376,8 @@ def test_a_communicator_is_connected_on_the_device_of_its_rank(monkeypatch):
     monkeypatch.setattr(devices, "nccl_backends", lambda groups: [object()])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3 if threading.current_thread() is begun else 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: said.append(f"set {device.index}"))
-    monkeypatch.setattr(devices, "_first_call", lambda group, device: said.append(f"call on {device.index}"))
-    devices.connect(object(), AbortableCall(lambda: False))
+    monkeypatch.setattr(devices, "_first_call", lambda group, device, use: said.append(f"call on {device.index}"))
+    devices.connect(object(), escape=AbortableCall(lambda: False))
     assert said == ["set 3", "call on 3"]
 
 
@@ -415,7 +415,7 @@ def test_few_thread_blocks_are_asked_for_where_messages_travel_beside_products()
     asked = []
 
     class Cache:
-        def get(self, ranks, *, message_ctas=0, silent=False):
+        def get(self, ranks, *, message_ctas=0, uses=()):
             asked.append((tuple(ranks), message_ctas))
 
     groups.build_groups(make_folding(world=4, ep=2), rank=0, cache=Cache(), message_ctas=8)

@@ -102,6 +102,7 @@ def _base(row: Row) -> Mapping:
         cp_method=facts.cp_method,  # type: ignore[arg-type]
         routing=RouterModel(kind="learned" if learned else "balanced"),
         fused_attention=facts.fused_attention,
+        by_purpose=False,
     )
 
 

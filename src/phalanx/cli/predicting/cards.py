@@ -34,7 +34,7 @@ GB = 0.985 * 2**30
 SMI_S = 20.0
 """Longest wait for `nvidia-smi`."""
 Peak = Callable[[Recipe], int]
-"""Bytes of tensors of the fullest rank."""
+"""Bytes of tensors and of NCCL of the fullest rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +43,12 @@ class Card:
 
     name: str
     room_bytes: int
-    """What it leaves for tensors."""
+    """What it leaves for tensors and NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittingRun:
-    """Settings that would fit, as on a command line, and the tensors of the fullest rank then."""
+    """Settings that would fit, as on a command line, and what the fullest rank takes then."""
 
     settings: Mapping[str, Any]
     peak_bytes: int
@@ -59,7 +59,7 @@ class FittingRun:
 
 
 def room_of(card_gb: float) -> int:
-    """Bytes that a card which is sold as one of so many GB leaves for tensors: less its context and buffers of NCCL, and holes between blocks."""
+    """Bytes that a card which is sold as one of so many GB leaves for tensors and NCCL: less its context, and holes between blocks."""
     return int(card_gb * GB * (1 - WASTE) - FIXED_BYTES)
 
 
@@ -100,15 +100,13 @@ def check_card(recipe: Recipe, spec: ModelSpec, *, world: int, peak_bytes: int, 
     """A line about the card. Raises `ConfigError` where the run does not fit, with the nearest one that does."""
     needed = format_bytes(peak_bytes)
     if card is None:
-        return f"memory       tensors of a GPU take {needed}; none is here: --dry-run --cluster h100x64 (or --card-gb 80) says whether they fit"
+        return f"memory       tensors and NCCL take {needed} of a GPU; none is here: --dry-run --cluster h100x64 (or --card-gb 80) says whether they fit"
     room = format_bytes(card.room_bytes)
     if peak_bytes <= card.room_bytes:
-        return (
-            f"verdict      fits: {needed} of the {room} that {card.name} leaves for tensors (predicted, not measured)"
-        )
+        return f"verdict      fits: {needed} of the {room} that {card.name} leaves for tensors and NCCL (predicted, not measured)"
     found = nearest_fit(recipe, spec, world=world, room=card.room_bytes, peak=peak)
     hint = way_out(found, "use more GPUs, or a smaller model")
-    rule = f"does not fit: {card.name} leaves {room} for tensors"
+    rule = f"does not fit: {card.name} leaves {room} for tensors and NCCL"
     raise ConfigError([Problem(where="memory of a rank", value=needed, rule=rule, hint=hint)], subject="the dry run")
 
 
@@ -118,7 +116,7 @@ def way_out(found: FittingRun | None, otherwise: str) -> str:
 
 
 def nearest_fit(recipe: Recipe, spec: ModelSpec, *, world: int, room: int, peak: Peak) -> FittingRun | None:
-    """The run with the fewest changes of which the tensors fit; None where none does."""
+    """The run with the fewest changes that fits; None where none does."""
     for settings in _ways(recipe):
         found = _tried(recipe, settings, world=world, peak=peak)
         if found is not None and found.peak_bytes <= room:

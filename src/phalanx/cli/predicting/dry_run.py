@@ -29,6 +29,7 @@ from phalanx.plan.placement import ReplicaSettings, StageReplicas, replicas_of, 
 from phalanx.plan.recovery import optimizer_bytes
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.memory import PREPARE_BYTES, TERMS, MemoryEstimate, estimate_memory, worst_balance
+from phalanx.simulate.step import nccl_bytes
 
 MEMINFO = Path("/proc/meminfo")
 
@@ -74,8 +75,8 @@ def dry_run(
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     if recipe.launch.device == "cuda" or machine.card is not None:
         told = check_card(
-            recipe, spec, world=world, peak_bytes=_fullest(estimates).peak_bytes, card=machine.card,
-            peak=lambda other: peak_bytes(other, machine, world=world),
+            recipe, spec, world=world, peak_bytes=card_bytes(recipe, machine, world=world), card=machine.card,
+            peak=lambda other: card_bytes(other, machine, world=world),
         )  # fmt: skip
         console.print(told, highlight=False, soft_wrap=True)
 
@@ -103,6 +104,20 @@ def machine_of(cluster: GpuCluster) -> Machine:
 def peak_bytes(recipe: Recipe, machine: Machine, *, world: int) -> int:
     """Bytes of tensors of the fullest rank."""
     return _fullest(rank_estimates(recipe, machine, world=world)).peak_bytes
+
+
+def card_bytes(recipe: Recipe, machine: Machine, *, world: int) -> int:
+    """Bytes of a GPU that the fullest rank needs: of tensors, and of NCCL's communicators."""
+    fullest = _fullest(rank_estimates(recipe, machine, world=world))
+    return fullest.peak_bytes + _nccl_bytes(recipe, machine, rank=fullest.rank, world=world)
+
+
+def _nccl_bytes(recipe: Recipe, machine: Machine, *, rank: int, world: int) -> int:
+    if recipe.launch.device != "cuda":
+        return 0
+    _, folding = _shape(recipe, world=world)
+    ulysses, whole = recipe.folding.cp_method == "ulysses", recipe.optim.zero == 0
+    return nccl_bytes(folding, ranks_per_host=machine.local_ranks, rank=rank, ulysses=ulysses, sums_whole=whole)
 
 
 def predicted_lines(recipe: Recipe, spec: ModelSpec, cluster: GpuCluster) -> list[str]:
@@ -419,6 +434,11 @@ def memory_notes(recipe: Recipe, estimates: list[MemoryEstimate], machine: Machi
     if len(estimates) > 1:
         stages = ", ".join(f"{i}: {format_bytes(e.peak_bytes)}" for i, e in enumerate(estimates))
         lines.append(f"stages       {stages}")
+    nccl = _nccl_bytes(recipe, machine, rank=fullest.rank, world=world)
+    if nccl:
+        lines.append(
+            f"NCCL         {format_bytes(nccl)} beside the tensors, as its source says and nobody has measured"
+        )
     if recipe.launch.device == "cuda" or machine.card is not None:
         return lines
     need = machine.local_ranks * fullest.peak_bytes

@@ -6,7 +6,14 @@ import os
 from dataclasses import replace
 
 from phalanx.cli.predicting.cards import nearest_fit, smallest_card, way_out
-from phalanx.cli.predicting.dry_run import available_bytes, machine_here, peak_bytes, rank_estimates, tokenizer_vocab
+from phalanx.cli.predicting.dry_run import (
+    available_bytes,
+    card_bytes,
+    machine_here,
+    peak_bytes,
+    rank_estimates,
+    tokenizer_vocab,
+)
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PhalanxError, Problem
 from phalanx.core.units import format_bytes
@@ -54,7 +61,7 @@ def _card_problems(recipe: Recipe) -> list[Problem]:
         return []
 
     def peak(other: Recipe) -> int:
-        return peak_bytes(other, machine_here(other, local_ranks=recipe.launch.ranks), world=world)
+        return card_bytes(other, machine_here(other, local_ranks=recipe.launch.ranks), world=world)
 
     try:
         needed = peak(recipe)
@@ -65,7 +72,7 @@ def _card_problems(recipe: Recipe) -> list[Problem]:
         return []
     found = nearest_fit(recipe, spec, world=world, room=card.room_bytes, peak=peak)
     way = way_out(found, "use more GPUs, or a smaller model")
-    rule = f"is more than the {format_bytes(card.room_bytes)} that {card.name} leaves for tensors (predicted)"
+    rule = f"is more than the {format_bytes(card.room_bytes)} that {card.name} leaves for tensors and NCCL (predicted)"
     where = "memory of a rank"
     return [Problem(where=where, value=format_bytes(needed), rule=rule, hint=f"{way}; --force starts it all the same")]
 

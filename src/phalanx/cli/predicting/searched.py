@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from phalanx.cli.predicting.dry_run import Machine, machine_of, peak_bytes
+from phalanx.cli.predicting.dry_run import Machine, card_bytes, machine_of
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PlanError
 from phalanx.core.recipe import short_recipe
@@ -102,7 +102,7 @@ def _tried(result: SearchResult, p: Prediction, machine: Machine) -> tuple[Fitti
     recipe, reasons = recipe_of_mapping(result.job, p.uniform, on_device=on_device, cluster=cluster)
     if recipe is None:
         return None, f"{UNSAID}{'; '.join(reasons)} ({p.mapping.label()})"
-    peak = peak_bytes(recipe, machine, world=cluster.world)
+    peak = card_bytes(recipe, machine, world=cluster.world)
     if peak <= machine.card.room_bytes:
         return Fitting(recipe=recipe, prediction=p, peak_bytes=peak, number=None, passed_over=()), ""
     room = format_bytes(machine.card.room_bytes)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         DEGREES as DEGREES,
         GRADIENT_RULES as GRADIENT_RULES,
         PASS_GROUPS as PASS_GROUPS,
+        STEP_GROUPS as STEP_GROUPS,
+        SUMMED_GROUPS as SUMMED_GROUPS,
         Folding as Folding,
         GradientRule as GradientRule,
         fit_problems as fit_problems,

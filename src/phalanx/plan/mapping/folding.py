@@ -56,6 +56,8 @@ PASS_GROUPS = ("tp", "cp", "tp_cp", "micro", "ep", "etp", "ep_etp", "tp_dp_cp", 
 """Groups that the passes of a step communicate over: inside layers, and between stages (pp)."""
 STEP_GROUPS = ("tp", "dp_cp", "embedding", "edp", "ep", "tp_dp_cp", "world")
 """Groups that the rest of a step communicates over: sums of gradients and of replicas, parameters that are published, counts and the vote."""
+SUMMED_GROUPS = ("world", "tp_dp_cp", "ep", "pp")
+"""Groups over which few bytes are summed, and nothing is gathered or reduced to shards."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from phalanx.runtime.comm.devices import (
         DeviceAbort as DeviceAbort,
         DeviceThread as DeviceThread,
+        Use as Use,
         connect as connect,
         leave_behind as leave_behind,
         synchronize as synchronize,

@@ -33,15 +33,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from phalanx.core.errors import PeerError
+from phalanx.core.errors import PeerError, RunError
 from phalanx.runtime.comm.abortable import AbortableCall, run_abortable
 
 T = TypeVar("T")
+Use = Literal["sum", "gather", "exchange"]
+"""Messages for which NCCL allocates buffers of their own, at the first of each kind (`simulate/step/nccl.py`)."""
 ABORT_S = 5.0
 """An abort that takes longer is left behind."""
 _left: list[dist.ProcessGroup] = []
@@ -66,10 +68,11 @@ def complete(device: torch.device, aborted: Callable[[], bool] | None) -> None:
         raise PeerError("the process group was aborted while the device computed; its results are discarded")
 
 
-def connect(group: dist.ProcessGroup, escape: AbortableCall | None = None) -> None:
-    """Create the NCCL communicator of a group; nothing is to be done for one without NCCL. Collective over the group, also for ranks that will have no part in its first messages.
+def connect(group: dist.ProcessGroup, use: Use = "sum", escape: AbortableCall | None = None) -> None:
+    """Create the NCCL communicator of a group and its buffers for one use; nothing is to be done for one without NCCL. Collective over the group, also for ranks that will have no part in its first messages.
 
-    Raises what `escape` does where its group epoch is aborted meanwhile: then the group is to be left behind (`leave_behind`).
+    Else buffers would be allocated in the first step, when tensors have the memory. Raises `RunError` where they find none, and what `escape` does where its group epoch is aborted meanwhile: then the
+    group is to be left behind (`leave_behind`).
     """
     if not nccl_backends([group]):
         return
@@ -77,7 +80,14 @@ def connect(group: dist.ProcessGroup, escape: AbortableCall | None = None) -> No
 
     def first() -> None:  # in a thread whose device is the first one, where any call of CUDA would leave a context
         torch.cuda.set_device(device)
-        _first_call(group, device)
+        try:
+            _first_call(group, device, use)
+        except RuntimeError as err:
+            if "out of memory" not in str(err):
+                raise
+            raise RunError(
+                f"NCCL finds no memory for the buffers of a group of {group.size()} ranks ({use}): lower NCCL_MAX_P2P_NCHANNELS or NCCL_BUFFSIZE, or end what else the GPU runs"
+            ) from err
         if escape is not None and escape.aborted():  # the group is in nobody's list, and its kernel may meet no other
             for backend in nccl_backends([group]):
                 threading.Thread(target=_abort, args=(backend,), name="abort", daemon=True).start()
@@ -130,10 +140,18 @@ class DeviceThread:
         self._threads, self.is_spoiled = None, False
 
 
-def _first_call(group: dist.ProcessGroup, device: torch.device) -> None:
-    """On a stream of its own: nothing that is computed later waits for it."""
+def _first_call(group: dist.ProcessGroup, device: torch.device, use: Use) -> None:
+    """On a stream of its own: nothing that is computed later waits for it. One element is enough: an exchange connects all its channels whatever it sends. Gathers and
+    reductions to shards take rings, as a broadcast always does (src/graph/tuning.cc); a gather of one element may take others where each host has one rank."""
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        one = torch.zeros(1, device=device)
+        if use == "sum":
+            dist.all_reduce(one, group=group)
+        elif use == "gather":
+            dist.broadcast(one, group_src=0, group=group)
+        else:
+            all_N = one.expand(group.size()).contiguous()
+            dist.all_to_all_single(torch.empty_like(all_N), all_N, group=group)
 
 
 class DeviceAbort:

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from phalanx.core.errors import RunError
-from phalanx.plan.mapping import PASS_GROUPS, AnyFolding
-from phalanx.runtime.comm.devices import connect
+from phalanx.plan.mapping import PASS_GROUPS, SUMMED_GROUPS, AnyFolding
+from phalanx.runtime.comm.devices import Use, connect
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -53,15 +53,20 @@ class GroupCache:
     def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
         self._groups: dict[tuple[tuple[int, ...], Purpose, int], dist.ProcessGroup | None] = {}
-        self._connected: set[tuple[tuple[int, ...], Purpose, int]] = set()
+        self._connected: set[tuple[tuple[int, ...], Purpose, int, Use]] = set()
 
     def get(
-        self, ranks: Sequence[int], *, purpose: Purpose = "passes", message_ctas: int = 0, silent: bool = False
+        self,
+        ranks: Sequence[int],
+        *,
+        purpose: Purpose = "passes",
+        message_ctas: int = 0,
+        uses: Sequence[Use] = ("sum",),
     ) -> dist.ProcessGroup | None:
         """The group of `ranks`: None if it has one member or this rank is not in it. Creation is collective over the world.
 
-        `message_ctas`: a group whose NCCL kernels have at most so many thread blocks, each on a multiprocessor of its own; 0: as many as NCCL likes. `silent`: who asks sends no messages
-        over it, so that a GPU needs no communicator (0.4 GB in use) for that.
+        `message_ctas`: a group whose NCCL kernels have at most so many thread blocks, each on a multiprocessor of its own; 0: as many as NCCL likes. `uses`: what who asks sends
+        over it; for nothing a GPU needs no communicator.
         """
         key = tuple(ranks), purpose, message_ctas
         if len(key[0]) == 1:
@@ -74,14 +79,16 @@ class GroupCache:
             raise RunError(
                 f"group {_short(key[0])} needs {len(key[0])} ranks, but this process runs alone (no init_world)"
             )
-        if group is not None and purpose != "control" and not silent and key not in self._connected:
-            self._connect(group)
-            self._connected.add(key)
+        if group is not None and purpose != "control":
+            for use in uses:
+                if (*key, use) not in self._connected:
+                    self._connect(group, use)
+                    self._connected.add((*key, use))
         self._groups[key] = group
         return group
 
-    def _connect(self, group: dist.ProcessGroup) -> None:
-        connect(group)
+    def _connect(self, group: dist.ProcessGroup, use: Use) -> None:
+        connect(group, use)
 
     def _create(self, ranks: tuple[int, ...], second: bool, message_ctas: int) -> dist.ProcessGroup | None:
         if ranks == tuple(range(dist.get_world_size())) and not second and not message_ctas:
@@ -142,6 +149,15 @@ class Groups:
         return self.axes[name] if self.step is None else self.step.get(name, self.axes[name])
 
 
+def uses_of(name: str) -> tuple[Use, ...]:
+    """What is sent over an axis. Left to the first step: stages' messages, with peers that the schedule says, and those of context parallelism, which the first layer sends."""
+    if name in SILENT:
+        return ()
+    if name == "ep_etp":
+        return ("sum", "gather", "exchange")
+    return ("sum",) if name in SUMMED_GROUPS else ("sum", "gather")
+
+
 def build_groups(
     folding: AnyFolding,
     *,
@@ -158,19 +174,22 @@ def build_groups(
     `in_order`: messages match by their order, as NCCL's do, so what a step does outside of passes gets groups of its own (`Folding.step_groups`).
     """
     axes: dict[str, Axis] = {}
+    of_step = folding.step_groups(table_ranks) if in_order else {}
     for name in folding.group_names:
         given = name == "embedding" and table_ranks is not None
         for ranks in folding.embedding_groups(table_ranks or ()) if given else folding.groups(name):
-            group = cache.get(ranks, message_ctas=message_ctas if name == "ep_etp" else 0, silent=name in SILENT)
+            apart = name not in PASS_GROUPS and ranks in of_step.get(name, ())  # it has another group for all it sends
+            uses = () if apart else uses_of(name)
+            group = cache.get(ranks, message_ctas=message_ctas if name == "ep_etp" else 0, uses=uses)
             if rank in ranks:
                 axes[name] = Axis(name, ranks, ranks.index(rank), group)
     groups = Groups(folding=folding, rank=rank, axes=MappingProxyType(axes))
     if not in_order:
         return groups
     step: dict[str, Axis] = {}
-    for name, of_name in folding.step_groups(table_ranks).items():
+    for name, of_name in of_step.items():
         for ranks in of_name:
-            group = cache.get(ranks, purpose="step")
+            group = cache.get(ranks, purpose="step", uses=uses_of(name))
             if rank in ranks:
                 step[name] = replace(axes[name], group=group)
     return replace(groups, step=MappingProxyType(step))
@@ -182,7 +201,7 @@ def with_second_groups(groups: Groups, *, cache: GroupCache) -> Groups:
     for name in groups.folding.group_names:
         if name in PASS_GROUPS and name != "pp":
             for ranks in groups.folding.groups(name):
-                group = cache.get(ranks, purpose="second")
+                group = cache.get(ranks, purpose="second", uses=uses_of(name))
                 if group is not None and groups.rank in ranks:
                     found[ranks] = group
     return replace(groups, second=SecondGroups(MappingProxyType(found)))

@@ -31,6 +31,7 @@ from phalanx.runtime.comm import (
     DeviceAbort,
     GroupCache,
     RankProgress,
+    Use,
     connect,
     leave_behind,
     nccl_options,
@@ -159,9 +160,9 @@ class EpochGroups(GroupCache):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), group)
         return group
 
-    def _connect(self, group: dist.ProcessGroup) -> None:
+    def _connect(self, group: dist.ProcessGroup, use: Use) -> None:
         try:
-            connect(group, self._escape)
+            connect(group, use, self._escape)
         except PeerError:
             self.is_stuck = True
             raise

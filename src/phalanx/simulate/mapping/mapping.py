@@ -106,6 +106,8 @@ class Mapping:
     """Ranks vote on every step."""
     slots: ExpertSlots | None = None
     """Replicas of experts; None: every expert once in each expert-parallel group."""
+    by_purpose: bool = True
+    """What passes and what the rest of a step communicate over has communicators of its own, also of the same ranks."""
     first_rank: int = 0
     """Rank of the cluster with which a stage that has a folding of its own begins (`stage_mappings.py`)."""
 
@@ -193,6 +195,7 @@ class Mapping:
             (table, "holders", 1),
             (table, "votes", False),
             (table, "slots", None),
+            (table, "by_purpose", True),
             (table, "first_rank", 0),
             (table["routing"], "forced", None),
             (table["overlap"], "paired", False),

@@ -108,9 +108,9 @@ def search(
 
 def may_fit(job: Job, cluster: GpuCluster, *, precision: Precision = "bf16", base: Mapping) -> bool:
     """Whether the state alone of some folding leaves room on its ranks. Where none does a search finds nothing, which takes it long to say."""
-    usable = usable_bytes(cluster.hardware)
-    common = replace(base, precision=precision)
-    return any(least_bytes(job, replace(common, folding=each)) <= usable for each in foldings(job, cluster.world))
+    hardware, common = cluster.hardware, replace(base, precision=precision)
+    every = (replace(common, folding=each) for each in foldings(job, cluster.world))
+    return any(least_bytes(job, each, hardware) <= usable_bytes(hardware) for each in every)
 
 
 class _Search:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         usable_bytes as usable_bytes,
     )
     from phalanx.simulate.step.fused_time import fused_run_problems as fused_run_problems
+    from phalanx.simulate.step.nccl import nccl_bytes as nccl_bytes
     from phalanx.simulate.step.quick import QuickPredictor as QuickPredictor
     from phalanx.simulate.step.stage_layers import run_layers as run_layers
     from phalanx.simulate.step.tile_time import TILE_WAYS as TILE_WAYS

@@ -20,10 +20,11 @@ from phalanx.plan.mapping import Folding
 from phalanx.plan.pipeline.schedule import Order, make_schedule, most_extra, schedules
 from phalanx.simulate.hardware import BF16, FP32, Hardware
 from phalanx.simulate.mapping import AnyMapping, Job, Mapping
+from phalanx.simulate.step.nccl import nccl_bytes
 from phalanx.simulate.step.stage_layers import StageContent, contents
 
-FIXED_BYTES = 2.4e9
-"""Context of the device (about 0.5 GB), NCCL's buffers (0.36 to 0.41 GB a communicator in use) and workspaces of products."""
+FIXED_BYTES = 1.2e9
+"""Context of the device with the programs that it has loaded (0.5 GB at once, 1.06 GB before the first exchange in NVIDIA/nccl issue 1685), and workspaces of products."""
 WASTE = 0.04
 """Share of the device that the caching allocator cannot hand out: holes between blocks."""
 UNNAMED = 0.037
@@ -60,6 +61,20 @@ class StageMemory:
 def usable_bytes(hardware: Hardware) -> float:
     """What a framework can fill before it is out of memory."""
     return hardware.memory_bytes * (1 - WASTE)
+
+
+def reserved_bytes(mapping: Mapping, hardware: Hardware | None = None) -> float:
+    """What the allocator of tensors does not see. `hardware`: where it runs; None: 8 GPUs a host."""
+    if hardware is not None and hardware.sms is None:
+        return FIXED_BYTES
+    per_host = 8 if hardware is None else hardware.ranks_per_host
+    return FIXED_BYTES + nccl_bytes(
+        mapping.folding,
+        ranks_per_host=per_host,
+        ulysses=mapping.cp_method == "ulysses",
+        sums_whole=mapping.sharding == "none",
+        by_purpose=mapping.by_purpose,
+    )
 
 
 def activation_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
@@ -277,11 +292,11 @@ def _front(order: Order) -> tuple[tuple[int, int], ...]:
     return tuple(front)
 
 
-def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int) -> StageMemory:
+def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, hardware: Hardware | None = None) -> StageMemory:
     """Memory of the ranks at one place of the pipeline."""
     states = states_of_ranks(mapping, mapping.num_microbatches(job))[pipeline_rank]
     place = PipelinePlace(pipeline_rank, contents(job, mapping)[pipeline_rank], states)
-    return memory_at(job, mapping, place, layer_bytes(job, mapping))
+    return memory_at(job, mapping, place, layer_bytes(job, mapping), hardware=hardware)
 
 
 class PipelinePlace(NamedTuple):
@@ -305,17 +320,20 @@ def _state_bytes(job: Job, mapping: Mapping, content: StageContent) -> tuple[flo
     return mapping.item_bytes * kept, gradients, (FP32 + 2 * mapping.moment_bytes) * own
 
 
-def least_bytes(job: Job, mapping: Mapping) -> float:
+def least_bytes(job: Job, mapping: Mapping, hardware: Hardware | None = None) -> float:
     """Less than the fullest rank of the folding needs, whatever pipeline, micro-batch, recomputation and overlap it has: the state alone, as if each rank of the pipeline held as much.
 
     Not of sharded parameters, of which a rank collects a layer at a time.
     """
     assert mapping.sharding != "parameters"
     whole = contents(job, replace(mapping, folding=Folding(world=1), schedule="1f1b", virtual=1))[0]
-    return sum(_state_bytes(job, mapping, whole)) / mapping.folding.pp * (1 + UNNAMED) + FIXED_BYTES
+    state = sum(_state_bytes(job, mapping, whole)) / mapping.folding.pp
+    return state * (1 + UNNAMED) + reserved_bytes(mapping, hardware)
 
 
-def memory_at(job: Job, mapping: Mapping, place: PipelinePlace, layer: LayerBytes) -> StageMemory:
+def memory_at(
+    job: Job, mapping: Mapping, place: PipelinePlace, layer: LayerBytes, *, hardware: Hardware | None = None
+) -> StageMemory:
     content = place.content
     weights, gradients, of_optimizer = _state_bytes(job, mapping, content)
     # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root
@@ -333,16 +351,17 @@ def memory_at(job: Job, mapping: Mapping, place: PipelinePlace, layer: LayerByte
         activations=activations,
         logits=logits,
         buffers=layer.working + UNNAMED * (state + activations + logits + layer.working),
-        communication=FIXED_BYTES,
+        communication=reserved_bytes(mapping, hardware),
         live=max(n + w for n, w in place.states),
     )
 
 
-def memory_of(job: Job, mapping: AnyMapping) -> tuple[StageMemory, ...]:
+def memory_of(job: Job, mapping: AnyMapping, hardware: Hardware | None = None) -> tuple[StageMemory, ...]:
     """Memory of every pipeline rank."""
-    return tuple(stage_memory(job, own, pipeline_rank=rank) for rank, own in enumerate(mapping.places))
+    places = enumerate(mapping.places)
+    return tuple(stage_memory(job, own, pipeline_rank=rank, hardware=hardware) for rank, own in places)
 
 
 def fits(job: Job, mapping: Mapping, hardware: Hardware) -> bool:
     """Whether the fullest pipeline rank fits on a device."""
-    return max(stage.total for stage in memory_of(job, mapping)) <= usable_bytes(hardware)
+    return max(stage.total for stage in memory_of(job, mapping, hardware)) <= usable_bytes(hardware)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from phalanx.simulate.hardware import GpuCluster, Network, Oracle
+from phalanx.simulate.hardware import GpuCluster, Hardware, Network, Oracle
 from phalanx.simulate.mapping import Job, Mapping, Recompute
 from phalanx.simulate.step.block_time import COMMUNICATION, Blocks, Ledger
 from phalanx.simulate.step.bubble import bubble_share, idle_passes, tenths
@@ -104,9 +104,9 @@ def places_of(job: Job, mapping: Mapping) -> Places:
     return Places(tuple(best), tuple(map(tuple, ranks.values())), fullest)
 
 
-def fullest_of(job: Job, mapping: Mapping, places: Places, *, layer: LayerBytes) -> float:
+def fullest_of(job: Job, mapping: Mapping, places: Places, *, layer: LayerBytes, hardware: Hardware) -> float:
     """Bytes on the fullest rank of a pipeline that holds these."""
-    return max(memory_at(job, mapping, place, layer).total for place in places.fullest)
+    return max(memory_at(job, mapping, place, layer, hardware=hardware).total for place in places.fullest)
 
 
 def _covers(more: States, less: States) -> bool:
@@ -219,7 +219,8 @@ class QuickPredictor:
 
     def peak_bytes(self, mapping: Mapping) -> float:
         """Bytes on the fullest rank of the pipeline."""
-        return fullest_of(self.job, mapping, self.places(mapping), layer=self.layer_bytes(mapping))
+        layer, hardware = self.layer_bytes(mapping), self.cluster.hardware
+        return fullest_of(self.job, mapping, self.places(mapping), layer=layer, hardware=hardware)
 
     def seconds(self, mapping: Mapping) -> float:
         """Time of a step, its bubble by closed form."""

@@ -197,7 +197,7 @@ def predict(job: Job, mapping: AnyMapping, cluster: GpuCluster, *, most_microbat
         mapping=mapping,
         cluster=cluster,
         step=step_time(job, mapping, cluster, most_microbatches=most_microbatches),
-        memory=memory_of(job, mapping),
+        memory=memory_of(job, mapping, cluster.hardware),
     )
 
 
@@ -208,7 +208,9 @@ def predict_many(
     steps = [_Step(job, mapping, cluster) for mapping in mappings]
     times = _together(steps, most_microbatches)
     return [
-        Prediction(job=job, mapping=mapping, cluster=cluster, step=step, memory=memory_of(job, mapping))
+        Prediction(
+            job=job, mapping=mapping, cluster=cluster, step=step, memory=memory_of(job, mapping, cluster.hardware)
+        )
         for mapping, step in zip(mappings, times, strict=True)
     ]
 
