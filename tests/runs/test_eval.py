@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from train_help import phalanx, start_program, train_args
 
 from phalanx.cli.eval import EvalArgs, evaluate, own_text, run_harness
@@ -174,3 +175,21 @@ def test_a_template_is_enclosed(run: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(RunError, match="SecurityError"):
         evaluate(EvalArgs(run=run, tasks=(tmp_path / "t.yaml",), threads=1), Console())
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", None)])
+def test_a_gpu_gets_the_model_in_the_type_of_training(
+    device: str, dtype: str | None, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the bytes would not fit where the model does."""
+    asked = list[str | None]()
+
+    def exported(args: ExportArgs) -> None:
+        asked.append(args.dtype)
+        raise RunError("seen")
+
+    monkeypatch.setattr("phalanx.cli.eval._device", lambda: device)
+    monkeypatch.setattr("phalanx.cli.eval.export", exported)
+    with pytest.raises(RunError, match="seen"):
+        evaluate(EvalArgs(run=run), Console())
+    assert asked == [dtype]

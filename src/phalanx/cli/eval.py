@@ -84,11 +84,14 @@ def evaluate(options: EvalArgs, console: Console) -> dict[str, Any]:
     raise_if(problems(options), ConfigError, subject="the arguments")
     tasks = () if options.allow_functions else tuple(read_tasks(options.tasks))
     files = tuple(str(path.resolve()) for path in task_files(options.tasks)) if options.allow_functions else ()
-    recipe = RunFolder(options.run).read_recipe()
+    recipe, device = RunFolder(options.run).read_recipe(), _device()
     with tempfile.TemporaryDirectory(prefix="phalanx-eval-") as name:
         folder = Path(name)
         with console.status("exporting the model"):
-            plan = export(ExportArgs(run=options.run, dir=folder / "model", step=options.step, dtype="float32"))
+            dtype = (
+                "float32" if device == "cpu" else None
+            )  # a GPU computes in the type that the model is trained in, of half the bytes
+            plan = export(ExportArgs(run=options.run, dir=folder / "model", step=options.step, dtype=dtype))
         own = None
         if not options.tasks:
             with console.status("reading the validation text"):
@@ -96,7 +99,7 @@ def evaluate(options: EvalArgs, console: Console) -> dict[str, Any]:
             tasks = (own["task"],)
         job = HarnessJob(
             model=str(folder / "model"), tasks=tasks, files=files, pieces=own["pieces"] if own else None, window=recipe.train.seq_len, batch=options.batch, limit=options.limit,
-            threads=options.threads or os.cpu_count() or 1, device=_device(), out=str(folder / "results.json"),
+            threads=options.threads or os.cpu_count() or 1, device=device, out=str(folder / "results.json"),
         )  # fmt: skip
         with console.status("evaluating"):
             found = run_harness(job, folder)

@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -254,7 +255,9 @@ class CheckpointFolder:
     def damage(self, step: int, state: RunState, *, index: int = 0, count: int = 1) -> list[Problem]:
         """Files of a checkpoint that are not as they were written; share `index` of `count` of the checking."""
         mine = sorted(state.files.items())[index::count]
-        return [p for name, entry in mine if (p := _file_problem(self.of(step) / name, entry)) is not None]
+        with ThreadPoolExecutor(min(len(mine), os.cpu_count() or 1) or 1) as threads:  # hashes let others run
+            found = list(threads.map(lambda own: _file_problem(self.of(step) / own[0], own[1]), mine))
+        return [problem for problem in found if problem is not None]
 
     def is_sound(self, step: int) -> bool:
         """The checkpoint can be read and every byte is as it was written."""
