@@ -39,7 +39,7 @@ def test_the_recipe_of_fused_kernels_in_the_guide_has_an_estimate(tmp_path: Path
     words = "--model.preset laptop --folding.ep 4 --launch.ranks 4 --dispatch.overlap"
     found = load_recipe(recipe, [*words.split(), overlap], auto_dtype=lambda _: "bfloat16")
     assert found.dispatch.left_free == 16
-    assert "tensors of a GPU take" in shown(found)
+    assert "tensors and NCCL take" in shown(found)
 
 
 def test_the_table_names_terms_and_total() -> None:
