@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.cli.predicting.dry_run import Machine, card_bytes, peak_bytes
 from phalanx.core.recipe import load_recipe
-from phalanx.plan.mapping import StagedFolding, make_folding
+from phalanx.plan.mapping import Folding, StagedFolding, make_folding
 from phalanx.runtime.comm import GroupCache, build_groups
 from phalanx.simulate.hardware import parse_cluster
 from phalanx.simulate.mapping import Mapping
@@ -50,7 +50,32 @@ def test_the_communicators_are_those_that_a_run_connects(folding: Any) -> None:
     for rank in range(0, folding.world, 3):
         cache = Connected(rank)
         build_groups(folding, rank=rank, cache=cache, table_ranks=(0,), in_order=True)
-        assert sorted(ranks for ranks, _ in communicators(folding, rank)) == sorted(ranks for ranks, _ in cache.found)
+        assert sorted(tuple(ranks) for ranks, _ in communicators(folding, rank)) == sorted(
+            ranks for ranks, _ in cache.found
+        )
+
+
+def test_groups_that_are_not_listed_are_those_that_are() -> None:
+    for folding in (make_folding(world=64, tp=2, cp=2, ep=8, pp=4), make_folding(world=48, tp=2, ep=6, etp=2, pp=2)):
+        for name in folding.group_names:
+            if name == "embedding":
+                continue
+            sets = {folding.rank_set(rank, name) for rank in range(folding.world)}
+            assert {tuple(group) for group in sets} == set(folding.groups(name)) and len(sets) == len(
+                folding.groups(name)
+            )
+            for group in sets:
+                listed = tuple(group)
+                assert len(group) == len(listed) == len(set(listed))
+                assert [rank in group for rank in range(-2, folding.world + 2)] == [
+                    rank in listed for rank in range(-2, folding.world + 2)
+                ]
+
+
+def test_a_search_lists_no_group_of_a_large_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for tens of thousands of foldings of 16,384 ranks, and took minutes instead of 40 s."""
+    monkeypatch.setattr(Folding, "group_of", lambda *_: pytest.fail("a group is listed"))
+    assert nccl_bytes(make_folding(world=16384, tp=4, cp=2, pp=16, ep=8), ranks_per_host=8) > 3e9
 
 
 def test_an_exchange_on_one_host_takes_twelve_mib_of_each_channel_and_peer() -> None:

@@ -75,7 +75,7 @@ def dry_run(
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     if recipe.launch.device == "cuda" or machine.card is not None:
         told = check_card(
-            recipe, spec, world=world, peak_bytes=card_bytes(recipe, machine, world=world), card=machine.card,
+            recipe, spec, world=world, peak_bytes=_on_card(_fullest(estimates), recipe, machine, world=world), card=machine.card,
             peak=lambda other: card_bytes(other, machine, world=world),
         )  # fmt: skip
         console.print(told, highlight=False, soft_wrap=True)
@@ -108,7 +108,10 @@ def peak_bytes(recipe: Recipe, machine: Machine, *, world: int) -> int:
 
 def card_bytes(recipe: Recipe, machine: Machine, *, world: int) -> int:
     """Bytes of a GPU that the fullest rank needs: of tensors, and of NCCL's communicators."""
-    fullest = _fullest(rank_estimates(recipe, machine, world=world))
+    return _on_card(_fullest(rank_estimates(recipe, machine, world=world)), recipe, machine, world=world)
+
+
+def _on_card(fullest: MemoryEstimate, recipe: Recipe, machine: Machine, *, world: int) -> int:
     return fullest.peak_bytes + _nccl_bytes(recipe, machine, rank=fullest.rank, world=world)
 
 

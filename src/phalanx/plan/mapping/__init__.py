@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         make_folding as make_folding,
         nearest_folding as nearest_folding,
     )
+    from phalanx.plan.mapping.grid import RankSet as RankSet
     from phalanx.plan.mapping.placement import (
         AnyPlacement as AnyPlacement,
         LayerPlacements as LayerPlacements,

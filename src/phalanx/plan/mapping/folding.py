@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 from phalanx.core.config import FoldingConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.core.rules import RANKS
-from phalanx.plan.mapping.grid import Grid, pp_groups_equal
+from phalanx.plan.mapping.grid import Grid, RankSet, pp_groups_equal
 from phalanx.plan.model import ModelSpec
 
 ATTENTION_AXES = ("tp", "cp", "dp", "pp")
@@ -172,6 +172,11 @@ class Folding:
             return next(part for part in _ends(self.group_of(rank, "pp")) if rank in part)
         grid, varying = self._along(name)
         return grid.group_of(rank, varying)
+
+    def rank_set(self, rank: int, name: str) -> RankSet:
+        """`group_of`, not listed; of no tied embedding."""
+        grid, varying = self._along(name)
+        return grid.rank_set(rank, varying)
 
     @property
     def pp_groups_equal(self) -> bool:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from phalanx.plan.mapping import PASS_GROUPS, STEP_GROUPS, SUMMED_GROUPS, AnyFolding, Folding
+from phalanx.plan.mapping import PASS_GROUPS, STEP_GROUPS, SUMMED_GROUPS, AnyFolding, Folding, RankSet
 
+Ranks = RankSet | tuple[int, ...]
 MIB = 2**20
 COMMUNICATOR_BYTES = 100 * MIB
 """One without its buffers: what a ring leaves of the 0.36 to 0.41 GB that one of two ranks has been seen to take."""
@@ -31,6 +32,7 @@ MULTICAST_BYTES = 32 * MIB
 """For each GPU of the host: 16 channels there and back, 8 steps of 128 KiB (src/transport/nvls.cc:337)."""
 
 
+@lru_cache(maxsize=65536)
 def nccl_bytes(
     folding: AnyFolding,
     *,
@@ -42,25 +44,25 @@ def nccl_bytes(
 ) -> int:
     """What the communicators of `rank` take once each has been used. `ulysses`: context parallelism exchanges with all ranks of cp, not with neighbours. `sums_whole`: gradients are summed whole (ZeRO-0).
     `by_purpose`: as in `communicators`."""
-    host, total = rank // ranks_per_host, 0
+    first, total = rank - rank % ranks_per_host, 0
     for ranks, names in communicators(folding, rank, by_purpose=by_purpose):
-        near = sum(other // ranks_per_host == host for other in ranks)
+        near = sum(other in ranks for other in range(first, first + ranks_per_host))
         multicast = sums_whole and bool(names & {"dp_cp", "edp"})
         peers, rings = _peers(folding, names, len(ranks), ulysses=ulysses), bool(names.difference(SUMMED_GROUPS))
         total += _communicator_bytes(len(ranks), near, peers=peers, rings=rings, multicast=multicast)
     return total
 
 
-@lru_cache(maxsize=65536)
 def communicators(
     folding: AnyFolding, rank: int = 0, *, by_purpose: bool = True
-) -> tuple[tuple[tuple[int, ...], frozenset[str]], ...]:
+) -> tuple[tuple[Ranks, frozenset[str]], ...]:
     """(ranks, axes) of each communicator of a rank, as `runtime.comm.build_groups` makes them: one for passes and one for the rest of a step where both have the same ranks; not `by_purpose`: one
     for the same ranks, as other frameworks have."""
-    axes: dict[tuple[int, ...], set[str]] = {}
+    axes: dict[Ranks, set[str]] = {}
+    group_of = folding.rank_set if isinstance(folding, Folding) else folding.group_of
     for name in folding.group_names:
         if name in (*PASS_GROUPS, *STEP_GROUPS) and name != "embedding":
-            axes.setdefault(folding.group_of(rank, name), set()).add(name)
+            axes.setdefault(group_of(rank, name), set()).add(name)
     purposes = (PASS_GROUPS, STEP_GROUPS) if by_purpose else ((*PASS_GROUPS, *STEP_GROUPS),)
     parts = ((ranks, names.intersection(of)) for ranks, names in axes.items() for of in purposes)
     return tuple((ranks, frozenset(names)) for ranks, names in parts if names and len(ranks) > 1)
