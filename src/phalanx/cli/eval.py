@@ -88,9 +88,8 @@ def evaluate(options: EvalArgs, console: Console) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="phalanx-eval-") as name:
         folder = Path(name)
         with console.status("exporting the model"):
-            dtype = (
-                "float32" if device == "cpu" else None
-            )  # a GPU computes in the type that the model is trained in, of half the bytes
+            # a GPU computes in the type that the model is trained in, of half the bytes
+            dtype = "float32" if device == "cpu" else None
             plan = export(ExportArgs(run=options.run, dir=folder / "model", step=options.step, dtype=dtype))
         own = None
         if not options.tasks:
