@@ -44,11 +44,11 @@ def initialise(named: Iterable[tuple[str, torch.Tensor]], ctx: ModelContext) -> 
         for name, tensor in named:
             local = local_of(ctx, name)
             for piece in local.pieces:
-                _fill(tensor, piece, ctx)
+                _fill(tensor, local.param, piece, ctx)
 
 
-def _fill(tensor: torch.Tensor, piece: Piece, ctx: ModelContext) -> None:
-    param, target = piece.param, tensor[piece.local.slices()]
+def _fill(tensor: torch.Tensor, param: ParamSpec, piece: Piece, ctx: ModelContext) -> None:
+    target = tensor[piece.local.slices()]
     if param.init != "normal":
         target.fill_(1.0 if param.init == "ones" else 0.0)
         return

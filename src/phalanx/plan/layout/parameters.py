@@ -7,7 +7,7 @@ resharding speak of logical tensors and boxes only, so that any mapping can be c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -63,7 +63,6 @@ class Box:
 class Piece:
     """A box of a logical tensor, and where it lies in the holder's local tensor (`local` has the same sizes)."""
 
-    param: ParamSpec
     box: Box
     local: Box
 
@@ -114,22 +113,46 @@ def stage_params(spec: ModelSpec, stages: Sequence[Stage]) -> tuple[ParamSpec, .
 
 def local_param(param: ParamSpec, folding: AnyFolding, placement: AnyPlacement, rank: int) -> LocalParam:
     """Boxes of `param` on `rank`; `placement` is that of the rank's stage. Raises `ValueError` where a dim does not divide (callers check legality first)."""
+    return local_params([param], folding, placement, rank)[0]
+
+
+def local_params(
+    params: Iterable[ParamSpec], folding: AnyFolding, placement: AnyPlacement, rank: int
+) -> list[LocalParam]:
+    """`local_param` of each. Layers are alike: what they hold is found once."""
+    out: list[LocalParam] = []
+    alike: dict[tuple[object, ...], LocalParam] = {}
+    for param in params:
+        experts = None
+        if param.ep_dim is not None:
+            layer = placement.of_layer(param.layer)
+            experts = layer.local_experts(edp=folding.coord(rank, "edp"), ep=folding.coord(rank, "ep"))
+        key = param.shape, param.tp_dim, param.etp_dim, param.ep_dim, experts
+        first = alike.get(key)
+        if first is None:
+            out.append(_local_param(param, folding, rank, experts))
+            alike[key] = out[-1]
+        else:
+            out.append(LocalParam(param, first.shape, first.pieces))
+    return out
+
+
+def _local_param(param: ParamSpec, folding: AnyFolding, rank: int, experts: Sequence[int] | None) -> LocalParam:
     shape, offsets = list(param.shape), [0] * len(param.shape)
     stage = folding.of_rank(rank)
     _split(shape, offsets, param.tp_dim, folding.coord(rank, "tp"), stage.tp, param.name)
     _split(shape, offsets, param.etp_dim, folding.coord(rank, "etp"), stage.etp, param.name)
-    if param.ep_dim is None:
-        box = Box(tuple(offsets), tuple(shape))
-        return LocalParam(param, tuple(shape), (Piece(param, box, Box((0,) * len(shape), tuple(shape))),))
     dim = param.ep_dim
-    held = placement.of_layer(param.layer).local_experts(edp=folding.coord(rank, "edp"), ep=folding.coord(rank, "ep"))
+    if dim is None or experts is None:
+        box = Box(tuple(offsets), tuple(shape))
+        return LocalParam(param, tuple(shape), (Piece(box, Box((0,) * len(shape), tuple(shape))),))
     pieces = []
-    for slot, expert, count in _runs(held):
+    for slot, expert, count in _runs(experts):
         sizes = tuple(count if d == dim else s for d, s in enumerate(shape))
         box = Box(tuple(expert if d == dim else o for d, o in enumerate(offsets)), sizes)
         local = Box(tuple(slot if d == dim else 0 for d in range(len(shape))), sizes)
-        pieces.append(Piece(param, box, local))
-    shape[dim] = len(held)
+        pieces.append(Piece(box, local))
+    shape[dim] = len(experts)
     return LocalParam(param, tuple(shape), tuple(pieces))
 
 
@@ -331,7 +354,7 @@ def flat_layouts(
         raise PlanError([problem], subject="placement")
     out = {}
     for family, rule in rules.items():
-        locals_ = [local_param(p, folding, placement, rank) for p in params if p.family == family]
+        locals_ = local_params((p for p in params if p.family == family), folding, placement, rank)
         slotted = replicated and family == "expert"
 
         def size(local: LocalParam, slotted: bool = slotted) -> int:

@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from phalanx.core.config import ModelConfig, RouterConfig
@@ -223,6 +224,7 @@ class ParamSpec:
         return math.prod(self.shape)
 
 
+@lru_cache(maxsize=8)
 def parameters(spec: ModelSpec) -> tuple[ParamSpec, ...]:
     """All trainable parameters in forward order."""
     table = _sharded("embedding.weight", (spec.vocab, spec.hidden), 0, None)

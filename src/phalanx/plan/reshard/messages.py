@@ -43,19 +43,23 @@ class Chunk(NamedTuple):
     stop: int
 
 
-def make_hops(flows: FlowSet, schedule: FlowSchedule, hosts: Hosts, *, message_bytes: int) -> list[Hop]:
-    """All messages of a phase, in order."""
-    maker = _Maker(flows, schedule, hosts, message_bytes)
+def make_hops(
+    flows: FlowSet, schedule: FlowSchedule, hosts: Hosts, *, message_bytes: int, rank: int | None = None
+) -> list[Hop]:
+    """All messages of a phase, in order; with `rank` those that it sends or receives, in the same order."""
+    maker = _Maker(flows, schedule, hosts, message_bytes, rank)
     keyed: list[tuple[Key, int, Hop]] = []
     for number, chunk in enumerate(maker.chunks()):
         keyed += [(key, len(keyed) + i, hop) for i, (key, hop) in enumerate(maker.hops(chunk, number))]
     keyed.sort(key=lambda entry: entry[:2])
-    return [hop for _, _, hop in keyed]
+    return [hop for _, _, hop in keyed if rank is None or rank in (hop.src, hop.dst)]
 
 
 class _Maker:
-    def __init__(self, flows: FlowSet, schedule: FlowSchedule, hosts: Hosts, message_bytes: int) -> None:
-        self.flows, self.schedule, self.message_bytes = flows, schedule, message_bytes
+    def __init__(
+        self, flows: FlowSet, schedule: FlowSchedule, hosts: Hosts, message_bytes: int, rank: int | None
+    ) -> None:
+        self.flows, self.schedule, self.message_bytes, self.rank = flows, schedule, message_bytes, rank
         self.host_of = hosts.host_of_rank
         self.sent, self.received, self.handed = ([0] * len(self.host_of) for _ in range(3))
 
@@ -73,7 +77,7 @@ class _Maker:
         count = self.schedule.num_chunks if self.schedule.rounds_s and stream.edges else 1
         for k in range(count):
             low, high = (chunk_edge(stream, i, count, self.flows.flows[stream.flow].grain) for i in (k, k + 1))
-            for parts, item, start, stop in self._cut(stream.flow, low, high):
+            for parts, item, start, stop in self._cut(stream.flow, low, high, bool(stream.edges)):
                 times = self._times(stream, k, start, stop, (start - low) / (high - low))
                 yield Chunk(parts, item.sources, item.targets, stream.edges, times, stream.flow, start, stop)
 
@@ -88,8 +92,10 @@ class _Maker:
         rate = (stream.end_s - stream.begin_s) / (stream.stop - stream.start)
         return tuple(stream.begin_s + rate * (start - stream.start + depth * (stop - start)) for depth in depths)
 
-    def _cut(self, flow: int, low: int, high: int) -> Iterator[tuple[tuple[MovePart, ...], Item, int, int]]:
-        """Messages of bytes [low, high) of a flow: parts, an item with their rank sets, the bytes."""
+    def _cut(
+        self, flow: int, low: int, high: int, crosses: bool
+    ) -> Iterator[tuple[tuple[MovePart, ...], Item, int, int]]:
+        """Messages of bytes [low, high) of a flow, between hosts (`crosses`) or inside them: parts, an item with their rank sets, the bytes."""
         items = self.flows.items[flow]
         group: list[MovePart] = []
         lead, start, end = None, low, low
@@ -97,6 +103,12 @@ class _Maker:
             if item.start >= high:
                 break
             first, last = (self._snap(item, at, 1) for at in (low, high))
+            if self._is_left_out(item):
+                if lead is not None:  # whose ranks are chosen before these bytes count
+                    yield tuple(group), lead, start, end
+                    group, lead = [], None
+                self._count_left_out(item, last - first, crosses)
+                continue
             while first < last:
                 stop = self._stop(first, last, item, used=end - start if lead is not None else 0)
                 if lead is not None and (stop <= first or (item.sources, item.targets) != (lead.sources, lead.targets)):
@@ -109,6 +121,18 @@ class _Maker:
                 first = end = stop
         if lead is not None:
             yield tuple(group), lead, start, end
+
+    def _is_left_out(self, item: Item) -> bool:
+        """Who needs it holds it; or it goes from one rank to one other, which leaves nothing to choose, and neither is the rank that is asked about."""
+        if self.rank is not None and len(item.sources) == len(item.targets) == 1:
+            return self.rank not in (*item.sources, *item.targets) or item.sources == item.targets
+        return all(rank in item.sources for rank in item.targets)
+
+    def _count_left_out(self, item: Item, num_bytes: int, crosses: bool) -> None:
+        if len(item.sources) == len(item.targets) == 1 and item.sources != item.targets:
+            (src,), (dst,) = item.sources, item.targets
+            if (self.host_of[src] != self.host_of[dst]) == crosses:
+                self._count(src, dst, num_bytes)
 
     def _stop(self, first: int, last: int, item: Item, *, used: int) -> int:
         """Where a message with `used` bytes is cut in an item: at its end, or, in an empty message, so that its rest is cut evenly."""
@@ -194,7 +218,7 @@ class _Maker:
             ranks = needers[edge.dst]
             cuts = [chunk.start + (chunk.stop - chunk.start) * i // len(ranks) for i in range(len(ranks) + 1)]
             for rank, low, high in zip(ranks, cuts[:-1], cuts[1:], strict=True):
-                parts = tuple(p for parts, *_ in self._cut(chunk.flow, low, high) for p in parts)
+                parts = tuple(p for parts, *_ in self._cut(chunk.flow, low, high, True) for p in parts)
                 if not parts:
                     continue
                 own = chunk._replace(parts=parts, start=low, stop=high)
@@ -215,13 +239,15 @@ class _Maker:
         return min(ranks, key=lambda rank: (load[rank], rank))
 
     def _hop(self, src: int, dst: int, chunk: Chunk) -> Hop:
-        size = chunk.stop - chunk.start
-        if self.host_of[src] == self.host_of[dst]:
-            self.handed[src] += size
-        else:
-            self.sent[src] += size
-            self.received[dst] += size
+        self._count(src, dst, chunk.stop - chunk.start)
         return Hop(src, dst, chunk.parts)
+
+    def _count(self, src: int, dst: int, num_bytes: int) -> None:
+        if self.host_of[src] == self.host_of[dst]:
+            self.handed[src] += num_bytes
+        else:
+            self.sent[src] += num_bytes
+            self.received[dst] += num_bytes
 
 
 def chunk_edge(stream: FlowStream, k: int, count: int, grain: int) -> int:

@@ -145,7 +145,7 @@ def recovery_work(planner: RecoveryPlanner, plan: GenerationPlan, *, lost: int, 
     own, each = planner.state_bytes, planner.state_bytes + 2 * planner.moment_bytes
     ranks = []
     for rank in everyone:
-        hops = [(hop, wave.moves) for wave in waves for hop in wave.program(rank)]
+        hops = [(hop, wave.moves) for wave in waves for hop in wave.programs.get(rank, ())]
         copies = [(part, wave.moves) for wave in waves for part in wave.copies(rank)]
         held, held_pieces = _held(plan.params, cut, rank, source=True)
         state, pieces = _held(plan.params, cut, rank, source=False)
