@@ -6,7 +6,9 @@ resharding speak of logical tensors and boxes only, so that any mapping can be c
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -295,7 +297,8 @@ class FlatLayout:
     def pieces(self, start: int, stop: int) -> list[FlatPiece]:
         """Logical boxes that the buffer range `[start, stop)` consists of, padding left out."""
         out: list[FlatPiece] = []
-        for local, begin in zip(self.params, self.starts, strict=True):
+        for i in range(max(0, bisect_right(self.starts, start) - 1), bisect_left(self.starts, stop)):
+            local, begin = self.params[i], self.starts[i]
             lo, hi = max(start, begin), min(stop, begin + local.num_elements)
             if lo < hi:
                 out += _flat_pieces(local, begin, lo - begin, hi - begin)
@@ -344,6 +347,34 @@ def flat_layouts(
     `holders`: hosts that keep each shard, as far as its group has as many (`plan/layout/shard_copies.py`); `hosts` says where the ranks of the folding are,
     None that each stands for a host, `racks` in which racks (empty: nothing is known). `expert_state` counts where experts have replicas, which needs one expert-parallel group of all ranks of a stage: raises `PlanError` else.
     """
+    found = flat_buffers(params, folding, placement, rank, rules=rules, bucket_elements=bucket_elements)
+    return cut_buffers(
+        found, folding, placement, rank, zero=zero, expert_state=expert_state, holders=holders, hosts=hosts, racks=racks
+    )
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """Parameters of one gradient family end to end, before they are cut into shards: the same on all ranks that hold the same of them."""
+
+    rule: GradientRule
+    params: tuple[LocalParam, ...]
+    starts: tuple[int, ...]
+    num_elements: int
+    slotted: bool
+    """Of experts with replicas."""
+
+
+def flat_buffers(
+    params: Sequence[ParamSpec],
+    folding: AnyFolding,
+    placement: AnyPlacement,
+    rank: int,
+    *,
+    rules: Mapping[str, GradientRule] | None = None,
+    bucket_elements: int = 0,
+) -> dict[str, FlatBuffer]:
+    """What `flat_layouts` cuts, under the same names. Raises `PlanError` likewise."""
     rules = GRADIENT_RULES if rules is None else rules
     replicated = not placement.is_plain
     if replicated and folding.of_rank(rank).edp > 1:
@@ -362,14 +393,42 @@ def flat_layouts(
             return _slot_elements(local, placement) if slotted else local.num_elements
 
         buckets = _buckets(locals_, bucket_elements, size)
-        group = folding.group_of(rank, rule.shard_over) if zero and not slotted else (rank,)
-        keepers = keepers_of(group, holders=holders, hosts=hosts, racks=racks)
         for i, bucket in enumerate(buckets):
+            starts = [0, *itertools.accumulate(local.num_elements for local in bucket)]
             name = family if len(buckets) == 1 else f"{family}.{i}"
-            made = _flat_layout(bucket, rule, group, rank, keepers)
-            out[name] = (
-                replace(made, holders=_holders(made, folding, placement, rank, expert_state)) if slotted else made
-            )
+            out[name] = FlatBuffer(rule, tuple(bucket), tuple(starts[:-1]), starts[-1], slotted)
+    return out
+
+
+def cut_buffers(
+    buffers: Mapping[str, FlatBuffer],
+    folding: AnyFolding,
+    placement: AnyPlacement,
+    rank: int,
+    *,
+    zero: int,
+    expert_state: ExpertState,
+    holders: int,
+    hosts: Sequence[int] | None,
+    racks: Sequence[int],
+) -> dict[str, FlatLayout]:
+    """`flat_layouts` of `buffers`, which may come from another rank that holds the same parts of the same parameters."""
+    out = {}
+    for name, flat in buffers.items():
+        group = folding.group_of(rank, flat.rule.shard_over) if zero and not flat.slotted else (rank,)
+        unit = len(group) * SHARD_MULTIPLE
+        made = FlatLayout(
+            rule=flat.rule,
+            params=flat.params,
+            starts=flat.starts,
+            num_shards=len(group),
+            shard_index=group.index(rank),
+            length=-(-flat.num_elements // unit) * unit,
+            keepers=keepers_of(group, holders=holders, hosts=hosts, racks=racks),
+        )
+        if flat.slotted:
+            made = replace(made, holders=_holders(made, folding, placement, rank, expert_state))
+        out[name] = made
     return out
 
 
@@ -402,22 +461,3 @@ def _buckets(locals_: Sequence[LocalParam], least: int, size: Callable[[LocalPar
         rest = buckets.pop()
         buckets[-1] = rest + buckets[-1]
     return buckets
-
-
-def _flat_layout(
-    locals_: Sequence[LocalParam], rule: GradientRule, group: Sequence[int], rank: int, keepers: Keepers
-) -> FlatLayout:
-    starts, at = [], 0
-    for local in locals_:
-        starts.append(at)
-        at += local.num_elements
-    unit = len(group) * SHARD_MULTIPLE
-    return FlatLayout(
-        rule=rule,
-        params=tuple(locals_),
-        starts=tuple(starts),
-        num_shards=len(group),
-        shard_index=list(group).index(rank),
-        length=-(-at // unit) * unit,
-        keepers=keepers,
-    )

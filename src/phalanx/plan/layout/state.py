@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from phalanx.plan.layout.holders import ExpertState
-from phalanx.plan.layout.parameters import Box, LocalParam, flat_layouts, local_param, stage_params
+from phalanx.plan.layout.parameters import (
+    Box,
+    FlatBuffer,
+    LocalParam,
+    cut_buffers,
+    flat_buffers,
+    local_param,
+    stage_params,
+)
 from phalanx.plan.layout.tensors import Held, TensorLayout, whole_layout
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, StagePlan, plain_placement
 from phalanx.plan.model import ModelSpec, ParamSpec, buffers, parameters
@@ -38,6 +46,9 @@ class StateLayouts:
     """Placement of a rank's stage; None: each expert once in every expert-parallel group."""
     first_rank: int = 0
     _alike: dict[tuple[object, ...], TensorLayout] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _buffers: dict[tuple[int, ...], tuple[dict[str, FlatBuffer], dict[str, _Held]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @cached_property
     def params(self) -> dict[str, ParamSpec]:
@@ -145,28 +156,35 @@ class StateLayouts:
         racks: Sequence[int] = (),
     ) -> dict[str, tuple[tuple[Held, ...], tuple[int, ...]]]:
         """(boxes, shape of the local tensor) of each parameter on one rank of the folding alone, as `shards` has them."""
-        stages = self.stages.of_rank(self.folding.coord(rank, "pp"))
-        layouts = flat_layouts(
-            stage_params(self.spec, stages),
-            self.folding,
-            self._placement(rank),
-            rank,
-            zero=zero,
-            bucket_elements=bucket_elements,
-            expert_state=expert_state,
-            holders=holders,
-            hosts=hosts,
-            racks=racks,
-        )
-        out: dict[str, _Held] = {}
+        placement = self._placement(rank)
+        buffers, empty = self._alike_on(rank, placement, bucket_elements)
+        layouts = cut_buffers(
+            buffers, self.folding, placement, rank,
+            zero=zero, expert_state=expert_state, holders=holders, hosts=hosts, racks=racks,
+        )  # fmt: skip
+        boxes: dict[str, list[Held]] = {}
         for layout in layouts.values():
-            boxes: dict[str, list[Held]] = {local.param.name: [] for local in layout.params}
             by_name = {local.param.name: local for local in layout.params}
             for piece, _ in layout.kept_pieces(0, layout.kept_length):
                 name = piece.param.name
-                boxes[name].append(Held(piece.box, _place(by_name[name], piece.box)))
-            out |= {name: (tuple(held), by_name[name].shape) for name, held in boxes.items()}
-        return out
+                boxes.setdefault(name, []).append(Held(piece.box, _place(by_name[name], piece.box)))
+        return empty | {name: (tuple(held), empty[name][1]) for name, held in boxes.items()}
+
+    def _alike_on(
+        self, rank: int, placement: AnyPlacement, bucket_elements: int
+    ) -> tuple[dict[str, FlatBuffer], dict[str, _Held]]:
+        """What a rank's buffers consist of, made once for all ranks that hold the same; and its parameters, nothing held of each."""
+        at = self.folding.coord
+        axes = ("pp", "tp", "etp", "ep") if placement.is_plain else ("pp", "tp", "etp", "ep", "edp")
+        key = (*(at(rank, axis) for axis in axes), bucket_elements)
+        if key not in self._buffers:
+            params = stage_params(self.spec, self.stages.of_rank(at(rank, "pp")))
+            found = flat_buffers(params, self.folding, placement, rank, bucket_elements=bucket_elements)
+            empty: dict[str, _Held] = {
+                local.param.name: ((), local.shape) for flat in found.values() for local in flat.params
+            }
+            self._buffers[key] = found, empty
+        return self._buffers[key]
 
 
 def _place(local: LocalParam, box: Box) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class Placement:
     def slots_per_rank(self) -> int:
         return len(self.slots[0][0])
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Each expert once per expert-parallel group, in order: slot index == expert id."""
         order = tuple(range(self.num_experts))
@@ -108,7 +108,7 @@ class LayerPlacements:
         assert layer is not None  # only parameters of layers have a place on the expert grid
         return self.layers[layer]
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         return all(placement.is_plain for placement in self.layers.values())
 
@@ -173,6 +173,7 @@ def _problems(placement: Placement) -> list[Problem]:
     return problems
 
 
+@lru_cache(maxsize=64)
 def plain_placement(num_experts: int, folding: Folding) -> Placement:
     """Expert `j` in slot `j` of every expert-parallel group: rank ep holds experts [ep*E/EP, (ep+1)*E/EP)."""
     if num_experts % folding.ep:

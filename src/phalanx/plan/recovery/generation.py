@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PlanError, Problem
@@ -63,6 +64,8 @@ LEAST_WAVE = 64 << 20
 """Bytes that a rank sends, keeps or receives in a wave at least: to compare plans and to wait for the last message costs more than small states themselves."""
 WAVES = 16
 """Waves of a large state: a rank holds a sixteenth of its state twice."""
+
+Ints = NDArray[np.int64]
 
 _State = Mapping[str, tuple[tuple[Held, ...], tuple[int, ...]]]
 """State of one rank: name -> (boxes, shape of the local tensor)."""
@@ -358,7 +361,8 @@ class RecoveryPlanner:
                 holders=self.shard_holders or self.floor,
                 hosts=descriptor.hosts or None, racks=descriptor.racks,
             )  # fmt: skip
-            self._held[kind] = {name: (self._alike.setdefault(h, h), shape) for name, (h, shape) in found.items()}
+            kept = ((name, boxes, shape) for name, (boxes, shape) in found.items() if boxes)
+            self._held[kind] = found | {name: (self._alike.setdefault(h, h), shape) for name, h, shape in kept}
         return self._held[kind]
 
     def _layout(self, folding: Folding) -> StateLayouts:
@@ -489,45 +493,61 @@ class RecoveryPlanner:
 
 
 class _Lacking:
-    """Bytes that a member lacks of what a rank holds, each pair of kinds worked out once."""
+    """Elements that members lack of what ranks hold; members and ranks of one kind are worked out once."""
 
     def __init__(self, planner: RecoveryPlanner, new: Folding, *, left_out: frozenset[str]) -> None:
         self._of, self._new, self._left_out = planner, new, left_out
-        self._known: dict[tuple[Kind | None, Kind], int] = {}
-        self._sharded = planner.zero > 0
-        # each member is asked for with each rank, and a kind takes longer to say than to look up
-        self._targets = [StateDescriptor(folding=new, rank=rank) for rank in range(new.world)]
-        self._target_kinds = [descriptor.kind(sharded=self._sharded) for descriptor in self._targets]
-        self._member_kinds: dict[str, Kind | None] = {}
 
-    def __call__(self, fact: Fact, rank: int) -> int:
-        key = self._kind_of(fact), self._target_kinds[rank]
-        if key not in self._known:
-            want = self._dense(self._targets[rank])
-            have = {} if fact.descriptor is None else self._dense(replace(fact.descriptor.newest, slots=()))
-            self._known[key] = sum(_lacking(have.get(name, ()), boxes) for name, boxes in want.items())
-        return self._known[key]
+    def __call__(self, facts: Sequence[Fact]) -> Ints:
+        """(members, ranks of the new mapping)."""
+        stand = [None if fact.descriptor is None else replace(fact.descriptor.newest, slots=()) for fact in facts]
+        have, row_of = self._kinds(stand)
+        want, column_of = self._kinds([StateDescriptor(folding=self._new, rank=r) for r in range(self._new.world)])
+        wanted, common = np.zeros(len(want), np.int64), np.zeros((len(have), len(want)), np.int64)
+        held = _by_name(have)
+        for name, (needers, low, high) in _by_name(want).items():
+            np.add.at(wanted, needers, (high - low).prod(axis=1))
+            if name in held:
+                holders, start, stop = held[name]
+                sizes = np.minimum(stop[:, None], high) - np.maximum(start[:, None], low)
+                # boxes of one holder do not overlap
+                np.add.at(common, (holders[:, None], needers), sizes.clip(min=0).prod(axis=2))
+        return (wanted - common)[row_of][:, column_of]
 
-    def _kind_of(self, fact: Fact) -> Kind | None:
-        if fact.uid not in self._member_kinds:
-            at = None if fact.descriptor is None else fact.descriptor.newest
-            self._member_kinds[fact.uid] = None if at is None else replace(at, slots=()).kind(sharded=self._sharded)
-        return self._member_kinds[fact.uid]
+    def _kinds(self, descriptors: Sequence[StateDescriptor | None]) -> tuple[list[_Dense], list[int]]:
+        """What each kind holds, and the kind of each."""
+        numbers: dict[Kind | None, int] = {}
+        found: list[_Dense] = []
+        kind_of = []
+        for at in descriptors:
+            number = numbers.setdefault(None if at is None else at.kind(sharded=self._of.zero > 0), len(numbers))
+            if number == len(found):
+                found.append({} if at is None else self._dense(at))
+            kind_of.append(number)
+        return found, kind_of
 
-    def _dense(self, descriptor: StateDescriptor) -> dict[str, tuple[Held, ...]]:
+    def _dense(self, descriptor: StateDescriptor) -> _Dense:
         """Standings without slots have the experts of plain parallelism, which count where there are no replicas."""
         if self._left_out:  # ep, which then need not divide the experts, cuts nothing of the rest
             descriptor = replace(descriptor, folding=replace(descriptor.folding, ep=1))
         held = self._of.holds(descriptor).items()
-        return {name: boxes for name, (boxes, _) in held if name not in self._left_out}
+        return {name: boxes for name, (boxes, _) in held if boxes and name not in self._left_out}
 
 
-def _lacking(have: Sequence[Held], want: Sequence[Held]) -> int:
-    """Elements. Boxes of one holder do not overlap."""
-    if have == want:
-        return 0
-    both = (a.box.intersection(b.box) for a in have for b in want)
-    return sum(b.box.num_elements for b in want) - sum(cut.num_elements for cut in both if cut is not None)
+_Dense = Mapping[str, tuple[Held, ...]]
+
+
+def _by_name(states: Sequence[_Dense]) -> dict[str, tuple[Ints, Ints, Ints]]:
+    """Name -> number of the state (n,), begin and end (n, dims) of each box of it."""
+    found: dict[str, list[tuple[int, Box]]] = {}
+    for number, state in enumerate(states):
+        for name, boxes in state.items():
+            found.setdefault(name, []).extend((number, one.box) for one in boxes)
+    out = {}
+    for name, pairs in found.items():
+        low = np.array([box.offsets for _, box in pairs], np.int64)
+        out[name] = np.array([n for n, _ in pairs]), low, low + np.array([box.sizes for _, box in pairs], np.int64)
+    return out
 
 
 _Made = dict[tuple[object, ...], TensorLayout]

@@ -11,12 +11,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from phalanx.plan.mapping import Folding
 from phalanx.plan.recovery.devices import Device, place_devices
 from phalanx.plan.recovery.state_descriptor import Fact, machines_of
 
-Lacks = Callable[[Fact, int], int]
-"""Bytes that a member lacks of what a rank of the new mapping holds."""
+Ints = NDArray[np.int64]
+
+Lacks = Callable[[Sequence[Fact]], Ints]
+"""Of members: what each lacks of what each rank of the new mapping holds (members, ranks), in elements."""
+
+_FAR = np.iinfo(np.int64).max
 
 
 def rank_members(facts: Sequence[Fact], new: Folding, lacks: Lacks) -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
@@ -46,67 +53,58 @@ def _before(listed: Sequence[Fact], devices: Sequence[Device], new: Folding) -> 
 
 def _exchanged(order: Sequence[Fact], width: int, lacks: Lacks) -> list[Fact]:
     """Blocks of `width` members change places; within a block of one machine, members do."""
-    blocks = [tuple(order[i : i + width]) for i in range(0, len(order), width)]
+    table, count = lacks(order), len(order) // width
     inner: dict[tuple[int, int], list[int]] = {}
-    costs: list[list[int]] = []
-    for b, block in enumerate(blocks):
-        costs.append([])
-        for at in range(len(blocks)):
-            table = [[lacks(fact, at * width + i) for i in range(width)] for fact in block]
-            moves = width > 1 and len({fact.machine for fact in block}) == 1
-            inner[b, at] = assigned(table) if moves else list(range(width))
-            costs[-1].append(sum(table[member][place] for member, place in enumerate(inner[b, at])))
+    costs = table if width == 1 else np.zeros((count, count), np.int64)
+    stay = list(range(width))
+    for b in range(count if width > 1 else 0):
+        rows = slice(b * width, (b + 1) * width)
+        moves = len({fact.machine for fact in order[rows]}) == 1
+        for at in range(count):
+            mine = table[rows, at * width : (at + 1) * width]
+            # of equal costs no member moves, and most blocks lack all of what most others hold
+            inner[b, at] = assigned(mine) if moves and (mine != mine[0, 0]).any() else stay
+            costs[b, at] = mine[stay, inner[b, at]].sum()
     out: list[Fact | None] = [None] * len(order)
     for b, at in enumerate(assigned(costs)):
-        for member, place in enumerate(inner[b, at]):
-            out[at * width + place] = blocks[b][member]
+        for member, place in enumerate(inner.get((b, at), stay)):
+            out[at * width + place] = order[b * width + member]
     return [fact for fact in out if fact is not None]
 
 
-def assigned(costs: Sequence[Sequence[int]]) -> list[int]:
+def assigned(costs: ArrayLike) -> list[int]:
     """Column of each row of a square table, the sum of the costs as small as can be; among equals, few rows leave the column of their own number.
 
     The Hungarian method by shortest augmenting paths (Jonker and Volgenant 1987), in whole numbers: SciPy's import takes longer than a run has to recover.
     """
-    size = len(costs)
-    table = [
-        [cost * (size + 1) + (row != column) for column, cost in enumerate(line)] for row, line in enumerate(costs)
-    ]
-    row_price, column_price = [0] * (size + 1), [0] * (size + 1)
-    row_of = [size] * (size + 1)  # by column; number `size` stands for none
+    whole = np.asarray(costs, np.int64)
+    size = len(whole)
+    table = whole * (size + 1) + ~np.eye(size, dtype=bool)
+    row_price, column_price = np.zeros(size + 1, np.int64), np.zeros(size + 1, np.int64)
+    row_of = np.full(size + 1, size)  # by column; number `size` stands for none
     for row in range(size):
         _augment(table, row, row_price, column_price, row_of)
-    out = [0] * size
-    for column in range(size):
-        out[row_of[column]] = column
-    return out
+    out = np.empty(size, np.int64)
+    out[row_of[:size]] = np.arange(size)
+    return [int(column) for column in out]
 
 
-def _augment(
-    table: Sequence[Sequence[int]], row: int, row_price: list[int], column_price: list[int], row_of: list[int]
-) -> None:
+def _augment(table: Ints, row: int, row_price: Ints, column_price: Ints, row_of: Ints) -> None:
     """Give `row` a column, along the cheapest path of rows that change theirs."""
     size = len(table)
-    came_from, slack, done = [size] * size, [math.inf] * size, [False] * (size + 1)
+    came_from, slack, done = np.full(size, size), np.full(size, _FAR), np.zeros(size + 1, bool)
     row_of[size], column = row, size
     while row_of[column] != size or column == size:
         done[column] = True
-        at, least, following = row_of[column], math.inf, size
-        for j in range(size):
-            if done[j]:
-                continue
-            cost = table[at][j] - row_price[at] - column_price[j]
-            if cost < slack[j]:
-                slack[j], came_from[j] = cost, column
-            if slack[j] < least:
-                least, following = slack[j], j
-        step = int(least)
-        for j in range(size + 1):
-            if done[j]:
-                row_price[row_of[j]] += step
-                column_price[j] -= step
-            elif j < size:
-                slack[j] -= step
+        at, free = row_of[column], ~done[:size]
+        cost = table[at] - row_price[at] - column_price[:size]
+        nearer = free & (cost < slack)
+        slack[nearer], came_from[nearer] = cost[nearer], column
+        following = int(np.where(free, slack, _FAR).argmin())
+        step = slack[following]
+        row_price[row_of[done]] += step
+        column_price[done] -= step
+        slack[free] -= step
         column = following
     while column != size:
         row_of[column] = row_of[came_from[column]]

@@ -117,7 +117,8 @@ class _Maker:
                     continue
                 if lead is None:
                     lead, start = item, first
-                group += self._parts(item, first, stop)
+                if self.rank is None or self.rank in (*item.sources, *item.targets):
+                    group += self._parts(item, first, stop)
                 first = end = stop
         if lead is not None:
             yield tuple(group), lead, start, end
@@ -218,9 +219,10 @@ class _Maker:
             ranks = needers[edge.dst]
             cuts = [chunk.start + (chunk.stop - chunk.start) * i // len(ranks) for i in range(len(ranks) + 1)]
             for rank, low, high in zip(ranks, cuts[:-1], cuts[1:], strict=True):
-                parts = tuple(p for parts, *_ in self._cut(chunk.flow, low, high, True) for p in parts)
-                if not parts:
+                cut = [parts for parts, *_ in self._cut(chunk.flow, low, high, True)]
+                if not cut:
                     continue
+                parts = tuple(p for parts in cut for p in parts)
                 own = chunk._replace(parts=parts, start=low, stop=high)
                 sender = self._least(self.sent, holders[edge.src])
                 yield (chunk.start_s[edge.depth], edge.depth, number), self._hop(sender, rank, own)
