@@ -16,9 +16,9 @@ A *run* is a range `[start, stop)` of the flat buffer of this rank; other ranks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from phalanx.plan.mapping import Placement
@@ -46,6 +46,9 @@ class HolderBlock:
 class HeldExpert:
     """An expert of one block on this rank."""
 
+    block: int
+    """Number of its block in the buffer."""
+    expert: int
     run: Run
     holders: tuple[int, ...]
     """Places on the ep axis, ascending."""
@@ -62,13 +65,31 @@ class HolderPlan:
     size: int
     experts: tuple[HeldExpert, ...]
     """Experts held, in the order of the buffer."""
-    gives: tuple[tuple[Run, ...], ...]
-    """What each rank of the axis completes of what is held here."""
-    takes: tuple[tuple[Run, ...], ...]
-    """What this rank completes of what is held there too, by rank of the axis."""
     travels: bool
     """Some expert of the buffer has several holders: the same answer on all ranks of the axis."""
     state: ExpertState = "whole"
+
+    @cached_property
+    def gives(self) -> tuple[tuple[Run, ...], ...]:
+        """What each rank of the axis completes of what is held here."""
+        return self._exchanged[0]
+
+    @cached_property
+    def takes(self) -> tuple[tuple[Run, ...], ...]:
+        """What this rank completes of what is held there too, by rank of the axis."""
+        return self._exchanged[1]
+
+    @cached_property
+    def _exchanged(self) -> tuple[tuple[tuple[Run, ...], ...], tuple[tuple[Run, ...], ...]]:
+        """Made for those who sum: to know what is held, no peer is looked at."""
+        gives: list[list[Run]] = [[] for _ in range(self.size)]
+        takes: list[list[Run]] = [[] for _ in range(self.size)]
+        for held in sorted(self.experts, key=lambda held: (held.block, held.expert)):
+            for peer in held.holders:
+                if peer != self.index:
+                    gives[peer].append(_part(held.run, held.holders, peer))
+                    takes[peer].append(_part(held.run, held.holders, self.index))
+        return tuple(map(_without_empty, gives)), tuple(map(_without_empty, takes))
 
     @cached_property
     def owned(self) -> tuple[Run, ...]:
@@ -92,38 +113,17 @@ class HolderPlan:
 def plan_holders(blocks: Sequence[HolderBlock], *, ep: int, size: int, state: ExpertState = "whole") -> HolderPlan:
     """The plan of rank `ep` of `size`, whose buffer has `blocks` one after the other. With replicas there is one expert-parallel group."""
     experts: list[HeldExpert] = []
-    gives: list[list[Run]] = [[] for _ in range(size)]
-    takes: list[list[Run]] = [[] for _ in range(size)]
     travels = False
-    for block in blocks:
-        of_block = dict(_held(block, ep))
-        travels = travels or any(len(set(h)) > 1 for h in _holders(block.placement).values())
-        experts += of_block.values()
-        for _, held in sorted(of_block.items()):
-            for peer in held.holders:
-                if peer != ep:
-                    gives[peer].append(_part(held.run, held.holders, peer))
-                    takes[peer].append(_part(held.run, held.holders, ep))
-    return HolderPlan(
-        index=ep,
-        size=size,
-        experts=tuple(experts),
-        gives=tuple(_without_empty(runs) for runs in gives),
-        takes=tuple(_without_empty(runs) for runs in takes),
-        travels=travels,
-        state=state,
-    )
+    for number, block in enumerate(blocks):
+        holders = _holders(block.placement)
+        travels = travels or any(len(by) > 1 for by in holders.values())
+        for i, expert in enumerate(block.placement.local_experts(edp=0, ep=ep)):
+            start, by = block.start + i * block.row, holders[expert]
+            experts.append(HeldExpert(number, expert, (start, start + block.row), by, by[expert % len(by)] == ep))
+    return HolderPlan(index=ep, size=size, experts=tuple(experts), travels=travels, state=state)
 
 
-def _held(block: HolderBlock, ep: int) -> Iterator[tuple[int, HeldExpert]]:
-    """(expert, where it lies) of what a rank holds of a block, in the order of the buffer."""
-    holders = _holders(block.placement)
-    for i, expert in enumerate(block.placement.local_experts(edp=0, ep=ep)):
-        start = block.start + i * block.row
-        by = holders[expert]
-        yield expert, HeldExpert((start, start + block.row), by, by[expert % len(by)] == ep)
-
-
+@lru_cache(maxsize=256)
 def _holders(placement: Placement) -> dict[int, tuple[int, ...]]:
     """Expert -> ranks of the group that hold it, ascending."""
     found: dict[int, list[int]] = {}
