@@ -79,12 +79,12 @@ class GroupCache:
             raise RunError(
                 f"group {_short(key[0])} needs {len(key[0])} ranks, but this process runs alone (no init_world)"
             )
+        self._groups[key] = group  # before it is connected: where that fails its kernels may wait, and whoever aborts must know it
         if group is not None and purpose != "control":
             for use in uses:
                 if (*key, use) not in self._connected:
                     self._connect(group, use)
                     self._connected.add((*key, use))
-        self._groups[key] = group
         return group
 
     def _connect(self, group: dist.ProcessGroup, use: Use) -> None:
