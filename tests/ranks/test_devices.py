@@ -298,15 +298,17 @@ def test_buffers_that_find_no_memory_are_an_error_that_says_what_to_lower(monkey
 
 @pytest.mark.unit
 def test_the_first_calls_send_what_their_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On streams of the priority that NCCL does not take its own from: after 32 of one priority it would get one again, and a group beside a large mapping the stream of another."""
     calls: list[tuple[str, int]] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, *, priority: calls.append(("stream", priority)))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     for name in ("all_reduce", "broadcast", "all_to_all_single"):
         monkeypatch.setattr(dist, name, lambda x, *_, name=name, **__: calls.append((name, x.numel())))
     group: Any = Group(None)
     for use in ("sum", "gather", "exchange"):
         devices._first_call(group, torch.device("cpu"), use)
-    assert calls == [("all_reduce", 1), ("broadcast", 1), ("all_to_all_single", 8)]
+    assert calls[::2] == [("stream", -1)] * 3
+    assert calls[1::2] == [("all_reduce", 1), ("broadcast", 1), ("all_to_all_single", 8)]
 
 
 @pytest.mark.unit

@@ -141,9 +141,10 @@ class DeviceThread:
 
 
 def _first_call(group: dist.ProcessGroup, device: torch.device, use: Use) -> None:
-    """On a stream of its own: nothing that is computed later waits for it. One element is enough: an exchange connects all its channels whatever it sends. Gathers and
-    reductions to shards take rings, as a broadcast always does (src/graph/tuning.cc); a gather of one element may take others where each host has one rank."""
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    """On a stream of its own: nothing that is computed later waits for it. Not one of those that NCCL takes: torch has 32 of a priority and gives them out in turn, and two groups on one would wait for
+    each other. One element is enough: an exchange connects all its channels whatever it sends. Gathers and reductions to shards take rings, as a broadcast always does (src/graph/tuning.cc); a gather
+    of one element may take others where each host has one rank."""
+    with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
         one = torch.zeros(1, device=device)
         if use == "sum":
             dist.all_reduce(one, group=group)
