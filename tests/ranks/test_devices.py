@@ -10,12 +10,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from membership_help import MemoryService
 from program_help import Run
 from train_help import phalanx, train_args, write_text
 
@@ -34,7 +35,7 @@ from phalanx.runtime.comm.peers import Peers
 from phalanx.runtime.comm.progress import RankProgress
 from phalanx.runtime.membership import rendezvous, watcher as lookout, worker_agent as agent
 from phalanx.runtime.membership.member import _Loop, run_member
-from phalanx.runtime.membership.membership import Generation, Member
+from phalanx.runtime.membership.membership import Generation, Member, Membership
 from phalanx.runtime.membership.rendezvous import EpochGroups, Sockets, as_listed
 from phalanx.runtime.membership.votes import ABORT, Decision, MemberReport
 from phalanx.runtime.membership.watcher import AgentSettings, Left
@@ -522,7 +523,8 @@ def test_a_message_that_was_refused_keeps_no_later_generation_from_posting(threa
         launched.append(calls.post(refused=len(tried) == 1))
 
     place: Any = SimpleNamespace(
-        uid="h.0", team=None, told_s=lambda g: 0.0, settle=lambda step: None, progress=mine, next_epoch=next_epoch, vote=lambda step: ABORT
+        uid="h.0", team=None, told_s=lambda g: 0.0, settle=lambda step: None, progress=mine, next_epoch=next_epoch, vote=lambda step: ABORT,
+        leave_broken=lambda: None,
     )  # fmt: skip
     refused: list[int] = []
     body: Any = SimpleNamespace(
@@ -583,7 +585,9 @@ def test_a_process_whose_device_does_no_more_work_ends(said: str, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     devices_set: list[tuple[int, threading.Thread]] = []
     entered: list[int] = []
-    place: Any = SimpleNamespace(uid="h.0", team=None, progress=RankProgress(), next_epoch=next_epoch)
+    place: Any = SimpleNamespace(
+        uid="h.0", team=None, progress=RankProgress(), next_epoch=next_epoch, leave_broken=lambda: None
+    )
     body: Any = SimpleNamespace(step=0, holds=False, describe=lambda: ("", {}), enter=refused, leave_epoch=lambda: None)
     with DeviceThread() as thread:
         if said:
@@ -594,6 +598,37 @@ def test_a_process_whose_device_does_no_more_work_ends(said: str, monkeypatch: p
         else:
             assert run_member(place, body, thread=thread) == "left"
     assert [device for device, _ in devices_set] == [3] and devices_set[0][1] is not threading.current_thread()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("device", "aborted"), [("cuda", True), ("cpu", False)])
+def test_who_fails_alone_ends_the_waits_of_the_others_on_their_devices(device: str, aborted: bool) -> None:
+    """As where one GPU has no memory left. Nobody is lost, so the newer generation ends no step; on processors sockets that are shut do."""
+    service = MemoryService()
+    generation = Membership(service.connect()).start(
+        [Member("h.0", "h"), Member("h.1", "h")], above=0, minimum=1, why=""
+    )
+
+    def member(uid: str) -> WorkerAgent:
+        found = WorkerAgent(Member(uid, "h"), cast(Any, service), pipe=-1, settings=AgentSettings(device=device))
+        found.team = cast(
+            Any, SimpleNamespace(generation=generation, aborted=False, aborted_s=0.0, abort=lambda: aborts.append(uid))
+        )
+        found._glance(service.connect(), 0.0)
+        return found
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    aborts: list[str] = []
+    fails, waits = member("h.0"), member("h.1")
+    loop = _Loop(fails, cast(Any, SimpleNamespace(step=3)), lambda event: None, as_listed)
+    loop.thread = cast(Any, SimpleNamespace(is_spoiled=False, why_useless=lambda: "")) if device == "cuda" else None
+    assert loop._failed(full) and not aborts
+    Membership(service.connect()).renew(generation, "h.0 could not reach all others")
+    for _ in range(2):
+        waits._glance(service.connect(), 0.0)
+    assert ("h.1" in aborts) is aborted
 
 
 class Clock:

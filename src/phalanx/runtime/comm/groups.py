@@ -79,7 +79,9 @@ class GroupCache:
             raise RunError(
                 f"group {_short(key[0])} needs {len(key[0])} ranks, but this process runs alone (no init_world)"
             )
-        self._groups[key] = group  # before it is connected: where that fails its kernels may wait, and whoever aborts must know it
+        self._groups[key] = (
+            group  # before it is connected: where that fails its kernels may wait, and whoever aborts must know it
+        )
         if group is not None and purpose != "control":
             for use in uses:
                 if (*key, use) not in self._connected:
