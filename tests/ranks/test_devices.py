@@ -57,6 +57,8 @@ ELSEWHERE = torch.device("meta")
 def on_device_3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, *, priority: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 
 
 class Nccl:
@@ -298,18 +300,18 @@ def test_buffers_that_find_no_memory_are_an_error_that_says_what_to_lower(monkey
 
 
 @pytest.mark.unit
+@pytest.mark.usefixtures("nccl")
 def test_the_first_calls_send_what_their_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On streams of the priority that NCCL does not take its own from: after 32 of one priority it would get one again, and a group beside a large mapping the stream of another."""
+    """On one stream, of the priority that NCCL does not take its own from: each call's own would leave a group of a large mapping the stream of another, for torch has 32."""
     calls: list[tuple[str, int]] = []
+    on_device_3(monkeypatch)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, *, priority: calls.append(("stream", priority)))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch, "zeros", lambda count, *, device: torch.full((count,), 0.0))
     for name in ("all_reduce", "broadcast", "all_to_all_single"):
         monkeypatch.setattr(dist, name, lambda x, *_, name=name, **__: calls.append((name, x.numel())))
-    group: Any = Group(None)
-    for use in ("sum", "gather", "exchange"):
-        devices._first_call(group, torch.device("cpu"), use)
-    assert calls[::2] == [("stream", -1)] * 3
-    assert calls[1::2] == [("all_reduce", 1), ("broadcast", 1), ("all_to_all_single", 8)]
+    group: Any = Group(Nccl("ep", []))
+    devices.connect(group, ("sum", "gather", "exchange"))
+    assert calls == [("stream", -1), ("all_reduce", 1), ("broadcast", 1), ("all_to_all_single", 8)]
 
 
 @pytest.mark.unit

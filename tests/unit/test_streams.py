@@ -386,7 +386,8 @@ def test_a_communicator_is_connected_on_the_device_of_its_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3 if threading.current_thread() is begun else 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: said.append(f"set {device.index}"))
     monkeypatch.setattr(devices, "_first_call", lambda group, device, use: said.append(f"call on {device.index}"))
-    devices.connect(object(), escape=AbortableCall(lambda: False))
+    FakeCuda(monkeypatch)
+    devices.connect(object(), ("sum",), escape=AbortableCall(lambda: False))
     assert said == ["set 3", "call on 3"]
 
 
