@@ -144,7 +144,7 @@ class FakeCuda:
 
     def __init__(self, patch):
         self.said, self.inside = [], "computing"
-        patch.setattr(torch.cuda, "Stream", lambda device: self.stream("messages"))
+        patch.setattr(torch.cuda, "Stream", lambda device, *, priority=0: self.stream("messages"))
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.stream(self.inside))
         patch.setattr(torch.cuda, "stream", self.entered)
 
@@ -340,9 +340,13 @@ def test_a_pipeline_gives_memory_back_behind_its_messages(words, forward_only, m
             assert passes.most <= 2 * boundary.LEAST_OPEN + 1
 
 
-def test_transfers_have_one_stream(monkeypatch):
+def test_transfers_and_moves_have_one_stream(monkeypatch):
+    """One for each wave of state would keep memory for each, and leave NCCL streams that others have: torch has 32."""
+    cuda = FakeCuda(monkeypatch)
     made = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, *, priority: made.append(priority) or object())
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda device, *, priority: made.append(priority) or cuda.stream("transfers")
+    )
     comms = Collectives()
     plan = plan_pipeline(make_schedule("1f1b", pp=2, virtual=1, num_microbatches=1))
     axis = Axis("pp", (0, 1), 0, None)
@@ -358,13 +362,18 @@ def test_transfers_have_one_stream(monkeypatch):
         for device in ("cpu", "cuda", "cuda")
     ]
     host, first, second = (place.stream() for place in places)
-    assert host is None and first is second is not None and made == [-1]
+    assert host is None and first is second is not None
+    for _ in range(2):
+        with executor._own_stream(comms, torch.device("cuda", 0)):
+            cuda.said.append(f"copies on {cuda.inside}")
+    wave = ["transfers waits for computing", "copies on transfers", "computing waits for transfers"]
+    assert cuda.said == 2 * wave and made == [-1]
 
 
 def test_a_move_that_fails_is_waited_for_too(monkeypatch):
     """Its copies may be pending, into memory that is given back."""
     cuda = FakeCuda(monkeypatch)
-    with pytest.raises(PeerError), executor._own_stream(torch.device("cuda", 0)):
+    with pytest.raises(PeerError), executor._own_stream(Collectives(), torch.device("cuda", 0)):
         cuda.said.append(f"copies on {cuda.inside}")
         raise PeerError("collective refused")
     assert cuda.said == ["messages waits for computing", "copies on messages", "computing waits for messages"]
@@ -377,7 +386,8 @@ def test_a_communicator_is_connected_on_the_device_of_its_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3 if threading.current_thread() is begun else 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: said.append(f"set {device.index}"))
     monkeypatch.setattr(devices, "_first_call", lambda group, device, use: said.append(f"call on {device.index}"))
-    devices.connect(object(), escape=AbortableCall(lambda: False))
+    FakeCuda(monkeypatch)
+    devices.connect(object(), ("sum",), escape=AbortableCall(lambda: False))
     assert said == ["set 3", "call on 3"]
 
 

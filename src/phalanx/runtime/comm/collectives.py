@@ -142,7 +142,7 @@ class Collectives:
         self.message_streams: Any = None
         """Where messages travel beside what a device computes, once they have (`runtime/moe/streams.py`)."""
         self.transfers: torch.cuda.Stream | None = None
-        """Where those of a pipeline do (`runtime/pipeline/boundary.py`)."""
+        """`transfer_stream`, once it was asked for."""
         self._emit = emit
         self._kept: list[Event] = []
 
@@ -315,6 +315,12 @@ class Collectives:
     def _order(self, works: Sequence[Any], call: Call, axis: Axis) -> None:
         for work in works:
             self._wait(work, call, axis)
+
+    def transfer_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Where messages between stages, and state that moves, travel beside passes. Always the same one: what was received is given back to its stream's memory."""
+        if self.transfers is None:
+            self.transfers = torch.cuda.Stream(device, priority=-1)  # of which NCCL takes few
+        return self.transfers
 
     def break_off(self, axis: Axis) -> None:
         """Let whatever is under way over the axis's own group fail, on this rank and on those that wait for it. gloo only; the group is lost.

@@ -4,6 +4,7 @@ A call of gloo fails where a peer is lost. NCCL's calls return before anything h
 without an error, with arbitrary results. So in an elastic run:
 
     abort      all communicators of the generation are aborted at once, each by a thread of its own because one waits for another; no collective is posted afterwards
+    alone      who fails by itself tells the membership service, for no kernel of the others sees its sockets shut: they abort, too (`WorkerAgent.leave_broken`)
     complete   before a device's results are used, the rank synchronizes and then checks that the generation was not aborted meanwhile
     invalid    arbitrary results may cause any error: after an abort that counts as a lost peer (`runtime/membership/member.py`)
     left       an abort that does not end is left behind with its communicators, whose memory it keeps
@@ -68,8 +69,8 @@ def complete(device: torch.device, aborted: Callable[[], bool] | None) -> None:
         raise PeerError("the process group was aborted while the device computed; its results are discarded")
 
 
-def connect(group: dist.ProcessGroup, use: Use = "sum", escape: AbortableCall | None = None) -> None:
-    """Create the NCCL communicator of a group and its buffers for one use; nothing is to be done for one without NCCL. Collective over the group, also for ranks that will have no part in its first messages.
+def connect(group: dist.ProcessGroup, uses: Sequence[Use], escape: AbortableCall | None = None) -> None:
+    """Create the NCCL communicator of a group and its buffers for these uses; nothing is to be done for one without NCCL. Collective over the group, also for ranks that will have no part in its first messages.
 
     Else buffers would be allocated in the first step, when tensors have the memory. Raises `RunError` where they find none, and what `escape` does where its group epoch is aborted meanwhile: then the
     group is to be left behind (`leave_behind`).
@@ -80,15 +81,18 @@ def connect(group: dist.ProcessGroup, use: Use = "sum", escape: AbortableCall | 
 
     def first() -> None:  # in a thread whose device is the first one, where any call of CUDA would leave a context
         torch.cuda.set_device(device)
-        try:
-            _first_call(group, device, use)
-        except RuntimeError as err:
-            if "out of memory" not in str(err):
-                raise
-            raise RunError(
-                f"NCCL finds no memory for the buffers of a group of {group.size()} ranks ({use}): lower NCCL_MAX_P2P_NCHANNELS or NCCL_BUFFSIZE, or end what else the GPU runs"
-            ) from err
-        if escape is not None and escape.aborted():  # the group is in nobody's list, and its kernel may meet no other
+        # a stream that no later work waits for, and of a priority of which NCCL takes few: torch has 32 of each, in turn, and two groups on one would wait for each other
+        with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
+            for use in uses:
+                try:
+                    _first_call(group, device, use)
+                except RuntimeError as err:
+                    if "out of memory" not in str(err):
+                        raise
+                    raise RunError(
+                        f"NCCL finds no memory for the buffers of a group of {group.size()} ranks ({use}): lower NCCL_MAX_P2P_NCHANNELS or NCCL_BUFFSIZE, or end what else the GPU runs"
+                    ) from err
+        if escape is not None and escape.aborted():  # before there was anything to abort; its kernel may meet no other
             for backend in nccl_backends([group]):
                 threading.Thread(target=_abort, args=(backend,), name="abort", daemon=True).start()
 
@@ -141,17 +145,16 @@ class DeviceThread:
 
 
 def _first_call(group: dist.ProcessGroup, device: torch.device, use: Use) -> None:
-    """On a stream of its own: nothing that is computed later waits for it. One element is enough: an exchange connects all its channels whatever it sends. Gathers and
-    reductions to shards take rings, as a broadcast always does (src/graph/tuning.cc); a gather of one element may take others where each host has one rank."""
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        one = torch.zeros(1, device=device)
-        if use == "sum":
-            dist.all_reduce(one, group=group)
-        elif use == "gather":
-            dist.broadcast(one, group_src=0, group=group)
-        else:
-            all_N = one.expand(group.size()).contiguous()
-            dist.all_to_all_single(torch.empty_like(all_N), all_N, group=group)
+    """One element is enough: an exchange connects all its channels whatever it sends. Gathers and reductions to shards take rings, as a broadcast always does (src/graph/tuning.cc); a gather of one
+    element may take others where each host has one rank."""
+    one = torch.zeros(1, device=device)
+    if use == "sum":
+        dist.all_reduce(one, group=group)
+    elif use == "gather":
+        dist.broadcast(one, group_src=0, group=group)
+    else:
+        all_N = one.expand(group.size()).contiguous()
+        dist.all_to_all_single(torch.empty_like(all_N), all_N, group=group)
 
 
 class DeviceAbort:

@@ -79,16 +79,16 @@ class GroupCache:
             raise RunError(
                 f"group {_short(key[0])} needs {len(key[0])} ranks, but this process runs alone (no init_world)"
             )
-        if group is not None and purpose != "control":
-            for use in uses:
-                if (*key, use) not in self._connected:
-                    self._connect(group, use)
-                    self._connected.add((*key, use))
+        # before it is connected: where its second use fails, a kernel of the first one may wait, and who aborts must know the group
         self._groups[key] = group
+        new = [use for use in uses if (*key, use) not in self._connected]
+        if group is not None and purpose != "control" and new:
+            self._connect(group, new)
+            self._connected |= {(*key, use) for use in new}
         return group
 
-    def _connect(self, group: dist.ProcessGroup, use: Use) -> None:
-        connect(group, use)
+    def _connect(self, group: dist.ProcessGroup, uses: Sequence[Use]) -> None:
+        connect(group, uses)
 
     def _create(self, ranks: tuple[int, ...], second: bool, message_ctas: int) -> dist.ProcessGroup | None:
         if ranks == tuple(range(dist.get_world_size())) and not second and not message_ctas:

@@ -75,7 +75,7 @@ class RankProgress:
             self._marks += 1
 
     def handed_over(self, message: Any) -> None:
-        """A device has a message whose `is_completed()` says whether it is through; the thread goes on meanwhile."""
+        """A device has a message (a `Work` of NCCL); the thread goes on meanwhile."""
         if threading.get_ident() == self._thread:
             self._mark()
             self._message = message
@@ -114,8 +114,10 @@ class RankProgress:
         return f"{self.place}, {Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
 
     def _message_waits(self) -> bool:
+        """As torch's own thread has noted it. `is_completed` asks the driver and takes the communicator's lock, with Python's lock in its hands (torch 2.13): where either is held by a call that only
+        an abort ends, the thread that aborts could not run."""
         message = self._message
         try:
-            return message is not None and not message.is_completed()
-        except RuntimeError:  # it was aborted
+            return message is not None and not message.get_future_result().done()
+        except RuntimeError:  # it has none
             return False

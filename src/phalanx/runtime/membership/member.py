@@ -337,6 +337,7 @@ class _Loop:
         self._broken()
         if self.thread is not None:
             self.thread.is_spoiled = True
+            self.agent.leave_broken()
             useless = self.thread.why_useless()
             if useless:
                 raise RunError(

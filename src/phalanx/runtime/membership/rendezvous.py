@@ -160,9 +160,9 @@ class EpochGroups(GroupCache):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), group)
         return group
 
-    def _connect(self, group: dist.ProcessGroup, use: Use) -> None:
+    def _connect(self, group: dist.ProcessGroup, uses: Sequence[Use]) -> None:
         try:
-            connect(group, use, self._escape)
+            connect(group, uses, self._escape)
         except PeerError:
             self.is_stuck = True
             raise

@@ -42,7 +42,12 @@ BEGUN = "begun"
 
 def written_for(generation: int) -> list[str]:
     """Prefixes of a generation's keys of votes and hand-overs. They are not read once the generation after the next has committed a step."""
-    return [f"{what}/{generation}/" for what in ("vote", "voted", "decision", "leavers")]
+    return [f"{what}/{generation}/" for what in ("vote", "voted", "decision", "leavers", "broken")]
+
+
+def broken_key(generation: Generation) -> str:
+    """Has a member that has left a generation by an error of its own, on devices."""
+    return f"broken/{generation.number}/by"
 
 
 def stepped_key(generation: Generation) -> str:

@@ -33,7 +33,7 @@ from phalanx.runtime.membership.membership import (
 )
 from phalanx.runtime.membership.reachability import ProbeListener, probe_key
 from phalanx.runtime.membership.rendezvous import GroupEpoch
-from phalanx.runtime.membership.votes import BEGUN
+from phalanx.runtime.membership.votes import BEGUN, broken_key
 
 
 @dataclass(frozen=True)
@@ -243,6 +243,7 @@ class MembershipWatcher:
         if self._probe_listener is not None:
             self._probe_listener.clear()
         self._end_if_stuck()
+        self._abort_if_left(keys)
         self._delete_written(keys)
         membership = Membership(keys)
         found = membership.wait(self.newest, wait_s)
@@ -262,6 +263,15 @@ class MembershipWatcher:
             text = f"{self.uid} is stuck in generation {team.generation.number} for {stuck_s:.0f} s; exiting so that it is replaced\n"
             os.write(2, text.encode())
             os._exit(1)
+
+    def _abort_if_left(self, keys: Keys) -> None:
+        """A member that goes shuts its sockets, and wakes no kernel that waits for it; where nobody is lost the newer generation ends nothing either."""
+        with self._news:
+            team = self.team
+        if self.settings.device == "cpu" or team is None or team.aborted:
+            return
+        if keys.get(broken_key(team.generation)) is not None:
+            team.abort()
 
     def _delete_written(self, keys: Keys) -> None:
         with self._news:

@@ -33,7 +33,7 @@ from phalanx.runtime.membership.rendezvous import (
     form,
     ready_keys,
 )
-from phalanx.runtime.membership.votes import BEGUN, Decision, MemberReport, Then, Votes
+from phalanx.runtime.membership.votes import BEGUN, Decision, MemberReport, Then, Votes, broken_key
 from phalanx.runtime.membership.watcher import (
     AGAIN_S,
     AgentSettings,
@@ -286,6 +286,13 @@ class WorkerAgent(MembershipWatcher):
         if team is not None:
             team.drop()
         self._inside = None
+
+    def leave_broken(self) -> None:
+        """This member goes on in the next generation alone, if the others do not know yet: they may wait for it on their devices, where only an abort of their own ends that."""
+        team = self.team
+        if team is not None and not team.aborted:
+            with contextlib.suppress(ServiceLost):
+                self._keys_of(team.generation).put(broken_key(team.generation), self.uid)
 
     def may_be_invalid(self) -> bool:
         """Whether any error may come from invalid data: on a device, messages that were aborted end with arbitrary contents."""

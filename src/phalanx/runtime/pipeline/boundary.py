@@ -83,10 +83,8 @@ class Boundary:
         return self.lane
 
     def stream(self) -> torch.cuda.Stream | None:
-        """Stream for transfers beside passes, where the device has streams. Always the same one: what was received is given back to its stream's memory."""
-        if self.comms.transfers is None and self.device.type == "cuda":
-            self.comms.transfers = torch.cuda.Stream(self.device, priority=-1)  # of which NCCL takes few
-        return self.comms.transfers
+        """Stream for transfers beside passes, where the device has streams."""
+        return self.comms.transfer_stream(self.device) if self.device.type == "cuda" else self.comms.transfers
 
     def empty(self, transfer: Transfer) -> torch.Tensor:
         """A place for what this rank receives."""

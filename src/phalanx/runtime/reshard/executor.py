@@ -74,7 +74,7 @@ def run_program(plan: Plan, program: RankProgram, lane: Transport, *, source: Te
     """
     begin_s = time.perf_counter()
     run = (_Batched if lane.posting == "batches" else _Tagged)(plan, program, lane, source, dest)
-    with _told(lane), _own_stream(lane.wire):
+    with _told(lane), _own_stream(lane.comms, lane.wire):
         run.all()
     return run.report(time.perf_counter() - begin_s)
 
@@ -90,12 +90,12 @@ def _told(lane: Transport) -> Iterator[None]:
 
 
 @contextmanager
-def _own_stream(wire: torch.device) -> Iterator[None]:
+def _own_stream(comms: Collectives, wire: torch.device) -> Iterator[None]:
     """Copies and messages on a stream of their own, after what is queued now and before what is queued afterwards."""
     if wire.type != "cuda":
         yield
         return
-    current, own = torch.cuda.current_stream(wire), torch.cuda.Stream(wire)
+    current, own = torch.cuda.current_stream(wire), comms.transfer_stream(wire)
     own.wait_stream(current)
     try:
         with torch.cuda.stream(own):
