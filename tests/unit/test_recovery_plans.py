@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.state import StateLayouts
 from phalanx.plan.layout.tensors import Held
 from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.model import PRESETS
 from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner, recovery_problems
 from phalanx.plan.recovery.ranks import assigned
 from phalanx.plan.recovery.state_descriptor import StateDescriptor, read_state_descriptor
@@ -377,6 +379,22 @@ def test_rows_of_checksums_say_what_tables_with_names_say() -> None:
     assert seen == {False, True}
     with pytest.raises(ValueError, match=r"other/w\[0:1\] is not a piece"):
         row_of({StatePiece("other/w", Box((0,), (1,))): 1}, pieces)
+
+
+# ---- many members -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+def test_a_plan_of_hundreds_of_members_takes_seconds(slots: int | None) -> None:
+    """Work for each pair of members and each parameter would be minutes: it was 40 s of a processor for half as many members with replicas, and 12 s without."""
+    spec, base = PRESETS["qwen3-30b-a3b"], Folding(world=256, ep=8)
+    first = planner(base, slots=slots, zero=1, spec=spec).plan(fresh(256, machines=32))
+    facts = after(first, lost=[fact.uid for fact in first.members if fact.machine == "host1"])
+    begin_s = time.process_time()
+    plan = planner(base, slots=slots, zero=1, spec=spec).plan(facts)
+    program = plan_reshard(plan.moves_of(0), equal_hosts(plan.hosts)).program(3)
+    assert time.process_time() - begin_s < 60
+    assert plan.folding.world == 248 and not plan.missing and program
 
 
 # ---- room for state -----------------------------------------------------------------------------------------------------------
