@@ -107,6 +107,28 @@ def test_goes_on_with_other_ranks_and_sees_every_sample_once(base: Path) -> None
     assert len(set(windows)) == len(windows) == 12 * 16
 
 
+NOTHING_DRAWN = """
+import sys
+import phalanx.models.layers as layers
+from phalanx.cli.main import main
+def refuse(draw):
+    raise AssertionError(f"{draw.key} is drawn")
+layers._drawn = refuse
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_what_a_checkpoint_brings_is_not_drawn(base: Path) -> None:
+    """For 235 billion parameters that would take minutes at each start."""
+    common = {"launch__ranks": 1, "folding__ep": 1}
+    assert phalanx("train", *train_args(base, run__name="drawn", train__steps=2, **common)).returncode == 0
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}  # fmt: skip
+    for name, code in (("drawn", 0), ("from-nothing", 1)):
+        again = [sys.executable, "-c", NOTHING_DRAWN, "train", *train_args(base, run__name=name, train__steps=4, **common)]  # fmt: skip
+        done = subprocess.run(again, env={**os.environ, **rank}, capture_output=True, text=True, timeout=300)
+        assert done.returncode == code and ("is drawn" in done.stderr) == (code == 1), done.stdout + done.stderr
+
+
 def test_same_command_on_a_finished_run_says_so(
     finished: tuple[Path, subprocess.CompletedProcess[str]], base: Path
 ) -> None:

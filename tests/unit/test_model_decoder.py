@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import math
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from moe_help import context
 
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.ops.cross_entropy import IGNORE
+from phalanx.models import layers
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers import initialise, local_of, new_parameter
@@ -165,6 +170,40 @@ def test_initial_values_do_not_depend_on_the_mapping(degrees: dict[str, int]) ->
             initialise([(param.name, mine)], ctx)
             for piece in local_of(ctx, param.name).pieces:
                 assert torch.equal(mine[piece.local.slices()], whole[param.name][piece.box.slices()]), param.name
+
+
+def test_initial_values_are_drawn_by_several_threads_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And there are never more numbers at once than the largest tensor has."""
+    draw, lock = layers._drawn, threading.Lock()
+    now, peak = 0, 0
+
+    def watched(one: layers._Draw) -> torch.Tensor:
+        nonlocal now, peak
+        with lock:
+            now += math.prod(one.shape)
+            peak = max(peak, now)
+        time.sleep(0.002)
+        drawn = draw(one)
+        with lock:
+            now -= drawn.numel()
+        return drawn
+
+    spec = dataclasses.replace(SMALL, vocab=4096)
+    monkeypatch.setattr(layers, "_drawn", watched)
+    found, busiest = [], []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        now = peak = 0
+        found.append(dict(Decoder(context(spec, seed=7, dtype=torch.float32)).named_parameters()))
+        busiest.append(peak)
+    assert busiest[0] == busiest[1] == spec.vocab * spec.hidden
+    name = "layers.0.moe.experts.w2"
+    number = int.from_bytes(hashlib.sha256(f"7/{name}/1".encode()).digest()[:8], "big", signed=True)
+    expert = torch.randn(found[0][name].shape[1:], generator=torch.Generator().manual_seed(number))
+    std = spec.init_std / next(p.init_over for p in parameters(spec) if p.name == name)
+    for params in found:
+        assert torch.equal(params[name][1], expert * std)
+        assert all(torch.equal(params[n], p) for n, p in found[0].items())
 
 
 def test_initial_values_follow_seed_and_table() -> None:

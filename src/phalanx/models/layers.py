@@ -9,8 +9,11 @@ Legend: T tokens, H hidden, O output width.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -38,35 +41,53 @@ def new_parameter(ctx: ModelContext, name: str) -> nn.Parameter:
     return nn.Parameter(torch.empty(local_of(ctx, name).shape, dtype=ctx.dtype, device=ctx.device))
 
 
+class _Draw(NamedTuple):
+    """A logical tensor (of experts, that of one) to be drawn, and the box of it that fills `target`."""
+
+    target: torch.Tensor
+    box: tuple[slice, ...]
+    key: str
+    shape: tuple[int, ...]
+    std: float
+
+
 def initialise(named: Iterable[tuple[str, torch.Tensor]], ctx: ModelContext) -> None:
     """Fill parameters, given with their logical names, with their initial values."""
-    with torch.no_grad():
-        for name, tensor in named:
-            local = local_of(ctx, name)
-            for piece in local.pieces:
-                _fill(tensor, local.param, piece, ctx)
+    draws: list[_Draw] = []
+    for name, tensor in named:
+        local = local_of(ctx, name)
+        for piece in local.pieces:
+            target = tensor.detach()[piece.local.slices()]
+            if local.param.init == "normal":
+                draws += _draws_of(local.param, piece, target, ctx)
+            else:
+                target.fill_(1.0 if local.param.init == "ones" else 0.0)
+    # torch draws with one thread: as many at once as together have the elements of the largest
+    threads, most = torch.get_num_threads(), max((math.prod(d.shape) for d in draws), default=0)
+    large = [d for d in draws if math.prod(d.shape) * threads > most]
+    small = [d for d in draws if math.prod(d.shape) * threads <= most]
+    with ThreadPoolExecutor(threads) as pool:
+        for some in (*((d,) for d in large), *(small[i : i + threads] for i in range(0, len(small), threads))):
+            for draw, whole in zip(some, pool.map(_drawn, some), strict=True):
+                draw.target.copy_(whole.mul_(draw.std)[draw.box])
 
 
-def _fill(tensor: torch.Tensor, param: ParamSpec, piece: Piece, ctx: ModelContext) -> None:
-    target = tensor[piece.local.slices()]
-    if param.init != "normal":
-        target.fill_(1.0 if param.init == "ones" else 0.0)
-        return
+def _draws_of(param: ParamSpec, piece: Piece, target: torch.Tensor, ctx: ModelContext) -> Iterator[_Draw]:
+    key, std = f"{ctx.seed}/{param.name}", ctx.spec.init_std / param.init_over
     if param.ep_dim is None:
-        target.copy_(_draw(param, param.shape, ctx)[piece.box.slices()])
+        yield _Draw(target, piece.box.slices(), key, param.shape, std)
         return
     dim, inner = param.ep_dim, list(piece.box.slices())
     first = inner.pop(dim).start
     shape = param.shape[:dim] + param.shape[dim + 1 :]
     for i in range(piece.box.sizes[dim]):
-        target.select(dim, i).copy_(_draw(param, shape, ctx, expert=first + i)[tuple(inner)])
+        yield _Draw(target.select(dim, i), tuple(inner), f"{key}/{first + i}", shape, std)
 
 
-def _draw(param: ParamSpec, shape: tuple[int, ...], ctx: ModelContext, *, expert: int | None = None) -> torch.Tensor:
+def _drawn(draw: _Draw) -> torch.Tensor:
     """Normal numbers in fp32 on the CPU, whatever the type and device of the model."""
-    key = f"{ctx.seed}/{param.name}" + ("" if expert is None else f"/{expert}")
-    number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big", signed=True)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(number)) * (ctx.spec.init_std / param.init_over)
+    number = int.from_bytes(hashlib.sha256(draw.key.encode()).digest()[:8], "big", signed=True)
+    return torch.randn(draw.shape, generator=torch.Generator().manual_seed(number))
 
 
 class RMSNorm(nn.Module):

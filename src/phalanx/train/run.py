@@ -72,7 +72,7 @@ def build_trainer(rank: Rank, stop: StopRequest, *, hook: MakeStepHook) -> Train
     spec, folding = resolve_shape(recipe, world=rank.info.world, tokenizer_vocab=prepared.tokenizer.vocab_size)
     pipeline = resolve_pipeline(recipe, spec, folding)
     loader = make_loader(recipe, prepared)
-    parts = make_parts(rank, spec, folding, pipeline)
+    parts = make_parts(rank, spec, folding, pipeline, drawn=not candidates)
 
     def load(found: int) -> int:
         step = read_run_state(manager, recipe, spec, loader, found=found)

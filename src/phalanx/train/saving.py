@@ -196,6 +196,7 @@ def read_run_state(manager: CheckpointManager, recipe: Recipe, spec: ModelSpec, 
 
 
 def load_state(manager: CheckpointManager, parts: StepParts, *, found: int) -> None:
-    """Read the checkpoint of step `found` into the state of `parts`. Collective."""
+    """Read the checkpoint of step `found` into the state of `parts`, which may have no memory yet. Collective."""
+    parts.state.make_room()
     manager.load(parts.state.boxes(), step=found)
     parts.state.restore(parts.comms)

@@ -56,6 +56,7 @@ from phalanx.train import (
     make_loader,
     make_parts,
     open_checkpoints,
+    start_candidates,
 )
 from phalanx.train.placement import Everyone, Examined, HeldState, Moved, Rebalancer, examine, take_state
 from phalanx.train.recovery.fallback import from_disk
@@ -139,6 +140,8 @@ class ElasticMember:
         self._may_lack = joins
         """Whether this process has perhaps not imported what saves need (`run.py`: it would have kept it from taking part)."""
         self._plan: GenerationPlan | None = None
+        self._candidates: list[int] = []
+        """Checkpoints from which a run that has not begun may."""
         """Plan of the generation that forms."""
         self._entered: GenerationPlan | None = None
         """Plan of the generation that this member has entered; experts may lie elsewhere since."""
@@ -257,9 +260,10 @@ class ElasticMember:
         if found is None or found.plan.missing:
             del held
             self._forget()
+            begins = 0
             if trainer is not None:
-                trainer.parts.state.make_room()
-            begins = 0 if trainer is None else from_disk(trainer, team, found.plan if found else plan, committed=step)
+                lost = found.plan if found else plan
+                begins = from_disk(trainer, team, lost, committed=step, candidates=self._candidates)
             step, first = everyone.peers.gather(begins)[0], True
             if team.rank == 0 and not team.begun:
                 self._keep_recipe()
@@ -348,22 +352,24 @@ class ElasticMember:
         return recorder.moves(step, lambda: state_move_order(found.plan, found.suspects.all))
 
     def _build(self, team: GroupEpoch, plan: GenerationPlan) -> Trainer | None:
-        """A trainer for the team, with initial weights as long as the run may begin with them, else with no memory for its state; None where this member is idle. Groups are made by
+        """A trainer for the team, with initial weights where the run begins with them, else with no memory for its state; None where this member is idle. Groups are made by
         all members, in one order."""
         if team.rank >= plan.folding.world:
             _groups_of_others(self.recipe, self.run.spec, plan, team)
             return None
         rank, where = self._rank(team, plan), Where(plan.hosts, plan.racks)
+        manager = self._manager(team, rank)
+        self._candidates = [] if team.begun else rank.peers.first(lambda: start_candidates(self.recipe, manager.folder))
         parts = make_parts(
             rank, self.run.spec, plan.folding, resolve_pipeline(self.recipe, self.run.spec, plan.folding),
-            warm=not self._is_warm, drawn=not team.begun, placement=plan.placement_of(team.rank), where=where,
+            warm=not self._is_warm, drawn=not (team.begun or self._candidates), placement=plan.placement_of(team.rank), where=where,
         )  # fmt: skip
         self._is_warm = True
         if self.watch is not None:
             parts.comms.watch = collective_watch(self._now)
         trainer = Trainer(
             rank=rank, stop=StopRequest(), prepared=self.run.prepared, spec=self.run.spec, folding=plan.folding, parts=parts,
-            loader=make_loader(self.recipe, self.run.prepared), manager=self._manager(team, rank),
+            loader=make_loader(self.recipe, self.run.prepared), manager=manager,
             hook=self.hook, progress=self.progress,
             elastic=Elastic(where=where, others_idle=bool(plan.idle), pace=self._watch_pace, at=self._now, team=self._team(team, plan)),
         )  # fmt: skip

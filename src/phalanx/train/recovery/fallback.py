@@ -6,6 +6,7 @@ part; what was saved is moved at most, never deleted; all members take the same 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from phalanx.core.errors import FinalError
@@ -21,14 +22,15 @@ from phalanx.train import (
     load_state,
     read_run_state,
     set_later_aside,
-    start_candidates,
 )
 
 
-def from_disk(trainer: Trainer, team: GroupEpoch, plan: GenerationPlan, *, committed: int | None) -> int:
-    """No member has the state, or not all of it: the step of the newest sound checkpoint, loaded, or 0 in a run that has not begun."""
+def from_disk(
+    trainer: Trainer, team: GroupEpoch, plan: GenerationPlan, *, committed: int | None, candidates: Sequence[int]
+) -> int:
+    """No member has the state, or not all of it: the step of the newest sound checkpoint, loaded; in a run that has not begun, of those that it may start from (`start_candidates`), or 0."""
     if not team.begun:
-        return _from_the_start(trainer)
+        return load_start(trainer.rank, trainer.manager, candidates, partial(_load, trainer))
     what = "no member holds the state of the run any more" if committed is None else plan.explain()
     found = newest_sound(trainer)
     if found is None:
@@ -38,13 +40,6 @@ def from_disk(trainer: Trainer, team: GroupEpoch, plan: GenerationPlan, *, commi
         )
     tell_went_back(trainer, found, why=what, committed=committed, history=team.generation.number)
     return found.step
-
-
-def _from_the_start(trainer: Trainer) -> int:
-    """The step that the recipe says to go on from, loaded, or 0."""
-    rank, manager = trainer.rank, trainer.manager
-    candidates = rank.peers.first(lambda: start_candidates(rank.recipe, manager.folder))
-    return load_start(rank, manager, candidates, partial(_load, trainer))
 
 
 def newest_sound(trainer: Trainer) -> Fallback | None:
