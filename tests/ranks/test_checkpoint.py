@@ -1,7 +1,9 @@
 """Checkpoints of boxes: any mapping to any other bit for bit, each logical element once on the disk, asynchronous and agreed by all ranks."""
 
 import json
+import math
 import os
+import random
 import resource
 import time
 from itertools import pairwise
@@ -11,8 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from checkpoint_help import Mapping, fill, make_state, model_fields, run_state, small_spec, wrong_boxes
+from memory_help import Watch
 
 from phalanx.core.errors import CheckpointError
+from phalanx.plan.layout import Box
+from phalanx.runtime.checkpoint import planner
 from phalanx.runtime.checkpoint.manager import CheckpointManager, Saved
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.comm.peers import own_group
@@ -200,6 +205,160 @@ def test_a_checkpoint_is_written_no_faster_than_the_limit(tmp_path: Path) -> Non
         box.tensor.zero_()
     manager.load(state.boxes(), step=5)
     assert wrong_boxes(state.boxes()) == []
+
+
+# ---- in parts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(), (9,), (6, 4), (1, 5), (3, 2, 7), (2, 1, 3, 5)])
+def test_the_parts_of_a_box_are_it_in_order_and_none_is_larger(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = tuple(range(10, 10 + len(sizes)))
+    whole = torch.arange(math.prod(sizes)).view(sizes)
+    box = BoxTensor("x", tuple(30 for _ in sizes), Box(at, sizes), whole, True)
+    for most in range(1, whole.numel() + 2):
+        monkeypatch.setattr(planner, "PART_BYTES", 8 * most)
+        parts = list(planner.parts_of(box))
+        assert torch.equal(torch.cat([p.tensor.flatten() for p in parts]), whole.flatten())
+        for part in parts:
+            assert part.tensor.numel() <= most and part.tensor.is_contiguous() and part.tensor.shape == part.box.sizes
+            assert torch.equal(whole[part.box.shifted([-o for o in at]).slices()], part.tensor)
+        row = math.prod(sizes[1:])
+        if row <= most:  # then only dim 0 is cut, into as few as can be
+            assert all(p.box.sizes[1:] == sizes[1:] for p in parts)
+            assert len(parts) == -(-sizes[0] // (most // row)) if sizes else len(parts) == 1
+
+
+@pytest.mark.core
+def test_what_was_saved_in_parts_is_read_by_any_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "PART_BYTES", 3000)
+    for asynchronous in (True, False):
+        save_known(0, GroupCache(), Mapping(1), tmp_path / str(asynchronous), asynchronous, 7)
+        entries = torch.distributed.checkpoint.FileSystemReader(tmp_path / str(asynchronous) / "step-00000007").read_metadata().state_dict_metadata  # fmt: skip
+        sizes = [4 * math.prod(c.sizes) for entry in entries.values() for c in entry.chunks]
+        assert max(sizes) <= 3000 and len(sizes) > 100
+    for mapping in (Mapping(2, etp=2), Mapping(4, ep=2, zero=0), Mapping(8, ep=4)):
+        found = run_ranks(mapping.world, load_known, mapping, [tmp_path / "True", tmp_path / "False"])
+        assert found == [[]] * mapping.world
+
+
+def test_what_is_read_of_saved_boxes_is_what_the_plain_way_finds() -> None:
+    """Boxes of any cut, saved and wanted; each pair is compared."""
+    draw = random.Random(5)
+    for _ in range(60):
+        shape = tuple(draw.randint(1, 7) for _ in range(draw.randint(0, 3)))
+        whole = torch.arange(math.prod(shape)).view(shape)
+        saved, wanted = (
+            [Box(*zip(*c, strict=True)) if shape else Box((), ()) for c in _tiles(shape, draw)] for _ in range(2)
+        )
+        draw.shuffle(saved)
+        entry = planner.TensorStorageMetadata(planner.TensorProperties(dtype=torch.int64), torch.Size(shape), [])
+        entry.chunks += [
+            planner.ChunkStorageMetadata(offsets=torch.Size(b.offsets), sizes=torch.Size(b.sizes)) for b in saved
+        ]
+        items = planner._read_items("x", entry, wanted)
+        assert len(items) == sum(s.intersection(w) is not None for s in saved for w in wanted)
+        filled = [torch.full(b.sizes, -1) for b in wanted]
+        for item in items:
+            chunk = whole[next(b for b in saved if b.offsets == item.storage_index.offset).slices()]
+            part = chunk[Box(tuple(item.storage_offsets), tuple(item.lengths)).slices()]
+            assert item.dest_index.index is not None
+            filled[item.dest_index.index][Box(tuple(item.dest_offsets), tuple(item.lengths)).slices()] = part
+        assert all(torch.equal(found, whole[b.slices()]) for found, b in zip(filled, wanted, strict=True))
+
+
+def test_the_plan_of_a_load_does_not_grow_as_chunks_times_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of many experts, saved and wanted one by one, whose rows are longer than their number."""
+    compared, real = [0], Box.intersection
+
+    def counted(box: Box, other: Box) -> Box | None:
+        compared[0] += 1
+        return real(box, other)
+
+    monkeypatch.setattr(Box, "intersection", counted)
+    boxes = [Box((i, 0, 0), (1, 1536, 4096)) for i in range(500)]
+    chunks = [planner.ChunkStorageMetadata(offsets=torch.Size(b.offsets), sizes=torch.Size(b.sizes)) for b in boxes]
+    properties = planner.TensorProperties(dtype=torch.float32)
+    entry = planner.TensorStorageMetadata(properties, torch.Size((500, 1536, 4096)), chunks)
+    assert len(planner._read_items("x", entry, boxes)) == 500 == compared[0]
+
+
+def _tiles(shape: tuple[int, ...], draw: random.Random) -> list[tuple[tuple[int, int], ...]]:
+    """The tensor cut again and again across a dim that is drawn: (offset, size) for each dim."""
+    tiles = [tuple((0, n) for n in shape)]
+    for _ in range(draw.randint(0, 9)):
+        tile = tiles.pop(draw.randrange(len(tiles)))
+        able = [d for d, (_, n) in enumerate(tile) if n > 1]
+        if able:
+            d = draw.choice(able)
+            (at, n), first = tile[d], draw.randint(1, tile[d][1] - 1)
+            tiles.append((*tile[:d], (at + first, n - first), *tile[d + 1 :]))
+            tile = (*tile[:d], (at, first), *tile[d + 1 :])
+        tiles.append(tile)
+    return tiles
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_a_save_takes_memory_for_one_part_and_a_load_for_one_saved_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filled: bool
+) -> None:
+    """Of a large flat buffer, which torch would copy, or of boxes that are filled as they are written."""
+    part, rows = 1 << 20, 4096
+    monkeypatch.setattr(planner, "PART_BYTES", part)
+    names = [f"x{i}" for i in range(6)]
+    flat = torch.arange(len(names) * rows * 256, dtype=torch.float32)  # 4 MiB each
+    held = [BoxTensor(n, (rows, 256), Box((0, 0), (rows, 256)), x.view(rows, 256), True) for n, x in zip(names, flat.chunk(len(names)), strict=True)]  # fmt: skip
+    empty = [BoxTensor(b.name, b.shape, b.box, b.tensor.to("meta"), True) for b in held]
+
+    def fill(boxes: list[BoxTensor]) -> None:
+        for box in boxes:
+            box.tensor.copy_(held[names.index(box.name)].tensor[box.box.slices()])
+
+    manager = CheckpointManager(tmp_path, asynchronous=False)
+    with Watch() as watch:
+        manager.save(empty if filled else held, run_state(1), **({"fill": fill} if filled else {}))
+        assert manager.finish() is not None
+    assert watch.peak < (part + 10_000 if filled else 10_000) and watch.left < 10_000
+    found = torch.zeros_like(flat)
+    targets = [BoxTensor(b.name, b.shape, b.box, x.view(rows, 256), True) for b, x in zip(held, found.chunk(len(names)), strict=True)]  # fmt: skip
+    with Watch() as watch:
+        manager.load(targets, step=1)
+    assert torch.equal(found, flat) and part <= watch.peak < part + 10_000
+    assert manager.largest_box(1, names) == part and manager.largest_box(1, []) == 0
+
+
+def test_boxes_that_are_filled_may_be_saved_in_a_thread(tmp_path: Path) -> None:
+    state = make_state(0, GroupCache(), Mapping(1))
+    empty = [BoxTensor(b.name, b.shape, b.box, b.tensor.to("meta"), b.primary) for b in state.boxes()]
+    manager = CheckpointManager(tmp_path)
+    manager.save(empty, run_state(1), fill=fill)
+    assert manager.finish() is not None
+    manager.load(state.boxes(), step=1)
+    assert wrong_boxes(state.boxes()) == []
+
+
+def test_the_table_of_contents_is_read_once_and_again_where_it_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, real = [], planner.read_table
+    monkeypatch.setattr(planner, "read_table", lambda path: read.append(path) or real(path))
+    state = make_state(0, GroupCache(), Mapping(1))
+    reader = CheckpointManager(tmp_path)
+    for value in (1.0, 2.0):
+        for box in state.boxes():
+            box.tensor.fill_(value)
+        writer = CheckpointManager(tmp_path)
+        writer.save(state.boxes(), run_state(5))
+        writer.finish()
+        for box in state.boxes():
+            box.tensor.zero_()
+            reader.load([box], step=5, partial=True)
+            assert (box.tensor == value).all()
+    assert len(read) == 2
+    reader.load(state.boxes(), step=5)
+    reader.load(state.boxes(), step=5)
+    assert len(read) == 3 and reader._reader is None  # a run that goes on keeps none
 
 
 def test_run_state_reads_like_text(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_help import run_state
 from hf_help import CONFIGS, hf_model, parts_of
+from memory_help import Watch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from train_help import phalanx, write_text
@@ -20,6 +24,7 @@ from phalanx.core.errors import CheckpointError, ConfigError, DataError, RunErro
 from phalanx.data import CHATML_TEMPLATE
 from phalanx.data.tokenizer import CHATML_TOKENS, ByteTokenizer, train_bpe
 from phalanx.plan.mapping.folding import Folding, make_folding
+from phalanx.runtime.checkpoint import planner
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.comm.peers import own_group
@@ -28,7 +33,7 @@ from phalanx.runtime.processes.world import WorldInfo
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.huggingface import export_hf
 from phalanx.train.huggingface.hf_tokenizer import byte_tokenizer_json
-from phalanx.train.huggingface.hugging_face import INDEX_FILE, BoxReader, HfCheckpoint, open_checkpoint
+from phalanx.train.huggingface.hugging_face import INDEX_FILE, MOST_OPEN, BoxReader, HfCheckpoint, open_checkpoint
 from phalanx.train.huggingface.import_hf import import_rank, plan_import, share_of
 from ranks import run_ranks
 
@@ -133,6 +138,65 @@ def test_import_export_import_is_bitwise_under_mappings(name: str, folders: dict
         assert len(list(out.glob("*.safetensors"))) > 2
         again = imported(out, tmp_path / f"again-{out.name}")
         assert same(exported(again, tmp_path / f"end-{out.name}"), want)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("name", "dtype", "wide"),
+    [("mixtral", "bfloat16", "float32"), ("deepseek_v3", "float32", "float32"), ("olmoe", "float64", "float64")],
+)
+def test_an_import_takes_memory_for_one_part_and_writes_the_same_bytes(
+    name: str, dtype: str, wide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much as for masters and moments was taken before: they are made here, filled and saved at once, and every file is the same."""
+    part, sizes = 1 << 18, {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
+    monkeypatch.setattr(planner, "PART_BYTES", part)
+    folder = tmp_path / name
+    hf_model(name, getattr(torch, dtype), vocab_size=VOCAB, **sizes).save_pretrained(folder, max_shard_size="1MB")
+    with Watch() as watch:
+        run = imported(folder, tmp_path, "--data.tokenizer", "byte", "--train.dtype", dtype)
+    checkpoint = open_checkpoint(folder)
+    boxes = share_of(checkpoint.spec, rank=0, world=1, dtype=getattr(torch, wide))
+    held = [dataclasses.replace(box, tensor=torch.empty_like(box.tensor, device="cpu")) for box in boxes]
+    mapped = MOST_OPEN * max(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert watch.peak < mapped + 3 * part < sum(box.tensor.nbytes for box in held) / 4
+    with BoxReader(checkpoint) as reader:
+        reader.fill(held)
+    found = CheckpointManager(run / "checkpoints")
+    state = found.folder.read_state(0)
+    plain = CheckpointManager(tmp_path / "plain", asynchronous=False)
+    plain.save(held, state)
+    assert plain.finish() is not None
+    files = plain.folder.read_state(0).files
+    assert files.keys() == state.files.keys() and files["__0_0.distcp"] == state.files["__0_0.distcp"]
+    found.load(boxes := [dataclasses.replace(b, tensor=torch.full_like(b.tensor, torch.nan)) for b in held], step=0)
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(boxes, held, strict=True))
+    assert all(not b.tensor.any() for b in boxes if b.name.startswith("exp_avg"))
+    assert found.largest_box(0, {b.name for b in boxes}) <= part
+
+
+def with_a_lost_shard(rank: int, cache: GroupCache, folders: list[Path], path: Path) -> tuple[str, bool, list[int]]:
+    """Rank 1 reads a folder of which a shard has gone since it was looked at."""
+    checkpoint = open_checkpoint(folders[rank])
+    if rank == 1:
+        sorted(folders[1].glob("*.safetensors"))[1].unlink()
+    manager = CheckpointManager(path, group=own_group(2, timeout_s=60), asynchronous=False)
+    manager.open()
+    boxes = share_of(checkpoint.spec, rank=rank, world=2, dtype=torch.float32)
+    with BoxReader(checkpoint) as reader, pytest.raises(CheckpointError) as info:
+        manager.save(boxes, run_state(0), fill=reader.fill)
+        manager.finish()
+    return str(info.value), manager.folder.writing(0).exists(), manager.folder.steps()
+
+
+def test_what_cannot_be_read_is_named_to_all_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["mixtral"], tmp_path / "second")
+    told = run_ranks(2, with_a_lost_shard, [folders["mixtral"], tmp_path / "second"], tmp_path / "checkpoints")
+    assert told[0] == told[1] and told[0][1:] == (False, [])
+    lost = f"{tmp_path / 'second'}/model-00002-of-"
+    assert re.search(rf"{lost}\S+: model\.\S+ cannot be read: No such file.*; download it again", told[0][0]), told[0][
+        0
+    ]
 
 
 def test_each_rank_reads_its_share(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from memory_help import Watch
 from safetensors import safe_open
 from train_help import phalanx, train_args, write_text
 
 from phalanx.cli.main import main
+from phalanx.core.errors import ConfigError, RunError
+from phalanx.runtime.checkpoint import planner
+from phalanx.runtime.checkpoint.manager import CheckpointManager
+from phalanx.runtime.comm.groups import GroupCache
+from phalanx.runtime.processes import WorldInfo
+from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.generation import load_model
+from phalanx.train.sync import weight_sync
+from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -51,9 +62,9 @@ def delivered(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("to", "more"),
     [
-        ("tp2.dp2.ep4", ["--memory", "64KB", "--readers", "3", "--check"]),
+        ("tp2.dp2.ep4", ["--memory", "96KB", "--readers", "3", "--check"]),
         ("tp4.etp4", ["--dtype", "bfloat16"]),
-        ("tp1", ["--readers", "1", "--memory", "48KB", "--step", "4"]),
+        ("tp1", ["--readers", "1", "--memory", "88KB", "--step", "4"]),
     ],
 )
 def test_weights_arrive_bit_for_bit_under_the_cap(run: Path, tmp_path: Path, to: str, more: list[str]) -> None:
@@ -73,6 +84,80 @@ def test_weights_arrive_bit_for_bit_under_the_cap(run: Path, tmp_path: Path, to:
     assert sum(r["received_bytes"] for r in figures["ranks"]) >= total
     assert (figures["compared_bytes"] >= total) == ("--check" in more)
     assert not list(tmp_path.glob(".writing-*"))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a larger model, whose checkpoint of step 1 has whole tensors, and that of step 2 the same in parts of 128 KiB."""
+    base = tmp_path_factory.mktemp("wide")
+    write_text(base / "text", files=4)
+    size = {"model__hidden": 128, "model__expert_ffn": 256, "router__bias_rate": 0.001}
+    done = phalanx("train", *train_args(base, train__steps=1, launch__ranks=1, checkpoint__interval=0, **size))
+    assert done.returncode == 0, done.stderr
+    run = base / "runs" / "run"
+    manager = CheckpointManager(run / "checkpoints", asynchronous=False)
+    table = planner.read_table(manager.folder.of(1)).state_dict_metadata
+    boxes = []
+    for name, entry in table.items():
+        shape = tuple(entry.size)
+        tensor = torch.empty(shape, dtype=entry.properties.dtype)
+        boxes.append(BoxTensor(name, shape, planner.Box((0,) * len(shape), shape), tensor, True))
+    manager.load(boxes, step=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "PART_BYTES", 1 << 17)
+        manager.save(boxes, dataclasses.replace(manager.folder.read_state(1), step=2))
+        assert manager.finish() is not None
+    return run
+
+
+def measured(rank: int, cache: GroupCache, plan: weight_sync.SyncPlan) -> tuple[int, Any]:
+    """Most that tensors took in a process of a sync, and what it tells."""
+    cache.get(range(plan.world))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("init_world", "close_world"):  # these ranks have one
+            patch.setattr(weight_sync, name, lambda *_, **__: None)
+        with Watch() as watch:
+            reports = weight_sync.run_sync(plan, WorldInfo(rank=rank, world=plan.world))
+    return watch.peak, reports[rank]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("step", "memory"), [(2, 1 << 20), (1, 4 << 20)])
+def test_no_process_holds_more_than_the_cap(wide: Path, tmp_path: Path, step: int, memory: int) -> None:
+    """Counted by what is allocated for tensors: rows as they are read and as they are sent, the saved box that is being read, messages, what a check reads again."""
+    plan = weight_sync.plan_sync(
+        wide, tmp_path / "out", to="dp2.ep2", memory=str(memory), readers=2, step=step, dtype="bfloat16"
+    )
+    assert plan.box_bytes == (1 << 17 if step == 2 else 4 * 8 * 2 * 256 * 128) and len(plan.waves) > 2
+    told = run_ranks(plan.world, measured, plan)
+    mapped = [0, 0, *(plan.file_of(receiver).stat().st_size for receiver in range(2))]
+    for (peak, report), file in zip(told, mapped, strict=True):
+        # (as much again as a wave's rows where those of the wave before were still there)
+        assert peak - file <= memory - plan.staging_bytes + report.staging_bytes + 50_000, report
+        assert report.held_bytes <= memory - plan.staging_bytes and report.staging_bytes <= plan.staging_bytes
+    assert max(report.held_bytes for _, report in told) > memory / 3
+    with Watch() as watch:
+        assert weight_sync.check_sync(plan) == sum(report.received_bytes for _, report in told)
+    assert watch.peak - max(mapped) <= memory
+    with plan.file_of(1).open("rb+") as damaged:
+        damaged.seek(-1, 2)
+        damaged.write(b"\x55")
+    with pytest.raises(RunError, match=r"rank 1: .* is not what the checkpoint holds"):
+        weight_sync.check_sync(plan)
+
+
+def test_a_cap_that_a_saved_box_exceeds_is_refused_with_the_least(wide: Path, tmp_path: Path) -> None:
+    def waves(memory: int) -> int:
+        return len(weight_sync.plan_sync(wide, tmp_path / "out", to="tp2", memory=str(memory), step=1).waves)
+
+    with pytest.raises(
+        ConfigError, match=r"a row of layers.\d.moe.experts.w13 and a saved box while it is read"
+    ) as info:
+        waves(1 << 20)
+    least = int(str(info.value).split("the least is ")[1].split()[0])
+    with pytest.raises(ConfigError, match="the least is"):
+        waves(least - 2)
+    assert waves(least) > waves(2 * least)
 
 
 def test_what_cannot_be_done_is_refused_at_once(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -221,13 +221,12 @@ def test_a_commit_and_experts_that_move_come_behind_the_copy(monkeypatch: pytest
         assert done == ["order", "drop", "told", "placed"]
 
 
-def test_memory_is_pinned_once_and_each_tensor_has_a_storage_of_its_own(tmp_path: Path) -> None:
+def test_memory_is_pinned_once() -> None:
     with late(0) as device:
         kept, boxes = HostCopies(), boxes_of(state(5))
         first, again = (kept.copy(boxes) for _ in range(2))
         assert device.allocated == len(pack([b.tensor.nbytes for b in boxes])[0]) > 0
         assert [b.tensor.data_ptr() for b in first.boxes] == [b.tensor.data_ptr() for b in again.boxes]
-        assert all(b.tensor.untyped_storage().size() == b.tensor.nbytes for b in first.boxes if b.tensor.numel())
         kept.copy(boxes[1:])  # other state
         assert device.allocated > len(pack([b.tensor.nbytes for b in boxes])[0])
         device.drain()

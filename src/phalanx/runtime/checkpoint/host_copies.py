@@ -53,8 +53,6 @@ class HostCopies:
     def __init__(self) -> None:
         self._made_for: object = None
         self._into: list[torch.Tensor] = []
-        self._own: list[torch.Tensor] = []
-        """The same memory, in storages of their own: the writer would clone parts of a larger one."""
         self._stream: torch.cuda.Stream | None = None
         self._under_way: tuple[Any, Sequence[BoxTensor]] | None = None
         """The end of the newest copy, and what it reads, until `order`."""
@@ -64,14 +62,14 @@ class HostCopies:
         device = _device_of(boxes)
         note, wanted = "", (device, [(b.tensor.shape, b.tensor.dtype) for b in boxes])
         if self._made_for != wanted:
-            self._into, self._own = [], []
+            self._into = []
             if device is None:
-                self._into = self._own = [torch.empty(b.tensor.shape, dtype=b.tensor.dtype) for b in boxes]
+                self._into = [torch.empty(b.tensor.shape, dtype=b.tensor.dtype) for b in boxes]
             else:
                 note = self._share_blocks([b.tensor for b in boxes])
             self._made_for = wanted
         done = self._start(boxes, device)
-        copied = [BoxTensor(b.name, b.shape, b.box, own, True) for b, own in zip(boxes, self._own, strict=True)]
+        copied = [BoxTensor(b.name, b.shape, b.box, into, True) for b, into in zip(boxes, self._into, strict=True)]
         return HostCopy(boxes=copied, note=note, done=done, device=device)
 
     def order(self) -> None:
@@ -105,11 +103,8 @@ class HostCopies:
                 note = str(err).splitlines()[0]
                 made.append(torch.empty(size, dtype=torch.uint8))
         for x, (block, at) in zip(tensors, places, strict=True):
-            part = made[block][at : at + x.nbytes]
-            into = part.view(x.dtype).view(x.shape)  # of the block, which its allocator keeps until copies end
-            self._into.append(into)
-            own = torch.from_numpy(part.numpy()).view(x.dtype).view(x.shape) if x.nbytes else into
-            self._own.append(own)
+            into = made[block][at : at + x.nbytes].view(x.dtype).view(x.shape)
+            self._into.append(into)  # of the block, which its allocator keeps until copies end
         return note
 
 

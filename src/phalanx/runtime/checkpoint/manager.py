@@ -19,7 +19,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -43,9 +43,11 @@ from phalanx.runtime.comm import AbortableCall, Peers, run_abortable
 from phalanx.runtime.state import BoxTensor
 
 if TYPE_CHECKING:
-    from phalanx.runtime.checkpoint.planner import SavedShare
+    from phalanx.runtime.checkpoint.planner import SavedShare, TrustlessReader
 
 T = TypeVar("T")
+Fill = Callable[[Sequence[BoxTensor]], None]
+"""Gives boxes their values."""
 LOOK_S = 0.05
 """How often who waits for a save looks whether the others still do."""
 
@@ -72,6 +74,7 @@ class _Job:
     state: RunState
     begin_s: float
     blocked_s: float
+    fill: Fill | None = None
     over: threading.Event = field(default_factory=threading.Event)
     """Set once it is abandoned."""
     hurry: threading.Event = field(default_factory=threading.Event)
@@ -112,6 +115,8 @@ class CheckpointManager:
         self._outcomes: list[Saved | CheckpointError] = []
         self._copies = HostCopies()
         self._opens_later = False
+        self._reader: TrustlessReader | None = None
+        """Of the checkpoint of which parts were asked for last."""
 
     def open(self) -> list[str]:
         """Make the folder and remove what interrupted writes left; returns their names."""
@@ -127,13 +132,17 @@ class CheckpointManager:
 
     # ---- saving --------------------------------------------------------------------------------------------------------
 
-    def save(self, boxes: Sequence[BoxTensor], state: RunState) -> None:
-        """Begin to save; `poll` and `finish` say how it went. Waits for the previous save first."""
+    def save(self, boxes: Sequence[BoxTensor], state: RunState, *, fill: Fill | None = None) -> None:
+        """Begin to save; `poll` and `finish` say how it went. Waits for the previous save first.
+
+        With `fill` the boxes hold nothing (device "meta"): it fills each part of one just before that is written, so that memory is taken for one part at a time.
+        """
         begin_s = time.perf_counter()
         self._join()
         primary = [b for b in boxes if b.primary]
-        copied = self._copies.copy(primary) if self._asynchronous else HostCopy(boxes=primary)
-        job = _Job(copied, state, begin_s, time.perf_counter() - begin_s)
+        copies = self._asynchronous and fill is None
+        copied = self._copies.copy(primary) if copies else HostCopy(boxes=primary)
+        job = _Job(copied, state, begin_s, time.perf_counter() - begin_s, fill)
         if not self._asynchronous:
             self._run(job, lambda: self._write(job))
         elif self._by_steps:
@@ -280,7 +289,7 @@ class CheckpointManager:
 
         job.copied.wait()
         work = partial(
-            write_boxes, job.copied.boxes, path, rank=self._peers.rank, bytes_per_s=job.bytes_per_s,
+            write_boxes, job.copied.boxes, path, rank=self._peers.rank, fill=job.fill, bytes_per_s=job.bytes_per_s,
             over=job.over, hurry=job.hurry,
         )  # fmt: skip
         return work() if self._asynchronous else run_abortable(self._peers.escape, work)
@@ -338,7 +347,7 @@ class CheckpointManager:
         alike: dict[str, list[tuple[int, str]]] = {}
         for rank, cause in sorted(err.failures.items()):
             if isinstance(cause, CheckpointError):
-                problems += cause.problems
+                problems += [p for p in cause.problems if p not in problems]
                 continue
             failure = cause if isinstance(cause, WriteFailure) else write_failure(cause, path)
             alike.setdefault(failure.text, []).append((rank, Path(failure.path).name))
@@ -397,7 +406,7 @@ class CheckpointManager:
     def load(self, boxes: Sequence[BoxTensor], *, step: int, partial: bool = False) -> None:
         """Fill the boxes in place: each rank reads what it needs, and all agree at the end.
 
-        With `partial` the checkpoint may hold tensors that no rank asks for.
+        With `partial` the checkpoint may hold tensors that no rank asks for. Takes the memory of one saved box (`largest_box`) besides.
         """
         self.order()
         names = None if partial else set[str]().union(*self._peers.gather({b.name for b in boxes}))
@@ -406,7 +415,7 @@ class CheckpointManager:
             from phalanx.runtime.checkpoint.planner import read_boxes
 
             try:
-                read_boxes(boxes, self.folder.of(step), names=names)
+                read_boxes(boxes, self._reader_of(step, keep=partial), names=names)
             except TensorsFailed as err:
                 cause = next(iter(err.failures.values()))
                 if isinstance(cause, CheckpointError):
@@ -418,6 +427,19 @@ class CheckpointManager:
                 raise CheckpointError([problem], subject="checkpoint") from err
 
         self._agree(work)
+
+    def largest_box(self, step: int, names: Collection[str]) -> int:
+        """Bytes of the largest box as which one of these tensors was saved. Raises `CheckpointError` where the checkpoint has no table of contents that can be read."""
+        return self._reader_of(step, keep=True).largest_box(names)
+
+    def _reader_of(self, step: int, *, keep: bool) -> TrustlessReader:
+        """`keep`: its table of contents is wanted again. That of a large model takes seconds to read, and 100 MB."""
+        from phalanx.runtime.checkpoint.planner import TrustlessReader
+
+        path, known = self.folder.of(step), self._reader
+        reader = known if known is not None and Path(known.path) == path else TrustlessReader(path)
+        self._reader = reader if keep else None
+        return reader
 
 
 def _on_disk(work: Callable[[], T], path: Path) -> T:

@@ -6,7 +6,6 @@ come out as they lie on disk, widened to the type of the box; everything wrong w
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections import defaultdict
@@ -28,6 +27,8 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 """Types of tensors that can be imported, with their bytes."""
+MOST_OPEN = 4
+"""Shards that are open at once: each is mapped, and its pages count as memory of the process. The experts of a layer lie in one shard or two."""
 SHOWN = 12
 """Problems of one kind that are listed one by one."""
 
@@ -230,13 +231,13 @@ def _several(
 
 @dataclass(eq=False)
 class BoxReader:
-    """Fills boxes from the shards, opened as they are needed and closed at the end of the `with` block."""
+    """Fills boxes from the shards, of which the last that were needed are open until the end of the `with` block."""
 
     checkpoint: HfCheckpoint
     bytes_read: int = 0
     """Bytes of the slices that were read."""
     _open: dict[str, Any] = field(default_factory=dict)
-    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """By file, the one that was read last at the end."""
 
     def __post_init__(self) -> None:
         self._by_param: dict[str, list[NameLink]] = defaultdict(list)
@@ -247,10 +248,11 @@ class BoxReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        while self._open:
+            self._close_oldest()
 
     def fill(self, boxes: Iterable[BoxTensor]) -> None:
-        """Boxes named `kind/parameter` (kind: master, param, buffer; moments are not on disk and become zeros)."""
+        """Boxes named `kind/parameter` (kind: master, param, buffer; moments are not on disk and become zeros). Raises `CheckpointError` naming the tensor or the file."""
         for box in boxes:
             kind, name = box.name.split("/", 1)
             if kind in ("exp_avg", "exp_avg_sq"):
@@ -275,9 +277,23 @@ class BoxReader:
 
     def _read(self, tensor: str, part: tuple[slice, ...]) -> torch.Tensor:
         file = self.checkpoint.tensors[tensor].file
-        if file not in self._open:
-            shard = safe_open(str(self.checkpoint.path / file), framework="pt")
-            self._open[file] = self._stack.enter_context(shard)
-        found: torch.Tensor = self._open[file].get_slice(tensor)[part]
+        try:
+            found: torch.Tensor = self._shard(file).get_slice(tensor)[part]
+        except (OSError, SafetensorError) as error:
+            rule, hint = f"{tensor} cannot be read: {error}", "download it again"
+            problem = Problem(where=str(self.checkpoint.path / file), value=None, rule=rule, hint=hint)
+            raise CheckpointError([problem], subject=f"the Hugging Face checkpoint {self.checkpoint.path}") from error
         self.bytes_read += found.numel() * found.element_size()
         return found.contiguous()
+
+    def _shard(self, file: str) -> Any:
+        shard = self._open.pop(file, None)
+        if shard is None:
+            if len(self._open) == MOST_OPEN:
+                self._close_oldest()
+            shard = safe_open(str(self.checkpoint.path / file), framework="pt").__enter__()
+        self._open[file] = shard
+        return shard
+
+    def _close_oldest(self) -> None:
+        self._open.pop(next(iter(self._open))).__exit__(None, None, None)

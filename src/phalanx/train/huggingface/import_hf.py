@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint becomes a run: its recipe, its tokenizer, and a checkpoint of step 0 from which any mapping goes on.
 
     plan_import    config.json and the command line -> recipe, model, tokenizer; nothing is written
-    import_rank    one rank: read 1/n of every tensor, write it as checkpoint of step 0
+    import_rank    one rank: read 1/n of every tensor, write it as checkpoint of step 0, part by part
 
 Must never change: a rank reads its share of the elements and nothing else; master weights are the numbers on disk, widened without rounding;
 a run that has checkpoints is never written over.
@@ -182,14 +182,13 @@ def import_rank(job: Import, info: WorldInfo, stop: StopRequest) -> int:
     compute = DTYPES[job.recipe.train.dtype]
     moments = moment_dtype(job.recipe.optim, compute)
     boxes = share_of(job.spec, rank=info.rank, world=info.world, dtype=state_dtype(compute), moments=moments)
-    with BoxReader(job.checkpoint) as reader:
-        peers.agree(lambda: reader.fill(boxes))
     manager = CheckpointManager(
         job.folder.checkpoints.path, group=own_group(info.world, timeout_s=PATIENCE_S), asynchronous=False
     )
     manager.open()
-    manager.save(boxes, _run_state(job, info))
-    manager.finish()
+    with BoxReader(job.checkpoint) as reader:
+        manager.save(boxes, _run_state(job, info), fill=reader.fill)
+        manager.finish()
     read = peers.gather(reader.bytes_read)
     if info.rank == 0:
         print(_told(job, read))
@@ -200,7 +199,7 @@ def import_rank(job: Import, info: WorldInfo, stop: StopRequest) -> int:
 def share_of(
     spec: ModelSpec, *, rank: int, world: int, dtype: torch.dtype, moments: torch.dtype | None = None
 ) -> list[BoxTensor]:
-    """Boxes of elements [n*rank/world, n*(rank+1)/world) of every tensor of a run's state, with memory for them.
+    """Boxes of elements [n*rank/world, n*(rank+1)/world) of every tensor of a run's state, without memory for them (device "meta").
     `dtype` of masters, `moments` of both moments (None: the same).
 
     A checkpoint remembers no mapping, so an import needs none: these shares are equal whatever the run's mapping is.
@@ -213,7 +212,7 @@ def share_of(
         for kind in kinds.get(name, ("master", "exp_avg", "exp_avg_sq")):
             of = {"buffer": torch.float32, "master": dtype}.get(kind, moments or dtype)
             out += [
-                BoxTensor(f"{kind}/{name}", shape, box, torch.empty(box.sizes, dtype=of), primary=True)
+                BoxTensor(f"{kind}/{name}", shape, box, torch.empty(box.sizes, dtype=of, device="meta"), primary=True)
                 for box, _ in parts
             ]
     return out

@@ -31,7 +31,7 @@ from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_i
 from phalanx.core.messages import message
 from phalanx.core.reading import parse_table
 from phalanx.core.units import format_bytes, read_bytes
-from phalanx.plan.layout import StateLayouts, TensorLayout
+from phalanx.plan.layout import Box, StateLayouts, TensorLayout
 from phalanx.plan.mapping import Folding, fit_problems, parse_stage, stage_text
 from phalanx.plan.model import ModelSpec, buffers, parameters, resolve_model
 from phalanx.plan.pipeline import plain_pipeline
@@ -63,6 +63,8 @@ class SyncPlan:
     """Folding of the receivers, over ranks of their own from 0 on."""
     readers: int
     memory_bytes: int
+    box_bytes: int
+    """Bytes of the largest box that is read: a saved box is read whole."""
     waves: tuple[Wave, ...]
 
     @property
@@ -161,25 +163,30 @@ def plan_sync(
     _, chosen = choose_checkpoint(folder, spec, step)
     plan = SyncPlan(
         run=folder, target=target, recipe=recipe, spec=spec, step=chosen, dtype=DTYPES[dtype or recipe.train.dtype],
-        folding=folding, readers=readers, memory_bytes=memory_bytes, waves=(),
+        folding=folding, readers=readers, memory_bytes=memory_bytes, box_bytes=0, waves=(),
     )  # fmt: skip
+    saved = [f"{kind}/{name}" for name, kind in plan.kinds.items()]
+    plan = dataclasses.replace(plan, box_bytes=CheckpointManager(folder.checkpoints.path).largest_box(chosen, saved))
     return dataclasses.replace(plan, waves=_waves(plan))
 
 
 def _waves(plan: SyncPlan) -> tuple[Wave, ...]:
-    """A reader holds what it reads and what it sends of it."""
+    """A reader holds what it reads with one saved box, then what it reads and what it sends of it."""
+    read = max(plan.read_type(name).itemsize for name in plan.layouts)
     wide = max(plan.read_type(name).itemsize + plan.type_of(name).itemsize for name in plan.layouts)
     shapes = {name: layout.shape for name, layout in plan.layouts.items()}
     room = plan.memory_bytes - plan.staging_bytes
     largest = max(shapes, key=lambda name: math.prod(shapes[name][1:]))
-    row = math.prod(shapes[largest][1:]) * wide
-    if row > room:
-        rule = f"is too little: three quarters of it must hold a row of {largest}, {format_bytes(row)} while it is read"
+    row = math.prod(shapes[largest][1:])
+    needed = max(row * wide, row * read + plan.box_bytes)
+    if needed > room:
+        rule = f"is too little: three quarters of it must hold a row of {largest} and a saved box while it is read, {format_bytes(needed)}"
         problem = Problem(
-            where="--memory", value=plan.memory_bytes, rule=rule, hint=f"the least is {-(-4 * row // 3)} bytes"
+            where="--memory", value=plan.memory_bytes, rule=rule, hint=f"the least is {-(-4 * needed // 3)} bytes"
         )
         raise ConfigError([problem], subject="the sync")
-    return divide(shapes, element_bytes=wide, readers=plan.readers, limit_bytes=room)
+    limit = min(room, (room - plan.box_bytes) * wide // read)
+    return divide(shapes, element_bytes=wide, readers=plan.readers, limit_bytes=limit)
 
 
 # ---- on the ranks --------------------------------------------------------------------------------------------------------------
@@ -192,7 +199,7 @@ class SyncReport:
 
     rank: int
     held_bytes: int
-    """Read and rounded rows of a wave."""
+    """Rows of a wave as they are read, and with them a saved box or the rounded rows."""
     staging_bytes: int
     received_bytes: int
 
@@ -224,6 +231,7 @@ def run_sync(plan: SyncPlan, info: WorldInfo) -> list[SyncReport]:
         source, nbytes = _read(plan, manager, moves, info.rank) if receiver < 0 else ([None] * len(moves), 0)
         dest = [out.get(rows.name) for rows in wave]
         resharder.move(moves, source, dtypes=[plan.type_of(rows.name) for rows in wave], out=dest, op_id="sync")
+        del source  # or it would be there while the next wave is read
         assert resharder.report is not None  # of the move above
         held, staged = max(held, nbytes), max(staged, resharder.report.staging_peak_bytes)
         received += resharder.report.received_bytes
@@ -247,7 +255,7 @@ def _read(
         boxes += [BoxTensor(name, move.src.shape, h.box, wide[-1], primary=True) for h in move.src.held[rank]]
     manager.load(boxes, step=plan.step, partial=True)
     out = [x.to(plan.type_of(move.name)) for x, move in zip(wide, moves, strict=True)]
-    held = sum(x.nbytes for x in wide) + sum(x.nbytes for x in out)
+    held = sum(x.nbytes for x in wide) + max(plan.box_bytes, sum(x.nbytes for x in out))
     return list(out), held
 
 
@@ -301,21 +309,28 @@ def check_sync(plan: SyncPlan) -> int:
     manager, compared = CheckpointManager(plan.run.checkpoints.path), 0
     for receiver in range(plan.folding.world):
         with safe_open(plan.file_of(receiver), framework="pt") as file:
-            for name, layout in plan.layouts.items():
-                for rows, local in _boxes(plan, layout, receiver):
-                    found = file.get_slice(name)[local.slices()]
-                    want = torch.empty(rows.sizes, dtype=plan.read_type(name))
-                    box = BoxTensor(f"{plan.kinds[name]}/{name}", layout.shape, rows, want, primary=True)
-                    manager.load([box], step=plan.step, partial=True)
-                    if not torch.equal(found.view(torch.uint8), want.to(plan.type_of(name)).view(torch.uint8)):
-                        raise RunError(f"rank {receiver}: {name} {rows} is not what the checkpoint holds")
-                    compared += found.nbytes
+            for name, rows, local in _boxes(plan, receiver):
+                if not _is_saved(plan, manager, name, rows, file.get_slice(name)[local.slices()]):
+                    raise RunError(f"rank {receiver}: {name} {rows} is not what the checkpoint holds")
+                compared += rows.num_elements * plan.type_of(name).itemsize
     return compared
 
 
-def _boxes(plan: SyncPlan, layout: TensorLayout, receiver: int) -> Iterator[tuple[Any, Any]]:
-    for held in layout.of_rank(plan.readers + receiver):
-        yield held.box, held.local_box()
+def _is_saved(plan: SyncPlan, manager: CheckpointManager, name: str, rows: Box, found: torch.Tensor) -> bool:
+    want = torch.empty(rows.sizes, dtype=plan.read_type(name))
+    box = BoxTensor(f"{plan.kinds[name]}/{name}", plan.layouts[name].shape, rows, want, primary=True)
+    manager.load([box], step=plan.step, partial=True)
+    return torch.equal(found.view(torch.uint8), want.to(plan.type_of(name)).view(torch.uint8))
+
+
+def _boxes(plan: SyncPlan, receiver: int) -> Iterator[tuple[str, Box, Box]]:
+    """What a receiver got from each reader in each wave, no more than a reader may hold: tensor, box of it, and where that is in the receiver's."""
+    for move in (move for wave in plan.waves for move in plan.moves(wave)):
+        for held in move.dst.of_rank(plan.readers + receiver):
+            for sent in (h.box for of_reader in move.src.held for h in of_reader):
+                box = held.box.intersection(sent)
+                if box is not None:
+                    yield move.name, box, held.place(box)
 
 
 def finish_sync(plan: SyncPlan) -> None:
