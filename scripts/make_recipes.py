@@ -50,8 +50,10 @@ class Model:
     """What differs from the preset, which is the model as it generates."""
 
 
-COMMON = {"optim.weight_decay": 0.1, "train.eval_interval": 500, "checkpoint.interval": 500}
-SAVES = {"checkpoint.interval": "steps between checkpoints"}
+COMMON = {"optim.weight_decay": 0.1, "train.eval_interval": 500}
+INTERVALS = (25, 50, 100, 250, 500, 1000)
+"""Steps between checkpoints, of which a recipe has the most that take no more than an hour by its predicted step."""
+SAVES = {"checkpoint.interval": "steps between checkpoints: some {} minutes, by the prediction"}
 MEGATRON = "as in NVIDIA's Megatron-LM example (examples/mixtral/train_mixtral_8x7b_distributed.sh)"
 MIXTRAL = Model(
     preset="mixtral-8x7b", worlds=(16, 64), batch=256,
@@ -138,6 +140,8 @@ def write(name: str, model: Model, cluster: GpuCluster) -> dict[str, float]:
     recipe = with_settings(found.recipe, settings)
     spec = resolve_recipe(recipe)
     p = predict_on(recipe, spec, cluster)
+    steps = max(n for n in INTERVALS if n == INTERVALS[0] or n * p.step.seconds <= 3600)
+    recipe = with_settings(recipe, {"checkpoint.interval": steps})
     peak = peak_bytes(recipe, machine_of(cluster), world=cluster.world)
     days = format_seconds(p.step.seconds * recipe.train.steps)
     head = (
@@ -151,7 +155,8 @@ def write(name: str, model: Model, cluster: GpuCluster) -> dict[str, float]:
         f"    phalanx train {name} --dry-run --cluster {cluster.name}",
         f"    phalanx launch slurm {name} --nodes {cluster.hosts} --data.sources my/text",
     )
-    comments = {**SAVES, **model.comments, "train.micro_batch": "sequences of a forward pass: fewer take less memory"}
+    saves = {where: text.format(round(steps * p.step.seconds / 60)) for where, text in SAVES.items()}
+    comments = {**saves, **model.comments, "train.micro_batch": "sequences of a forward pass: fewer take less memory"}
     (PACKAGED / f"{name}.toml").write_text(recipe_text(recipe, cluster, head=head, comments=comments))
     return {"s": round(p.step.seconds, 3), "over best": round(p.step.seconds / best_s, 4)}
 
