@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.cli import eval as command
-from phalanx.cli.evaluating.harness import OFFLINE, HarnessJob
+from phalanx.cli.evaluating.harness import OFFLINE, HarnessJob, takes_several
 from phalanx.cli.evaluating.tasks import MOST_BYTES, read_tasks
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
@@ -160,3 +160,11 @@ def test_validations_are_those_of_all_logs(tmp_path: Path) -> None:
             for event in told:
                 log.write(event)
     assert {step: r["loss"] for step, r in command._validations(tmp_path).items()} == {2: 5.0, 4: 4.0}
+
+
+def test_a_model_that_one_gpu_does_not_hold_is_shared_out(tmp_path: Path) -> None:
+    """As the harness does it, layer by layer; no GPU has run it."""
+    for shard in range(2):
+        (tmp_path / f"model-{shard}.safetensors").write_bytes(bytes(500))
+    assert not takes_several(tmp_path, []) and not takes_several(tmp_path, [100]), "there is but one"
+    assert takes_several(tmp_path, [1200, 2000]) and not takes_several(tmp_path, [1300, 1300])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def evaluate(job: HarnessJob) -> dict[str, Any]:
 
     model = HFLM(
         pretrained=job.model, tokenizer=job.model, dtype="float32" if job.device == "cpu" else "auto", max_length=job.window, trust_remote_code=False,
-        batch_size=job.batch, device=job.device,
+        batch_size=job.batch, device=job.device, parallelize=takes_several(Path(job.model), _gpu_bytes() if job.device == "cuda" else []),
     )  # fmt: skip
     tasks = [*job.tasks, *map(_with_functions, job.files)]
     found = lm_eval.simple_evaluate(
@@ -76,6 +77,18 @@ def evaluate(job: HarnessJob) -> dict[str, Any]:
     if job.pieces is not None:
         results[job.tasks[0]["task"]]["loss"] = loss_of(model, job.pieces)
     return results
+
+
+def takes_several(model: Path, gpu_bytes: Sequence[int]) -> bool:
+    """Whether a checkpoint is shared out over all GPUs, layer by layer: where its weights and a quarter of them to compute with are more than one has."""
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    return len(gpu_bytes) > 1 and 1.25 * size > min(gpu_bytes)
+
+
+def _gpu_bytes() -> list[int]:
+    import torch
+
+    return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
 
 
 def loss_of(model: Any, path: str) -> float:
