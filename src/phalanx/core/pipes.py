@@ -1,6 +1,6 @@
 """A program alongside this one that answers questions through its pipes: how it starts, what a message is, how it ends.
 
-It ends with this process, however that ends. `data/template.py` and `runtime/checkpoint/helper_process.py` say what is asked.
+It ends with this process, however that ends. `data/template.py`, `data/pieces.py` and `runtime/checkpoint/helper_process.py` say what is asked.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ from typing import Any, BinaryIO
 
 _LENGTH = struct.Struct("<Q")
 """Stands before each message."""
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""What libraries read when they are imported. OpenBLAS alone starts a thread for each core with NumPy."""
 
 
-def start_program(serve: str, words: Sequence[str] = (), *, isolated: bool = False) -> subprocess.Popen[bytes]:
-    """Runs `serve` (module:function) on `words` in another interpreter. `isolated`: of its errors nothing is seen, and the environment changes nothing. Raises `OSError`."""
+def start_program(
+    serve: str, words: Sequence[str] = (), *, isolated: bool = False, single: bool = False
+) -> subprocess.Popen[bytes]:
+    """Runs `serve` (module:function) on `words` in another interpreter. `isolated`: of its errors nothing is seen, and the environment changes nothing. `single`: its libraries compute in
+    one thread, for there is a program for each core. Raises `OSError`."""
     module, _, function = serve.partition(":")
-    program = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import {function}; {function}(sys.argv[2:])"
+    alone = f"import os; os.environ.update({_ONE_THREAD}); " if single else ""
+    program = f"{alone}import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import {function}; {function}(sys.argv[2:])"
     command = [sys.executable, *(["-I"] if isolated else []), "-c", program, json.dumps(sys.path), *words]
     pipe, errors = subprocess.PIPE, subprocess.DEVNULL if isolated else None
     # a session of its own: Ctrl-C is for this process, which ends the other in good order
