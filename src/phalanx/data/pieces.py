@@ -114,7 +114,7 @@ def _cut(path: Path, size: int) -> Iterator[Span]:
         yield Span(path, total * i // count, total * (i + 1) // count if i + 1 < count else None)
 
 
-class Pieces:
+class SourcePieces:
     """The pieces of a source of text."""
 
     def __init__(

@@ -26,7 +26,7 @@ from phalanx.data.cache import CacheProgress, digest, ensure_folder, silent, wri
 from phalanx.data.chat import CHATML, chat_identity, template_of
 from phalanx.data.dataset import Dataset
 from phalanx.data.formats import Document, read_documents
-from phalanx.data.pieces import LARGE_BYTES, Pieces
+from phalanx.data.pieces import LARGE_BYTES, SourcePieces
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sampling import permute
 from phalanx.data.sources import Source, documents, identify, resolve
@@ -311,19 +311,19 @@ def _pieces(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     workers: int,
-) -> Pieces | None:
+) -> SourcePieces | None:
     """How a large source is tokenised; None: in one go."""
     if source.kind == "tokens" or source.num_bytes < LARGE_BYTES:
         return None
     fraction = config.validation_fraction
-    return Pieces(cache, source, tokenizer, fraction=fraction, template=template, workers=workers)
+    return SourcePieces(cache, source, tokenizer, fraction=fraction, template=template, workers=workers)
 
 
 def _write_stores(
     config: DataConfig,
     sources: Sequence[Source],
     folders: Sequence[Path],
-    pieces: Sequence[Pieces | None],
+    pieces: Sequence[SourcePieces | None],
     tokenizer: Tokenizer,
     progress: CacheProgress,
     template: ChatTemplate | None,
@@ -332,7 +332,7 @@ def _write_stores(
     found, built = ProblemLog(), False
     for source, folder, cut in zip(sources, folders, pieces, strict=True):
 
-        def build(target: Path, source: Source = source, cut: Pieces | None = cut) -> None:
+        def build(target: Path, source: Source = source, cut: SourcePieces | None = cut) -> None:
             fraction, log = config.validation_fraction, ProblemLog(whole=True)
             store.write_store(
                 target, source, tokenizer, fraction=fraction, log=log, progress=progress, template=template, pieces=cut

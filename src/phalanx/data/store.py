@@ -33,7 +33,7 @@ from phalanx.core.reading import load_json, malformed, typed
 from phalanx.data.cache import CacheProgress, digest
 from phalanx.data.megatron import MegatronFile, open_megatron
 from phalanx.data.packing import TokenStream
-from phalanx.data.pieces import Pieces
+from phalanx.data.pieces import SourcePieces
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sources import Source, documents
 from phalanx.data.template import ChatTemplate
@@ -99,7 +99,7 @@ def write_store(
     log: ProblemLog,
     progress: CacheProgress,
     template: ChatTemplate | None = None,
-    pieces: Pieces | None = None,
+    pieces: SourcePieces | None = None,
 ) -> None:
     """Tokenises (or, for Megatron, indexes) `source` into `folder`. Raises DataError with what is wrong in its files. `template`: of conversations, None for ChatML. `pieces`: how a large
     source is tokenised, else in one go."""
