@@ -287,10 +287,8 @@ class SourcePieces:
         """Appends the file of each piece to that of all, and removes it. `number`: of the file in `_files`."""
         self._joined.mkdir(exist_ok=True)
         whole, each = self._joined / name, dtype_of(self.tokenizer).itemsize if name == TOKENS else 1
-        paths, sizes = (
-            [self.folder / p.name / name for p in self.pieces],
-            [int(d["length"].sum()) * each for d in details],
-        )
+        paths = [self.folder / p.name / name for p in self.pieces]
+        sizes = [int(d["length"].sum()) * each for d in details]
         first = next((i for i, path in enumerate(paths) if path.exists()), len(paths))
         done, total = sum(sizes[:first]), sum(sizes)
         if done > (whole.stat().st_size if whole.exists() else 0):
