@@ -24,7 +24,7 @@ from test_data_prepare import text_of
 
 from phalanx.cli.main import main
 from phalanx.core.config import DataConfig
-from phalanx.core.errors import DataError, PeerError
+from phalanx.core.errors import DataError, PeerError, RunError
 from phalanx.data import formats, pieces, preparation
 from phalanx.data.formats import ReadOptions, Span, lines_before, read_documents
 from phalanx.data.preparation import PreparedData, prepare
@@ -297,7 +297,7 @@ def test_the_last_moment_costs_nothing(links: bool, tmp_path: Path, monkeypatch:
 
 @pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("what", ["joined", "tokens", "details", "gone"])
-def test_what_was_altered_is_made_anew(what: str, tmp_path: Path) -> None:
+def test_what_was_altered_is_made_anew(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_lines(tmp_path / "a.jsonl", [text_of(i) for i in range(200)])
 
     def stop(phase: str, done: int, total: int, /) -> None:
@@ -322,9 +322,13 @@ def test_what_was_altered_is_made_anew(what: str, tmp_path: Path) -> None:
     file.write_bytes(data[:-1] if what == "joined" else data)
     if what == "joined":
         os.truncate(file, 10)
+    sound = {p.parent.name for p in folder.glob("[!j]*/tokens.bin")} - {file.parent.name}
     with pytest.raises(DataError, match="was altered since it was written; start again"):
         prepare(config(tmp_path / "cache", path), workers=1)
+    made = Made(monkeypatch)
     found = prepare(config(tmp_path / "cache", path), workers=1)
+    again = set(made.names)
+    assert len(sound) >= 2 and sound.isdisjoint(again) and (what != "tokens" or again == {file.parent.name})
     assert files_of(found) == files_of(prepare(config(tmp_path / "other", path), workers=1))
 
 
@@ -415,6 +419,25 @@ def test_a_process_that_is_killed_is_told(tmp_path: Path) -> None:
     assert process.returncode == 2 and "Traceback" not in said, said
     assert "a process that tokenises ended (killed, probably for lack of memory); finished pieces are kept" in said
     assert finished(tmp_path)
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_few_pieces_share_the_cores_and_a_process_that_cannot_start_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").mkdir()
+    for name in "abc":
+        (tmp_path / "text" / f"{name}.txt").write_text("".join(text_of(i) for i in range(40)))
+    asked: list[int] = []
+
+    def start(serve: str, *, threads: int) -> None:
+        asked.append(threads)
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(pieces, "start_program", start)
+    with pytest.raises(RunError, match=r"cannot start a process that tokenises \(Resource temporarily unavailable\)"):
+        prepare(config(tmp_path / "cache", tmp_path / "text"), workers=8)
+    assert asked == [2]  # three files, eight cores
 
 
 def test_two_commands_at_once_prepare_once(tmp_path: Path) -> None:

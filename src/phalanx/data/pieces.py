@@ -27,6 +27,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, BinaryIO
@@ -54,8 +55,6 @@ NUM_PIECES = 1024
 _VERSION = 1
 """Raise it whenever the same text would give other pieces."""
 _PIECE = "piece.npz"
-_KEPT = ("length", "hashes", "first", "left_out", "text_bytes", "sums")
-"""Of it, beside `counts`, of which a large vocabulary has megabytes."""
 _COPY_BYTES = 1 << 23
 _TOLD_S, _POLL_S = 0.2, 0.1
 
@@ -127,7 +126,7 @@ class SourcePieces:
         template: ChatTemplate | None,
         workers: int,
     ) -> None:
-        """`workers`: processes at most."""
+        """`workers`: processes at most; where there are fewer pieces each has several threads."""
         self.tokenizer, self.workers = tokenizer, workers
         paths = [str(path.resolve()) for path in source.files]
         about = [source.text_field, source.kind, tokenizer.fingerprint, chat_identity(template), fraction]
@@ -142,11 +141,14 @@ class SourcePieces:
         with self._locked(progress):
             self._make_all(log, progress)
             log.raise_if_any()
-            details = [self._details(piece, *_KEPT) for piece in self.pieces]
+            details, counts = list[dict[str, Any]](), 0
+            for piece in self.pieces:
+                details.append(self._details(piece))
+                counts += details[-1].pop("counts")  # of a large vocabulary megabytes
             for number, name in enumerate(self._files):
                 self._join(name, number, details, progress)
                 _link(self._joined / name, folder / name)
-            return self._part(folder, details)
+            return self._part(folder, details, counts)
 
     def forget(self) -> None:
         """Removes what is left of the pieces, once the source is in its store."""
@@ -165,7 +167,7 @@ class SourcePieces:
 
     def _make_all(self, log: ProblemLog, progress: CacheProgress) -> None:
         self._clear()
-        left = [piece for piece in self.pieces if not _is_whole(self.folder / piece.name, joined=self._joined)]
+        left = [piece for piece in self.pieces[self._num_joined() :] if not _is_whole(self.folder / piece.name)]
         total = sum(piece.num_bytes for piece in self.pieces)
         done = total - sum(piece.num_bytes for piece in left)
         workers = min(self.workers, len(left))
@@ -183,12 +185,15 @@ class SourcePieces:
     def _clear(self) -> None:
         """Away with what is no part of this plan: pieces of files that have changed, and what was joined before they had."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        known = {piece.name for piece in self.pieces}
-        if not all((self.folder / name / _PIECE).exists() for name in known):
-            shutil.rmtree(self._joined, ignore_errors=True)
+        known = {self._joined.name, *(piece.name for piece in self.pieces)}
         for path in self.folder.iterdir():
-            if path.name not in (*known, self._joined.name):
+            if path.name not in known:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _num_joined(self) -> int:
+        """The first pieces, whose tokens are in the joined file and nowhere else."""
+        folders = (self.folder / piece.name for piece in self.pieces if self._joined.exists())
+        return sum(1 for _ in takewhile(lambda f: (f / _PIECE).exists() and not (f / TOKENS).exists(), folders))
 
     def _make(self, piece: _Piece, log: ProblemLog, progress: CacheProgress) -> None:
         _make_piece(piece.name, piece.spans, self._work, self.tokenizer, log, progress)
@@ -217,12 +222,10 @@ class SourcePieces:
         processes, threads = list[Popen[bytes]](), list[threading.Thread]()
         try:
             for _ in range(count):
-                processes.append(start_program("phalanx.data.pieces:serve", single=True))
+                processes.append(_started(threads=self.workers // count))
                 threads.append(threading.Thread(target=self._drive, args=(processes[-1], waiting, heard), daemon=True))
                 threads[-1].start()
-            self._hear(left, heard, log, tell)
-        except BrokenPipeError:
-            raise _ended_early(processes) from None
+            self._hear(left, processes, heard, log, tell)
         finally:
             for process in processes:
                 process.kill()
@@ -233,18 +236,19 @@ class SourcePieces:
     def _hear(
         self,
         left: Sequence[_Piece],
+        processes: Sequence[Popen[bytes]],
         heard: queue.SimpleQueue[tuple[int, _Told | None]],
         log: ProblemLog,
         tell: Callable[[int], None],
     ) -> None:
-        """Until all pieces are finished. What is wrong with one is told once all before it are. Raises `BrokenPipeError` where a process is gone."""
+        """Until all pieces are finished. What is wrong with one is told once all before it are."""
         read, ended = [0] * len(left), dict[int, bool]()
         first = 0
         while first < len(left):
             with contextlib.suppress(queue.Empty):
                 number, told = heard.get(timeout=_POLL_S)
                 if told is None:
-                    raise BrokenPipeError
+                    raise _ended_early(processes)
                 read[number] = told.read
                 if told.ended:
                     ended[number] = told.finished
@@ -276,10 +280,10 @@ class SourcePieces:
 
     # --- joining
 
-    def _details(self, piece: _Piece, *names: str) -> dict[str, Any]:
+    def _details(self, piece: _Piece) -> dict[str, Any]:
         try:
             with np.load(self.folder / piece.name / _PIECE) as found:
-                return {name: found[name] for name in names if name in found}
+                return dict(found)
         except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
             raise self._altered(self.folder / piece.name / _PIECE) from error
 
@@ -291,7 +295,7 @@ class SourcePieces:
         sizes = [int(d["length"].sum()) * each for d in details]
         first = next((i for i, path in enumerate(paths) if path.exists()), len(paths))
         done, total = sum(sizes[:first]), sum(sizes)
-        if done > (whole.stat().st_size if whole.exists() else 0):
+        if done > (whole.stat().st_size if whole.exists() else 0) or not all(map(Path.exists, paths[first:])):
             raise self._altered(whole)
         with whole.open("ab") as file:
             file.truncate(done)  # the last piece may be there in part
@@ -304,10 +308,10 @@ class SourcePieces:
                 done += size
 
     def _altered(self, path: Path) -> DataError:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(path.parent, ignore_errors=True)
         return malformed(str(path), None, "was altered since it was written", "start again: it is made anew")
 
-    def _part(self, folder: Path, details: Sequence[dict[str, Any]]) -> TokenPart:
+    def _part(self, folder: Path, details: Sequence[dict[str, Any]], counts: Any) -> TokenPart:
         def all_of(name: str) -> Any:
             return np.concatenate([each[name] for each in details])
 
@@ -315,7 +319,7 @@ class SourcePieces:
             folder, dtype_of(self.tokenizer), length=all_of("length"), hashes=all_of("hashes"),
             first=all_of("first") if self._work.options.conversations else None,
             left_out=sum(int(each["left_out"]) for each in details), text_bytes=sum(int(each["text_bytes"]) for each in details),
-            counts=sum(self._details(piece, "counts")["counts"] for piece in self.pieces),
+            counts=counts,
         )  # fmt: skip
 
 
@@ -324,10 +328,9 @@ def _seen(spans: Sequence[Span]) -> list[object]:
     return [[str(s.path.resolve()), s.begin, s.end, stat.st_size, stat.st_mtime_ns] for s, stat in stats]
 
 
-def _is_whole(folder: Path, *, joined: Path | None = None) -> bool:
-    """Whether a piece is finished. `joined`: where its tokens may be by now."""
-    at_hand = (folder / TOKENS).exists() or (joined is not None and joined.exists())
-    return at_hand and (folder / _PIECE).exists()
+def _is_whole(folder: Path) -> bool:
+    """Whether a piece is finished, and not joined yet."""
+    return (folder / _PIECE).exists() and (folder / TOKENS).exists()
 
 
 def _make_piece(
@@ -372,6 +375,14 @@ def _link(path: Path, target: Path) -> None:
 
 def _shifted(progress: CacheProgress, done: int, total: int) -> CacheProgress:
     return lambda phase, read, _: progress(phase, done + read, total)
+
+
+def _started(*, threads: int) -> Popen[bytes]:
+    try:
+        return start_program("phalanx.data.pieces:serve", threads=threads)
+    except OSError as error:
+        text = f"cannot start a process that tokenises ({error.strerror}): phalanx prepare RECIPE --workers N has fewer"
+        raise RunError(text) from error
 
 
 def _taken(waiting: deque[tuple[int, _Piece]]) -> tuple[int, _Piece] | None:
