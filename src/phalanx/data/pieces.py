@@ -345,7 +345,7 @@ def _make_piece(
         log.raise_if_any()
         counts = count_targets(part, sides(part.hashes, work.fraction), tokenizer)
         sums = [file_sum(target / file) for file in ((TOKENS, ANSWERS) if talks else (TOKENS,))]
-        first = {} if part.first is None else {"first": part.first}
+        first: dict[str, Any] = {} if part.first is None else {"first": part.first}
         np.savez(
             target / _PIECE, length=part.length, hashes=part.hashes, counts=counts, sums=np.array(sums, np.uint32),
             left_out=part.left_out, text_bytes=part.text_bytes, **first,
