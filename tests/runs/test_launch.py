@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from train_help import Running, start_program
 
-from phalanx.runtime.processes.launch import threads_per_rank, usable_cores
+from phalanx.core.process import usable_cores
+from phalanx.runtime.processes.launch import threads_per_rank
 
 pytestmark = pytest.mark.ranks
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from train_help import SETTINGS, Running, phalanx, start, train_args, write_text
+from train_help import SETTINGS, Running, phalanx, start, start_program, train_args, write_text
 
 from phalanx.cli.main import main
 from phalanx.core.errors import RunError
+from phalanx.core.process import usable_cores
 from phalanx.observe.event_log import log_path, read_events, read_history
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
 from phalanx_lab.bench.kill import ledger_problems
@@ -164,6 +165,40 @@ def test_sources_with_fields_of_their_own_and_a_tokenizer_that_comes_out_smaller
         assert done.stdout.count(told) == times
     notes = [e["text"] for e in read_events(log_path(tmp_path / "runs" / "run", 0)) if e["kind"] == "Note"]
     assert [text.startswith(told) for text in notes].count(True) == 1
+
+
+def test_what_was_prepared_is_not_tokenised_by_the_run(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    args = train_args(tmp_path, train__steps=2, launch__ranks=2)
+    at = [i for i, word in enumerate(args) if word.startswith("--data.")]
+    done = phalanx("prepare", *(word for i in at for word in args[i : i + 2]), "--json", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stderr
+    folders = [Path(folder) for folder in json.loads((tmp_path / "found.json").read_text())["folders"]]
+    before = {p: p.stat() for folder in folders for p in folder.iterdir()}
+    done = phalanx("train", *args)
+    assert done.returncode == 0, done.stderr
+    assert {p: p.stat() for folder in (tmp_path / "cache" / "tokens").glob("[!.]*") for p in folder.iterdir()} == before
+
+
+def test_ranks_have_a_large_source_tokenised_by_processes(tmp_path: Path) -> None:
+    """Kilobytes count as large. In ranks, which have threads, and alone."""
+    write_text(tmp_path / "text")
+    code = (
+        "import sys\nfrom phalanx.data import pieces, preparation\n"
+        "preparation.LARGE_BYTES, pieces.PIECE_BYTES = 1000, (20000, 20000)\n"
+        "started, start = [], pieces.start_program\n"
+        "pieces.start_program = lambda *a, **k: print('a worker starts', flush=True) or start(*a, **k)\n"
+        "from phalanx.cli.main import main\nsys.exit(main(sys.argv[1].split('\\n')))\n"
+    )
+    for ranks in (1, 2):
+        args = train_args(tmp_path, train__steps=2, launch__ranks=ranks, run__name=f"r{ranks}", data__cache=str(tmp_path / f"c{ranks}"))  # fmt: skip
+        running = start_program(code, "\n".join(["train", *args]))
+        out, err = running.communicate(timeout=200)
+        assert running.returncode == 0 and err == "", err
+        assert out.count("a worker starts") == min(2, usable_cores()) * (usable_cores() > 1), out
+        assert not list((tmp_path / f"c{ranks}" / "pieces").glob("[!.]*"))
+    stores = [{p.name: p.read_bytes() for p in (tmp_path / f"c{ranks}" / "tokens").glob("[!.]*/*")} for ranks in (1, 2)]
+    assert stores[0] == stores[1]
 
 
 def test_recipe_of_the_run_folder_goes_on(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

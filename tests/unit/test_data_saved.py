@@ -50,8 +50,8 @@ def source_of(*entries, **settings):
 
 
 def texts(*entries, **settings):
-    log = ProblemLog()
-    found = [d.text for d in documents(source_of(*entries, **settings), log)]
+    log, source = ProblemLog(), source_of(*entries, **settings)
+    found = [d.text for d in documents(source.spans, source.read_options, log)]
     log.raise_if_any()
     return found
 

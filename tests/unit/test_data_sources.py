@@ -24,7 +24,7 @@ def config(*sources, **settings):
 
 def texts(source):
     log = ProblemLog()
-    found = [d.text for d in documents(source, log)]
+    found = [d.text for d in documents(source.spans, source.read_options, log)]
     log.raise_if_any()
     return found
 

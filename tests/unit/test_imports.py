@@ -118,6 +118,7 @@ WAYS_IN = {
     "runtime/checkpoint/helper_process.py": "a pipe to a process that this one started, by modules of this package",
     "verify/store.py": "a folder of mode 0700 that this program made",
     "data/template.py": "a chat template: a stranger's program, in a sandbox, in a process of its own that can open nothing",
+    "data/pieces.py": "pipes to processes that this one started, which read numbers and names",
     "core/pipes.py": "functions of this package, in another process of its own",
     "core/faces.py": "modules of this package, by the names in its own faces",
     "cli/main.py": "commands of this package",

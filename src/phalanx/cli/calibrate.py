@@ -13,8 +13,9 @@ from phalanx.cli.calibration import JobMeasured, measure, measure_job
 from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
+from phalanx.core.process import usable_cores
 from phalanx.core.units import format_bytes, format_rate, format_seconds
-from phalanx.runtime.processes import StopRequest, WorldInfo, read_world, run_one, threads_per_rank, usable_cores
+from phalanx.runtime.processes import StopRequest, WorldInfo, read_world, run_one, threads_per_rank
 from phalanx.simulate.calibration import Calibration, calibrate
 
 

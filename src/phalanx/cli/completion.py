@@ -22,7 +22,7 @@ from phalanx.core.recipe import PACKAGED
 from phalanx.core.settings import Setting, describe_settings
 
 SHELLS = ("bash", "zsh", "fish")
-WITH_SETTINGS = ("train", "launch", "verify", "simulate", "import-hf")
+WITH_SETTINGS = ("train", "prepare", "launch", "verify", "simulate", "import-hf")
 """Commands that take settings of a recipe; `launch` after a place and a recipe, the others after a recipe."""
 
 
@@ -50,11 +50,11 @@ def _words() -> tuple[list[tuple[str, str]], list[str], Sequence[Setting]]:
 
 def _options() -> dict[str, list[tuple[str, bool, str]]]:
     """Command -> its own options by its help text, each with whether it takes a value, and what it does."""
-    from phalanx.cli import launch, train
+    from phalanx.cli import launch, prepare, train
 
     found = {
         name: re.findall(r"^  --([a-z-]+)( [A-Z]\S*)?  +(.*)", module.__doc__ or "", re.MULTILINE)
-        for name, module in (("train", train), ("launch", launch))
+        for name, module in (("train", train), ("prepare", prepare), ("launch", launch))
     }
     return {name: [(word, bool(value), does) for word, value, does in of] for name, of in found.items()}
 

@@ -32,6 +32,7 @@ class Command:
 
 COMMANDS = (
     Command("train", "train a model from a recipe, on this machine's ranks or under torchrun"),
+    Command("prepare", "read, check and tokenise the text of a recipe before its run, without a GPU"),
     Command("launch", "write the script that starts a recipe here, by torchrun, under SLURM or on Kubernetes"),
     Command("generate", "continue a prompt with the model of a run"),
     Command("import-hf", "make a run of a Hugging Face checkpoint"),

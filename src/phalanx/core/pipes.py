@@ -1,6 +1,6 @@
 """A program alongside this one that answers questions through its pipes: how it starts, what a message is, how it ends.
 
-It ends with this process, however that ends. `data/template.py` and `runtime/checkpoint/helper_process.py` say what is asked.
+It ends with this process, however that ends. `data/template.py`, `data/pieces.py` and `runtime/checkpoint/helper_process.py` say what is asked.
 """
 
 from __future__ import annotations
@@ -21,14 +21,24 @@ _LENGTH = struct.Struct("<Q")
 """Stands before each message."""
 
 
-def start_program(serve: str, words: Sequence[str] = (), *, isolated: bool = False) -> subprocess.Popen[bytes]:
-    """Runs `serve` (module:function) on `words` in another interpreter. `isolated`: of its errors nothing is seen, and the environment changes nothing. Raises `OSError`."""
+def start_program(
+    serve: str, words: Sequence[str] = (), *, isolated: bool = False, threads: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Runs `serve` (module:function) on `words` in another interpreter. `isolated`: of its errors nothing is seen, and the environment changes nothing. `threads` of the library of
+    tokenizers (None: as many as it likes); others that would start one for each core then have one. Raises `OSError`."""
     module, _, function = serve.partition(":")
-    program = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import {function}; {function}(sys.argv[2:])"
+    few = "" if threads is None else f"import os; os.environ.update({_environment(threads)}); "
+    program = f"{few}import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import {function}; {function}(sys.argv[2:])"
     command = [sys.executable, *(["-I"] if isolated else []), "-c", program, json.dumps(sys.path), *words]
     pipe, errors = subprocess.PIPE, subprocess.DEVNULL if isolated else None
     # a session of its own: Ctrl-C is for this process, which ends the other in good order
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """What libraries read when they are imported. OpenBLAS starts a thread for each core with NumPy."""
+    several = {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false", "RAYON_NUM_THREADS": str(threads)}
+    return {**several, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def end_program(process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""What the system says of processes, and of the memory and the open files of this one, without any library."""
+"""What the system says of processes, and of the cores, the memory and the open files of this one, without any library."""
 
 from __future__ import annotations
 
@@ -54,6 +54,15 @@ def begun(pid: int) -> str:
     except OSError:
         return ""
     return "there"
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, cut by the container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return max(1, cores)
 
 
 def most_open_files() -> int:

@@ -83,9 +83,9 @@ def read_text(path: Path | str, *, where: str | None = None, most: int = MOST_BY
     return as_text(read_file(path, most=most), where=where or str(path))
 
 
-def lines_of(file: BinaryIO, *, most: int = MOST_LINE) -> Iterator[bytes]:
-    """Its lines. Raises `OSError` where one is longer than `most`."""
-    number = 0
+def lines_of(file: BinaryIO, *, most: int = MOST_LINE, before: int = 0) -> Iterator[bytes]:
+    """Its lines, `before` of which were read already. Raises `OSError` where one is longer than `most`."""
+    number = before
     while line := file.readline(most + 1):
         number += 1
         if len(line) > most:

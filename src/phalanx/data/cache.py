@@ -28,7 +28,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class CacheProgress(Protocol):
-    """Hears how far preparation is: a phase (`scan`, `tokenizer`, `tokenise`, `index`, `wait`) and bytes of input.
+    """Hears how far preparation is: a phase (`scan`, `tokenizer`, `tokenise`, `join`, `index`, `wait`) and bytes of input.
 
     `total_bytes` is 0 where it is not known (`wait`: another process is preparing the same data).
     """

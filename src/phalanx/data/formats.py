@@ -68,6 +68,26 @@ class Document:
     """Of a conversation, whose text is that of all of them."""
 
 
+@dataclass(frozen=True)
+class Span:
+    """A file, or the lines of one that begin at the bytes from `begin` to `end`."""
+
+    path: Path
+    begin: int = 0
+    end: int | None = None
+    """None: the end of the file."""
+    line: int = 0
+    """Lines before it."""
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.path.stat().st_size if self.end is None else self.end) - self.begin
+
+
+CUT_SUFFIX = ".jsonl"
+"""Of files that can be read from any line on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
     text_field: str = "text"
@@ -96,9 +116,10 @@ def suffix_of(path: Path) -> str:
     return max(known, key=len) if known else path.suffix
 
 
-def read_documents(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[Document]:
-    """The documents of one file, in order."""
-    suffix = suffix_of(path)
+def read_documents(what: Path | Span, options: ReadOptions, log: ProblemLog) -> Iterator[Document]:
+    """The documents of one file, or of a part of one (`CUT_SUFFIX`), in order."""
+    span = what if isinstance(what, Span) else Span(what)
+    path, suffix = span.path, suffix_of(span.path)
     try:
         if suffix == ".parquet":
             yield from _read_parquet(path, options, log)
@@ -109,7 +130,7 @@ def read_documents(path: Path, options: ReadOptions, log: ProblemLog) -> Iterato
         elif suffix in added_formats():
             yield from _read_added(path, added_formats()[suffix], log)
         else:
-            yield from _read_jsonl(path, options, log)
+            yield from _read_jsonl(span, options, log)
     except OSError as error:
         log.add(_unreadable(path, error))
 
@@ -198,14 +219,14 @@ def _broken_text(path: Path, data: bytes, *, at: int, base: int, line: int) -> P
 # --- .jsonl
 
 
-def _read_jsonl(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[Document]:
-    number, budget = 0, _Budget(path)
+def _read_jsonl(span: Span, options: ReadOptions, log: ProblemLog) -> Iterator[Document]:
+    path, number, budget = span.path, span.line, _Budget(span.path)
     with open_regular(path) as raw, _decompressed(raw, suffix_of(path)) as lines:
         try:
-            for line in lines_of(lines, most=MOST_DOCUMENT):
+            for at, line in _lines_that_begin(lines, span):
                 number += 1
                 budget.spend(len(line))
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                line = line.removeprefix(codecs.BOM_UTF8) if at == 0 else line
                 if not line.strip():
                     continue
                 document = _field_of(line, f"{path}:{number}", raw.tell(), options, log)
@@ -213,6 +234,30 @@ def _read_jsonl(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[D
                     yield document
         except (OSError, EOFError, zlib.error) as error:
             log.add(_broken_off(path, f"{path}:{number + 1}", error))
+
+
+def _lines_that_begin(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
+    """The lines of a span, each with the byte where it begins."""
+    at = 0
+    if span.begin:
+        file.seek(span.begin - 1)
+        while (part := file.readline(_BLOCK_BYTES)) and not part.endswith(b"\n"):
+            pass
+        at = file.tell()
+    lines = lines_of(file, most=MOST_DOCUMENT, before=span.line)
+    while (span.end is None or at < span.end) and (line := next(lines, b"")):
+        yield at, line
+        at += len(line)
+
+
+def lines_before(span: Span) -> int:
+    """Lines of its file that begin before it. Raises `OSError`."""
+    count, left = 0, max(span.begin - 1, 0)
+    with open_regular(span.path) as file:
+        while left and (block := file.read(min(left, _BLOCK_BYTES))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count + (span.begin > 0)
 
 
 def _broken_off(path: Path, where: str, error: Exception) -> Problem:

@@ -19,16 +19,19 @@ from numpy.typing import NDArray
 
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError, Problem
+from phalanx.core.process import usable_cores
 from phalanx.core.reading import MalformedError, load_json, typed
 from phalanx.data import store
 from phalanx.data.cache import CacheProgress, digest, ensure_folder, silent, write_atomically, writing
 from phalanx.data.chat import CHATML, chat_identity, template_of
 from phalanx.data.dataset import Dataset
 from phalanx.data.formats import Document, read_documents
+from phalanx.data.pieces import LARGE_BYTES, SourcePieces
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sampling import permute
 from phalanx.data.sources import Source, documents, identify, resolve
 from phalanx.data.template import ChatTemplate
+from phalanx.data.tokenising import SIDES, is_validation
 from phalanx.data.tokenizer import (
     CHATML_TOKENS,
     ByteTokenizer,
@@ -63,6 +66,8 @@ class PreparedData:
     text_bytes: int
     """Text that was tokenised, both sides; 0 for sources that came as tokens."""
     seconds: float
+    folders: tuple[Path, ...]
+    """Where the tokens of each source are kept."""
     reused: bool
     """Nothing had to be tokenised by this call."""
     notes: tuple[str, ...] = ()
@@ -78,8 +83,10 @@ class PreparedData:
         return (*self.notes, f"{text}: {cut} lose their end, {left_out} have no answer before it and are left out")
 
 
-def prepare(config: DataConfig, *, progress: CacheProgress = silent, resume: str | None = None) -> PreparedData:
-    """The data sets of a recipe. `resume` is the train fingerprint of a run that is to go on.
+def prepare(
+    config: DataConfig, *, progress: CacheProgress = silent, resume: str | None = None, workers: int | None = None
+) -> PreparedData:
+    """The data sets of a recipe. `resume` is the train fingerprint of a run that is to go on; `workers`: processes that tokenise a large source (None: one for each core).
 
     A resumed run keeps its built-in corpus as long as the cache has it, whatever was installed since; other sources must not have
     changed, which the loader checks (`Loader.check_state`).
@@ -92,10 +99,11 @@ def prepare(config: DataConfig, *, progress: CacheProgress = silent, resume: str
     tokenizer = _tokenizer(config, sources, cache, progress)
     template = template_of(config)
     folders = _store_folders(cache, config, sources, tokenizer, template)
-    built = _write_stores(config, sources, folders, tokenizer, progress, template)
+    pieces = [_pieces(cache, config, s, tokenizer, template, workers or usable_cores()) for s in sources]
+    built = _write_stores(config, sources, folders, pieces, tokenizer, progress, template)
     stores = [store.open_store(f, s, tokenizer) for f, s in zip(folders, sources, strict=True)]
     keys = [folder.name for folder in folders]
-    train, validation = (_dataset(side, config, sources, stores, keys, tokenizer) for side in store.SIDES)
+    train, validation = (_dataset(side, config, sources, stores, keys, tokenizer) for side in SIDES)
     _pin(cache, train.fingerprint, sources)
     return PreparedData(
         train=train,
@@ -106,6 +114,7 @@ def prepare(config: DataConfig, *, progress: CacheProgress = silent, resume: str
         fingerprint=digest([train.fingerprint, validation.fingerprint]),
         text_bytes=sum(s.text_bytes for s in stores),
         seconds=time.monotonic() - began,
+        folders=tuple(folders),
         reused=not built,
         notes=tuple(_notes(config, tokenizer, left_out=sum(s.left_out for s in stores))),
     )
@@ -260,7 +269,7 @@ def _sample(sources: Sequence[Source], fraction: float, log: ProblemLog, progres
                 if done + taken >= told + wanted // _TOLD_TIMES:
                     told = done + taken
                     progress("tokenizer", min(told, wanted), wanted)
-                if not store.is_validation(document, fraction):
+                if not is_validation(document, fraction):
                     yield document.text
         done += taken
 
@@ -278,7 +287,7 @@ def _report_everything(sources: Sequence[Source]) -> None:
     """Reads all text for the sake of its problems: the sample has shown that there are some."""
     log = ProblemLog()
     for source in sources:
-        for _ in documents(source, log):
+        for _ in documents(source.spans, source.read_options, log):
             pass
     log.raise_if_any()
 
@@ -295,26 +304,44 @@ def _store_folders(
     return [cache / "tokens" / digest(key) for key in keys]
 
 
+def _pieces(
+    cache: Path,
+    config: DataConfig,
+    source: Source,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    workers: int,
+) -> SourcePieces | None:
+    """How a large source is tokenised; None: in one go."""
+    if source.kind == "tokens" or source.num_bytes < LARGE_BYTES:
+        return None
+    fraction = config.validation_fraction
+    return SourcePieces(cache, source, tokenizer, fraction=fraction, template=template, workers=workers)
+
+
 def _write_stores(
     config: DataConfig,
     sources: Sequence[Source],
     folders: Sequence[Path],
+    pieces: Sequence[SourcePieces | None],
     tokenizer: Tokenizer,
     progress: CacheProgress,
     template: ChatTemplate | None,
 ) -> bool:
     """Makes the stores that are missing; True if there were any. Problems of all sources are raised together."""
     found, built = ProblemLog(), False
-    for source, folder in zip(sources, folders, strict=True):
+    for source, folder, cut in zip(sources, folders, pieces, strict=True):
 
-        def build(target: Path, source: Source = source) -> None:
+        def build(target: Path, source: Source = source, cut: SourcePieces | None = cut) -> None:
             fraction, log = config.validation_fraction, ProblemLog(whole=True)
             store.write_store(
-                target, source, tokenizer, fraction=fraction, log=log, progress=progress, template=template
+                target, source, tokenizer, fraction=fraction, log=log, progress=progress, template=template, pieces=cut
             )
 
         try:
             built |= ensure_folder(folder, complete=store.is_complete, build=build, progress=progress)
+            if cut is not None:
+                cut.forget()
         except DataError as error:
             found.extend(error)
     found.raise_if_any()

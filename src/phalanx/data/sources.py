@@ -11,13 +11,16 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError, Problem, nearest
+from phalanx.core.process import usable_cores
 from phalanx.core.reading import MalformedError, load_json, open_regular, typed
 from phalanx.data import corpus
 from phalanx.data.cache import CacheProgress, digest, locked, silent, write_atomically, writing
@@ -25,6 +28,7 @@ from phalanx.data.formats import (
     TOKEN_SUFFIXES,
     Document,
     ReadOptions,
+    Span,
     added_formats,
     read_documents,
     suffix_of,
@@ -37,7 +41,8 @@ BUILTIN = "builtin:python"
 READER_VERSION = 1
 """Raise it whenever the same files would give other documents."""
 
-_HASH_BLOCK_BYTES = 1 << 24
+_HASH_BLOCK_BYTES = 1 << 22
+_POLL_S = 0.1
 _TOLD_TIMES = 500
 _TXT_DOCUMENTS = 64
 _TXT_CHARS = (1 << 12, 1 << 16)
@@ -61,6 +66,10 @@ class Source:
         return sum(f.stat().st_size for f in self.files)
 
     @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(map(Span, self.files))
+
+    @property
     def read_options(self) -> ReadOptions:
         """A source of .txt files gives at least some 64 documents, so that small ones can be split into train and validation too."""
         low, high = _TXT_CHARS
@@ -81,20 +90,20 @@ def _has_fields(file: Path) -> bool:
 
 
 def documents(
-    source: Source, log: ProblemLog, progress: CacheProgress = silent, *, phase: str = "tokenise"
+    spans: Sequence[Span], options: ReadOptions, log: ProblemLog, progress: CacheProgress = silent
 ) -> Iterator[Document]:
-    """All documents of a text source, telling `progress` how many bytes of its files are read."""
-    total, before, told, options = source.num_bytes, 0, 0, source.read_options
-    for path in source.files:
-        size = path.stat().st_size if path.exists() else 0
-        for document in read_documents(path, options, log):
+    """All documents of files of text, or of parts of them, telling `progress` how many of their bytes are read."""
+    total, before, told = sum(s.num_bytes for s in spans), 0, 0
+    for span in spans:
+        size = span.num_bytes if span.path.exists() else 0
+        for document in read_documents(span, options, log):
             yield document
-            done = before + min(document.position, size)
+            done = before + min(max(document.position - span.begin, 0), size)
             if (done - told) * _TOLD_TIMES >= total:  # a corpus may have millions of documents
                 told = done
-                progress(phase, done, total)
+                progress("tokenise", done, total)
         before += size
-    progress(phase, total, total)
+    progress("tokenise", total, total)
 
 
 # --- from specs to files
@@ -299,7 +308,7 @@ def identify(source: Source, cache: Path, progress: CacheProgress) -> Source:
     else:
         stats = [(f, _stat(f)) for f in _all_files(source)]
         seen = [[str(f.resolve()), s.st_size, s.st_mtime_ns] for f, s in stats]
-        extra = [READER_VERSION, source.kind, source.text_field, *_added_readers(source)]
+        extra = [READER_VERSION, source.kind, source.text_field, *added_readers(source)]
     with writing(cache):
         memo = cache / "identities" / f"{digest([seen, extra])}.json"
         if not memo.exists():
@@ -328,21 +337,42 @@ def _identity(source: Source, found: list[corpus.SourceFile], progress: CachePro
         files, identity = corpus.select(found, source.builtin_bytes, progress)
         return {"identity": digest(identity), "files": [str(f) for f in files]}
     files = _all_files(source)
-    total, done, contents = sum(_stat(f).st_size for f in files), 0, []
-    for path in files:
-        hasher = hashlib.blake2b(digest_size=16)
-        for block in _blocks(path):
-            hasher.update(block)
-            done += len(block)
-            progress("scan", done, total)
-        contents.append([suffix_of(path), hasher.hexdigest()])
-    return {"identity": digest([READER_VERSION, source.kind, source.text_field, contents, *_added_readers(source)])}
+    contents = [[suffix_of(path), of] for path, of in zip(files, _hashes(files, progress), strict=True)]
+    return {"identity": digest([READER_VERSION, source.kind, source.text_field, contents, *added_readers(source)])}
 
 
-def _added_readers(source: Source) -> list[str]:
+def added_readers(source: Source) -> list[str]:
     """Packages, with versions, that read files of the source: another version may find other documents."""
     added = added_formats()
     return sorted({added[suffix].package for suffix in map(suffix_of, source.files) if suffix in added})
+
+
+def _hashes(files: Sequence[Path], progress: CacheProgress) -> list[str]:
+    """Of the content of each file, by a thread for each core: a processor reads faster than it hashes."""
+    total, done, found = sum(_stat(f).st_size for f in files), [0] * len(files), list[str]()
+    stopped = threading.Event()
+
+    def hash_one(number: int) -> str:
+        hasher = hashlib.blake2b(digest_size=16)
+        for block in _blocks(files[number]):
+            hasher.update(block)
+            done[number] += len(block)
+            if stopped.is_set():
+                break
+        return hasher.hexdigest()
+
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        try:
+            for of in [threads.submit(hash_one, number) for number in range(len(files))]:
+                while wait([of], timeout=_POLL_S).not_done:
+                    progress("scan", sum(done), total)
+                found.append(of.result())
+                progress("scan", sum(done), total)
+        except BaseException:
+            stopped.set()
+            threads.shutdown(cancel_futures=True)
+            raise
+    return found
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -18,14 +18,12 @@ Legend: n documents, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,25 +31,31 @@ from numpy.typing import NDArray
 from phalanx.core.errors import DataError, Problem, first_line
 from phalanx.core.reading import load_json, malformed, typed
 from phalanx.data.cache import CacheProgress, digest
-from phalanx.data.chat import ChatEncoder
-from phalanx.data.formats import Document
 from phalanx.data.megatron import MegatronFile, open_megatron
 from phalanx.data.packing import TokenStream
+from phalanx.data.pieces import SourcePieces
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sources import Source, documents
 from phalanx.data.template import ChatTemplate
 from phalanx.data.token_file import TokenFile, block_sums, file_sum, forget
+from phalanx.data.tokenising import (
+    ANSWERS,
+    SIDES,
+    TOKENS,
+    Ints,
+    TokenPart,
+    count_targets,
+    dtype_of,
+    hash_bytes,
+    sides,
+    tokenise,
+)
 from phalanx.data.tokenizer import Tokenizer
 
-Ints = NDArray[np.int64]
-
-SIDES = ("train", "validation")
 STORE_VERSION = 1
 """Raise it whenever the same input would give other files."""
 
 _META = "meta.json"
-TOKENS, ANSWERS = "tokens.bin", "answers.bin"
-_BATCH_CHARS = 2_000_000
 _CHUNK_TOKENS = 4_000_000
 _CHUNK_DOCUMENTS = 1 << 15
 
@@ -66,32 +70,6 @@ class Store:
     text_bytes: int
     left_out: int
     """Conversations without any answer."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Part:
-    """Documents of one token file."""
-
-    tokens: NDArray[Any]
-    begin: Ints
-    length: Ints
-    hashes: NDArray[np.uint64]
-    bare: NDArray[np.bool_]
-    path: Path | None = None
-    """The user's file that has the tokens; None: tokens.bin of the folder."""
-    answers: NDArray[np.uint8] | None = None
-    first: Ints | None = None
-    left_out: int = 0
-
-
-def is_validation(document: Document, fraction: float) -> bool:
-    """The side that a document's hash puts it on (before the rule that no side stays empty)."""
-    return _hash_of(document) < fraction * 2.0**64
-
-
-def _hash_of(document: Document) -> int:
-    text = repr(document.messages) if document.messages else document.text
-    return _hash(text.encode("utf-8"))
 
 
 def is_complete(folder: Path) -> bool:
@@ -121,18 +99,18 @@ def write_store(
     log: ProblemLog,
     progress: CacheProgress,
     template: ChatTemplate | None = None,
+    pieces: SourcePieces | None = None,
 ) -> None:
-    """Tokenises (or, for Megatron, indexes) `source` into `folder`. Raises DataError with what is wrong in its files. `template`: of conversations, None for ChatML."""
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    """Tokenises (or, for Megatron, indexes) `source` into `folder`. Raises DataError with what is wrong in its files. `template`: of conversations, None for ChatML. `pieces`: how a large
+    source is tokenised, else in one go."""
     if source.kind == "tokens":
-        parts, text_bytes = _megatron_parts(source, tokenizer, log, progress), 0
-    elif source.kind == "chat":
-        with ChatEncoder(tokenizer, template) as encoder:
-            part, text_bytes = _tokenise_chat(folder, documents(source, log, progress), encoder, dtype, log)
-        parts = [part]
+        parts = _megatron_parts(source, tokenizer, log, progress)
+    elif pieces is not None:
+        parts = [pieces.tokenise(folder, log, progress)]
     else:
-        part, text_bytes = _tokenise(folder, documents(source, log, progress), tokenizer, dtype)
-        parts = [part]
+        texts = documents(source.spans, source.read_options, log, progress)
+        talks = source.kind == "chat"
+        parts = [tokenise(folder, texts, tokenizer, conversations=talks, template=template, log=log)]
     log.raise_if_any()
     hashes = np.concatenate([p.hashes for p in parts])
     if not len(hashes):
@@ -142,19 +120,21 @@ def write_store(
             rule, hint = "holds no conversation with an answer", "answers are messages of the role assistant"
         raise DataError([Problem(where="data.sources", value=source.spec, rule=rule, hint=hint)], subject="the data")
     held_out = split(hashes, fraction)
+    as_hashed = np.array_equal(held_out, sides(hashes, fraction))
     counts, first = np.zeros((len(SIDES), tokenizer.vocab_size), np.int64), 0
     for number, part in enumerate(parts):
         mask = held_out[first : first + len(part.begin)]
         first += len(part.begin)
         _write_index(folder, str(number), part, mask)
-        counts += _count_targets(part, mask, tokenizer)
+        counts += part.counts if as_hashed and part.counts is not None else count_targets(part, mask, tokenizer)
         np.save(folder / f"{number}.sums.npy", block_sums(folder / TOKENS if part.path is None else part.path))
     np.save(folder / "counts.npy", counts)
     if parts[0].answers is not None:
         np.save(folder / "answers.sums.npy", block_sums(folder / ANSWERS))
-    left_out = sum(part.left_out for part in parts)
+    left_out, text_bytes = sum(part.left_out for part in parts), sum(part.text_bytes for part in parts)
     more = {"left_out": left_out} if left_out else {}
-    _write_meta(folder, dtype=dtype.str, parts=len(parts), documents=len(hashes), text_bytes=text_bytes, **more)
+    dtype = dtype_of(tokenizer).str
+    _write_meta(folder, dtype=dtype, parts=len(parts), documents=len(hashes), text_bytes=text_bytes, **more)
 
 
 def _write_meta(folder: Path, **entries: object) -> None:
@@ -296,103 +276,22 @@ def _array(path: Path, dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
 # --- the split
 
 
-def _hash(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
 def split(hashes: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
     """Which documents are for validation: those with a hash in the lowest `fraction` of all hashes.
 
     Where that leaves a side empty and there are two different documents, the lowest hash goes to validation, the highest to train.
     """
-    mask = hashes < np.uint64(math.floor(fraction * 2.0**64))
+    mask = sides(hashes, fraction)
     lowest, highest = hashes.min(), hashes.max()
     if lowest == highest:
         return np.zeros_like(mask)
     return (mask | (hashes == lowest)) & (hashes != highest)
 
 
-# --- text
-
-
-def _tokenise(folder: Path, texts: Iterable[Document], tokenizer: Tokenizer, dtype: np.dtype[Any]) -> tuple[_Part, int]:
-    """Writes tokens.bin; the bytes of text that went into it come second."""
-    lengths, hashes, text_bytes = array("q"), array("Q"), 0
-    path = folder / TOKENS
-    with open(path, "wb") as file:
-        for batch in _batches(texts):
-            text_bytes += sum(len(document.text.encode("utf-8")) for document in batch)
-            _write_batch(file, [document.text for document in batch], tokenizer, dtype, lengths)
-            hashes.extend(map(_hash_of, batch))
-    kept = np.frombuffer(lengths, np.int64) if lengths else np.zeros(0, np.int64)
-    begin = np.cumsum(kept) - kept
-    tokens = np.memmap(path, dtype, "r") if len(kept) else np.zeros(0, dtype)
-    bare = np.zeros(len(kept), np.bool_)
-    return _Part(tokens=tokens, begin=begin, length=kept, hashes=np.array(hashes, np.uint64), bare=bare), text_bytes
-
-
-def _tokenise_chat(
-    folder: Path, texts: Iterable[Document], encoder: ChatEncoder, dtype: np.dtype[Any], log: ProblemLog
-) -> tuple[_Part, int]:
-    """Writes tokens.bin and answers.bin; the bytes of text that went into them come second."""
-    lengths, firsts, hashes, text_bytes, left_out = array("q"), array("q"), array("Q"), 0, 0
-    with open(folder / TOKENS, "wb") as tokens_file, open(folder / ANSWERS, "wb") as answers_file:
-        for batch in _batches(texts):
-            for document, (ids, answers) in zip(batch, encoder.encode_batch(batch, log), strict=True):
-                predicted = np.flatnonzero(answers[1:])
-                if not len(predicted):
-                    left_out += 1
-                    continue
-                text_bytes += len(document.text.encode("utf-8"))
-                hashes.append(_hash_of(document))
-                lengths.append(len(ids))
-                firsts.append(1 + int(predicted[0]))
-                tokens_file.write(ids.astype(dtype).tobytes())
-                answers_file.write(answers.astype(np.uint8).tobytes())
-    kept = np.array(lengths, np.int64)
-    part = _Part(
-        tokens=np.memmap(folder / TOKENS, dtype, "r") if len(kept) else np.zeros(0, dtype),
-        begin=np.cumsum(kept) - kept,
-        length=kept,
-        hashes=np.array(hashes, np.uint64),
-        bare=np.zeros(len(kept), np.bool_),
-        answers=np.memmap(folder / ANSWERS, np.uint8, "r") if len(kept) else np.zeros(0, np.uint8),
-        first=np.array(firsts, np.int64),
-        left_out=left_out,
-    )
-    return part, text_bytes
-
-
-def _write_batch(
-    file: BinaryIO, batch: list[str], tokenizer: Tokenizer, dtype: np.dtype[Any], lengths: array[int]
-) -> None:
-    eos = np.array([tokenizer.eos_id], np.int64)
-    pieces: list[Ints] = []
-    for ids in tokenizer.encode_batch(batch):
-        pieces += [ids, eos]
-        lengths.append(len(ids) + 1)
-    file.write(np.concatenate(pieces).astype(dtype).tobytes())
-
-
-def _batches(texts: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in groups large enough for the tokenizer's threads. Empty documents have nothing to predict and are left out."""
-    batch: list[Document] = []
-    chars = 0
-    for document in texts:
-        if document.text:
-            batch.append(document)
-            chars += len(document.text)
-        if chars >= _BATCH_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
-
-
 # --- Megatron
 
 
-def _megatron_parts(source: Source, tokenizer: Tokenizer, log: ProblemLog, progress: CacheProgress) -> list[_Part]:
+def _megatron_parts(source: Source, tokenizer: Tokenizer, log: ProblemLog, progress: CacheProgress) -> list[TokenPart]:
     opened = [open_megatron(path, log) for path in source.files]
     total, done, parts = source.num_bytes, 0, []
     for file in opened:
@@ -403,15 +302,16 @@ def _megatron_parts(source: Source, tokenizer: Tokenizer, log: ProblemLog, progr
     return parts
 
 
-def _megatron_part(file: MegatronFile, eos_id: int) -> _Part:
+def _megatron_part(file: MegatronFile, eos_id: int) -> TokenPart:
     kept = file.length > 0
     begin, length = file.begin[kept], file.length[kept]
     hashes = array(
-        "Q", (_hash(file.tokens[b : b + n].tobytes()) for b, n in zip(begin.tolist(), length.tolist(), strict=True))
+        "Q",
+        (hash_bytes(file.tokens[b : b + n].tobytes()) for b, n in zip(begin.tolist(), length.tolist(), strict=True)),
     )
     bare = np.asarray(file.tokens[begin + length - 1] != eos_id)
     found = np.array(hashes, np.uint64)
-    return _Part(tokens=file.tokens, begin=begin, length=length, hashes=found, bare=bare, path=file.path)
+    return TokenPart(tokens=file.tokens, begin=begin, length=length, hashes=found, bare=bare, path=file.path)
 
 
 def _ids_are_legal(file: MegatronFile, tokenizer: Tokenizer, log: ProblemLog) -> bool:
@@ -432,7 +332,7 @@ def _ids_are_legal(file: MegatronFile, tokenizer: Tokenizer, log: ProblemLog) ->
 # --- index and counts
 
 
-def _write_index(folder: Path, name: str, part: _Part, held_out: NDArray[np.bool_]) -> None:
+def _write_index(folder: Path, name: str, part: TokenPart, held_out: NDArray[np.bool_]) -> None:
     for side, mask in zip(SIDES, (~held_out, held_out), strict=True):
         lengths = part.length[mask] + part.bare[mask]
         np.save(folder / f"{name}.{side}.begin.npy", part.begin[mask])
@@ -441,26 +341,6 @@ def _write_index(folder: Path, name: str, part: _Part, held_out: NDArray[np.bool
             np.save(folder / f"{name}.{side}.bare.npy", part.bare[mask])
         if part.first is not None:
             np.save(folder / f"{name}.{side}.first.npy", part.first[mask])
-
-
-def _count_targets(part: _Part, held_out: NDArray[np.bool_], tokenizer: Tokenizer) -> Ints:
-    """How often each token is predicted from the one before it, (2, V): all tokens of a document but its first, of a conversation those of answers."""
-    size = tokenizer.vocab_size
-    counts = np.zeros((len(SIDES), size), np.int64)
-    chunk_of = np.cumsum(part.length) // _CHUNK_TOKENS
-    for chunk in np.unique(chunk_of):
-        mine = slice(*np.searchsorted(chunk_of, [chunk, chunk + 1]).tolist())
-        begin, length = part.begin[mine], part.length[mine] - 1
-        stream = np.repeat(begin + 1 - (np.cumsum(length) - length), length) + np.arange(length.sum())
-        sides = np.repeat(held_out[mine].astype(np.int64), length)
-        if part.answers is not None:
-            predicted = part.answers[stream] == 1
-            stream, sides = stream[predicted], sides[predicted]
-        ids = part.tokens[stream].astype(np.int64) + sides * size
-        counts += np.bincount(ids, minlength=2 * size).reshape(2, size)
-    for side, mask in enumerate((~held_out, held_out)):
-        counts[side, tokenizer.eos_id] += int(part.bare[mask].sum())
-    return counts
 
 
 def unigram_loss(counts: Ints) -> float:

@@ -18,6 +18,7 @@ PHASES = {
     "scan": "reading the sources",
     "tokenizer": "training the tokenizer",
     "tokenise": "tokenising",
+    "join": "joining what was tokenised",
     "index": "reading the token files",
     "wait": "waiting for another process that prepares the same data",
 }

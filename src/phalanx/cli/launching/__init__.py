@@ -9,5 +9,10 @@ from phalanx.cli.launching.choice import (
     Where as Where,
     choose as choose,
 )
-from phalanx.cli.launching.request import Request as Request, read_args as read_args, read_recipe as read_recipe
+from phalanx.cli.launching.request import (
+    Request as Request,
+    read_args as read_args,
+    read_recipe as read_recipe,
+    trust_problems as trust_problems,
+)
 from phalanx.cli.launching.scripts import NAMES as NAMES, cpus_of as cpus_of, fill as fill, script_of as script_of

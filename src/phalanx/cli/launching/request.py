@@ -35,7 +35,7 @@ class Request:
     cluster: str | None = None
     """Where a dry run is predicted, as `phalanx search --cluster` names it."""
     trust: bool = False
-    """The recipe file may say what else only the command line may (`_trust_problems`)."""
+    """The recipe file may say what else only the command line may (`trust_problems`)."""
     force: bool = False
     """Memory is not asked about."""
 
@@ -105,7 +105,7 @@ def read_recipe(
         auto_device=auto_device or _device_here, tell=tell,
     )  # fmt: skip
     raise_if(_launch_problems(request, recipe, world), ConfigError, subject="the recipe")
-    raise_if(_trust_problems(request, recipe), ConfigError, subject="the recipe")
+    raise_if(trust_problems(request, recipe), ConfigError, subject="the recipe")
     return recipe if world is None else replace(recipe, launch=replace(recipe.launch, ranks=world))
 
 
@@ -117,7 +117,7 @@ def _device_here(recipe: Recipe) -> Device:
     return device_here(launched.gpus_to_see if launched else recipe.launch.ranks)
 
 
-def _trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
+def trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
     """A recipe file comes from anywhere: where it writes, whose run it joins, and who is told of it, is for the command line to say."""
     if request.recipe_path is None or request.trust:
         return []

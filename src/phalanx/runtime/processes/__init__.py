@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         run_local as run_local,
         run_one as run_one,
         threads_per_rank as threads_per_rank,
-        usable_cores as usable_cores,
     )
     from phalanx.runtime.processes.world import (
         WorldInfo as WorldInfo,

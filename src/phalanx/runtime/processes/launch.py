@@ -34,7 +34,7 @@ import torch
 from phalanx.core import messages
 from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.core.files import private_folder
-from phalanx.core.process import name_process
+from phalanx.core.process import name_process, usable_cores
 from phalanx.runtime.processes.world import WorldInfo
 
 STOPPED = 130
@@ -112,15 +112,6 @@ def _exit_now() -> None:
 
 RankMain = Callable[[WorldInfo, StopRequest], int]
 """Body of one rank; its return value is the exit code."""
-
-
-def usable_cores() -> int:
-    """Cores this process may use: its affinity, cut by the container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
-    return max(1, cores)
 
 
 def threads_per_rank(ranks: int, threads: int | None = None) -> int:

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, Problem, RunError
+from phalanx.core.errors import ConfigError, PeerError, Problem, RunError
 from phalanx.core.events import Emit, Note, ignore
 from phalanx.core.samples import num_rounds
 from phalanx.data import PreparedData, prepare
@@ -164,8 +164,12 @@ def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepar
         found.append(prepare(rank.recipe.data, progress=progress, resume=resume))
 
     with PreparationProgress(console, live=live) as bar:
-        rank.peers.agree(work if rank.info.local_rank == 0 else lambda: None)
-        rank.peers.agree(work if rank.info.local_rank != 0 else lambda: None)
+        try:
+            rank.peers.agree(work if rank.info.local_rank == 0 else lambda: None)
+            rank.peers.agree(work if rank.info.local_rank != 0 else lambda: None)
+        except PeerError as error:
+            hint = f"ranks wait {PATIENCE_S / 3600:g} h for their text; `phalanx prepare RECIPE` prepares it beforehand"
+            raise PeerError(f"{error}; {hint}") from error
     seen = set(rank.peers.gather(found[0].fingerprint))
     if len(seen) > 1:
         rule = "hosts found different text; all need the same files (and packages, for builtin:python)"
