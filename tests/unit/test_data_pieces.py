@@ -448,7 +448,7 @@ def test_two_commands_at_once_prepare_once(tmp_path: Path) -> None:
     found = [json.loads((tmp_path / f"{n}.json").read_text()) for n in range(2)]
     assert sorted(each["reused"] for each in found) == [False, True]
     assert found[0]["fingerprint"] == found[1]["fingerprint"] and found[0]["folders"] == found[1]["folders"]
-    assert sum("was prepared already" in out for out, _ in said) == 1
+    assert sum("all of it prepared before" in out for out, _ in said) == 1
     assert left_of(tmp_path / "cache") == []
 
 

@@ -85,6 +85,6 @@ def told(prepared: PreparedData, cache: str) -> str:
         f"{side.name}: {format_count(side.num_documents)} documents, {format_count(side.num_tokens)} tokens"
         for side in (prepared.train, prepared.validation)
     ]
-    took = "was prepared already" if prepared.reused else f"prepared in {format_seconds(prepared.seconds)}"
+    took = "all of it prepared before" if prepared.reused else f"prepared in {format_seconds(prepared.seconds)}"
     kept = f"{format_bytes(prepared.text_bytes)} of text, {took}; kept in {cache}"
     return "\n".join([*lines, kept, f"fingerprint {prepared.fingerprint}"])
