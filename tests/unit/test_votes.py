@@ -17,8 +17,10 @@ from phalanx.plan.mapping import Folding
 from phalanx.plan.recovery import StateDescriptor, StateReport
 from phalanx.runtime.membership import host_agent as host_agent
 from phalanx.runtime.membership.keys import ServiceLost
+from phalanx.runtime.membership.member import run_member
 from phalanx.runtime.membership.membership import Generation, Member
 from phalanx.runtime.membership.votes import ABORT, Decision, InDoubt, MemberReport, Resolution, Votes, resolve
+from phalanx.runtime.membership.watcher import Left
 from phalanx_lab.bench.storm.check import problems_of
 
 pytestmark = pytest.mark.unit
@@ -243,3 +245,29 @@ def test_counted_votes_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Votes, "vote", hasty)
     assert any(problems(play(seed, monkeypatch)) for seed in range(160))
+
+
+def test_a_service_lost_before_the_vote_leaves_no_step_undecided() -> None:
+    """The others wait for the vote: once the service is back, the step is given up at once and not after the patience of a vote."""
+    settled: list[int] = []
+    team: Any = SimpleNamespace(reports=(), uid="h.0", uids=("h.0",), size=1, formed_s=0.0)
+    team.generation = Generation(number=1, epoch="t", members=(Member("h.0", "h"),))
+    teams = iter([team])
+
+    def next_epoch(report: object, *, order: object) -> object:
+        found = next(teams, None)
+        if found is None:
+            raise Left("over")
+        return found
+
+    def vote(step: int) -> Decision:
+        raise ServiceLost("away")
+
+    place: Any = SimpleNamespace(
+        uid="h.0", team=None, told_s=lambda g: 0.0, settle=settled.append, next_epoch=next_epoch, vote=vote
+    )
+    body: Any = SimpleNamespace(
+        step=4, holds=False, describe=lambda: ("", {}), enter=lambda team, found: None, compute=lambda: None,
+        abort=lambda: None, leave_epoch=lambda: None, finished=lambda: False,
+    )  # fmt: skip
+    assert run_member(place, body) == "left" and settled == [4]

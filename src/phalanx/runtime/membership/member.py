@@ -272,9 +272,10 @@ class _Loop:
             decision = self.agent.vote(step)
         except InDoubt:
             return self._after_doubt(step, number)
-        except ServiceLost:  # before the vote was written
+        except ServiceLost:  # before the vote was written; the others wait for it
             self._broken()
             self.body.abort()
+            self.agent.settle(step)
             return ABORT
         if decision.commit:
             self._commit(number)
