@@ -22,6 +22,7 @@ from phalanx.core.process import usable_cores
 from phalanx.observe.event_log import log_path, read_events, read_history
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
 from phalanx_lab.bench.kill import ledger_problems
+from phalanx_lab.testbed.slurm import free_ports
 
 pytestmark = pytest.mark.ranks
 
@@ -123,7 +124,7 @@ def test_what_a_checkpoint_brings_is_not_drawn(base: Path) -> None:
     """For 235 billion parameters that would take minutes at each start."""
     common = {"launch__ranks": 1, "folding__ep": 1}
     assert phalanx("train", *train_args(base, run__name="drawn", train__steps=2, **common)).returncode == 0
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}  # fmt: skip
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}  # fmt: skip
     for name, code in (("drawn", 0), ("from-nothing", 1)):
         again = [sys.executable, "-c", NOTHING_DRAWN, "train", *train_args(base, run__name=name, train__steps=4, **common)]  # fmt: skip
         done = subprocess.run(again, env={**os.environ, **rank}, capture_output=True, text=True, timeout=300)

@@ -279,6 +279,19 @@ def test_interrupted_while_joining(at: float, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("in_pieces")
+def test_a_file_with_two_names_is_read_twice_as_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    path = write_lines(folder / "a.jsonl", [text_of(i) for i in range(200)])
+    (folder / "b.jsonl").symlink_to(path)
+    found = prepare(config(tmp_path / "cache", folder), workers=1)
+    assert found.train.num_documents + found.validation.num_documents == 400
+    assert left_of(tmp_path / "cache") == []
+    monkeypatch.setattr("phalanx.data.preparation.LARGE_BYTES", 1 << 40)
+    assert files_of(found) == files_of(prepare(config(tmp_path / "other", folder), workers=1))
+
+
+@pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("links", [True, False])
 def test_the_last_moment_costs_nothing(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is joined, and the store is not yet in its place."""
@@ -296,7 +309,7 @@ def test_the_last_moment_costs_nothing(links: bool, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.usefixtures("in_pieces")
-@pytest.mark.parametrize("what", ["joined", "tokens", "details", "gone"])
+@pytest.mark.parametrize("what", ["joined", "cut", "tokens", "details", "header", "gone"])
 def test_what_was_altered_is_made_anew(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_lines(tmp_path / "a.jsonl", [text_of(i) for i in range(200)])
 
@@ -314,14 +327,15 @@ def test_what_was_altered_is_made_anew(what: str, tmp_path: Path, monkeypatch: p
         found = prepare(config(tmp_path / "cache", path), workers=1)
         assert files_of(found) == files_of(prepare(config(tmp_path / "other", path), workers=1))
         return
-    file = next(
-        folder.glob({"joined": "joined-*/tokens.bin", "tokens": "[!j]*/tokens.bin", "details": "*/piece.npz"}[what])
-    )
+    joined, details = "joined-*/tokens.bin", "*/piece.npz"
+    names = {"joined": joined, "cut": joined, "tokens": "[!j]*/tokens.bin", "details": details, "header": details}
+    file = next(folder.glob(names[what]))
     data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data[:-1] if what == "joined" else data)
-    if what == "joined":
-        os.truncate(file, 10)
+    if what == "header":
+        data[data.index(b"PK\x01\x02") + 8] ^= 1  # says of the first array that it is encrypted
+    else:
+        data[len(data) // 2 if what != "joined" else 100] ^= 1
+    file.write_bytes(data[:10] if what == "cut" else data)
     sound = {p.parent.name for p in folder.glob("[!j]*/tokens.bin")} - {file.parent.name}
     with pytest.raises(DataError, match="was altered since it was written; start again"):
         prepare(config(tmp_path / "cache", path), workers=1)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
@@ -363,11 +364,13 @@ def _hashes(files: Sequence[Path], progress: CacheProgress) -> list[str]:
 
     with ThreadPoolExecutor(usable_cores()) as threads:
         try:
+            told_s = 0.0
             for of in [threads.submit(hash_one, number) for number in range(len(files))]:
-                while wait([of], timeout=_POLL_S).not_done:
+                while wait([of], timeout=_POLL_S).not_done or time.monotonic() - told_s > _POLL_S:
                     progress("scan", sum(done), total)
+                    told_s = time.monotonic()
                 found.append(of.result())
-                progress("scan", sum(done), total)
+            progress("scan", sum(done), total)
         except BaseException:
             stopped.set()
             threads.shutdown(cancel_futures=True)

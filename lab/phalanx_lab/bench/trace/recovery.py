@@ -86,7 +86,7 @@ def trace_recovery(case: dict[str, Any], current: Any) -> dict[str, Any]:
         held, static_bytes = HeldState(None, None), 0
         if old is not None:
             with _members(rank=old, size=case["world"]):
-                parts = _parts(recipe, spec, before, old, asked, begun=False)
+                parts = _parts(recipe, spec, before, old, asked)
                 current(watch.seen, world_of(recipe, before.folding, old))
                 parts.state.make_room()
                 parts.buffers.begin()
@@ -96,7 +96,7 @@ def trace_recovery(case: dict[str, Any], current: Any) -> dict[str, Any]:
                 del parts
         with _members(rank=asked.rank, size=len(after.members)):
             is_idle = asked.rank >= after.folding.world
-            parts_after = None if is_idle else _parts(recipe, spec, after, asked.rank, asked, begun=True)
+            parts_after = None if is_idle else _parts(recipe, spec, after, asked.rank, asked)
             current(watch.seen, world_of(recipe, after.folding, 0 if is_idle else asked.rank))
             clear(watch.seen)
             _move(after, held, parts_after, rank=asked.rank)
@@ -109,13 +109,11 @@ def trace_recovery(case: dict[str, Any], current: Any) -> dict[str, Any]:
     return asdict(found)
 
 
-def _parts(
-    recipe: Recipe, spec: ModelSpec, plan: GenerationPlan, number: int, case: RecoveredCase, *, begun: bool
-) -> StepParts:
+def _parts(recipe: Recipe, spec: ModelSpec, plan: GenerationPlan, number: int, case: RecoveredCase) -> StepParts:
     folding: AnyFolding = plan.folding
     rank = make_rank(recipe, TracedCase(settings=case.settings, world=folding.world, rank=number), CUDA)
     return make_parts(
-        rank, spec, folding, resolve_pipeline(recipe, spec, folding), warm=False, drawn=not begun,
+        rank, spec, folding, resolve_pipeline(recipe, spec, folding), warm=False, drawn=False,
         placement=plan.placement_of(number), where=Where(plan.hosts, plan.racks),
     )  # fmt: skip
 

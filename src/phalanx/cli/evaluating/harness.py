@@ -80,9 +80,9 @@ def evaluate(job: HarnessJob) -> dict[str, Any]:
 
 
 def takes_several(model: Path, gpu_bytes: Sequence[int]) -> bool:
-    """Whether a checkpoint is shared out over all GPUs, layer by layer: where its weights and a quarter of them to compute with are more than one has."""
+    """Whether a checkpoint is shared out over all GPUs, layer by layer: where its weights and a quarter of them to compute with are more than the first one has."""
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    return len(gpu_bytes) > 1 and 1.25 * size > min(gpu_bytes)
+    return len(gpu_bytes) > 1 and 1.25 * size > gpu_bytes[0]
 
 
 def _gpu_bytes() -> list[int]:

@@ -70,7 +70,7 @@ class _Lowering:
             sent_bytes=sent,
         )
         out = [compare] if n > 1 else []
-        out += [self._message(hop) for hop in self.plan.program(self.rank)]
+        out += [self._message(hop) for hop in self.plan.programs.get(self.rank, ())]
         ids = tuple(op.id for op in out if op.beside)
         return [*out, Op(id=f"{self.op_id}.end", kind="host", lane="host", needs=ids)]
 

@@ -140,9 +140,9 @@ class ElasticMember:
         self._may_lack = joins
         """Whether this process has perhaps not imported what saves need (`run.py`: it would have kept it from taking part)."""
         self._plan: GenerationPlan | None = None
-        self._candidates: list[int] = []
-        """Checkpoints from which a run that has not begun may."""
         """Plan of the generation that forms."""
+        self._candidates: list[int] = []
+        """Checkpoints from which a run that has not begun goes on."""
         self._entered: GenerationPlan | None = None
         """Plan of the generation that this member has entered; experts may lie elsewhere since."""
         self._waits_for = ""

@@ -168,6 +168,8 @@ def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepar
             rank.peers.agree(work if rank.info.local_rank == 0 else lambda: None)
             rank.peers.agree(work if rank.info.local_rank != 0 else lambda: None)
         except PeerError as error:
+            if "timed out" not in str(error).lower():
+                raise
             hint = f"ranks wait {PATIENCE_S / 3600:g} h for their text; `phalanx prepare RECIPE` prepares it beforehand"
             raise PeerError(f"{error}; {hint}") from error
     seen = set(rank.peers.gather(found[0].fingerprint))

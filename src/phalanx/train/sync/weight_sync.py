@@ -313,6 +313,14 @@ def check_sync(plan: SyncPlan) -> int:
                 if not _is_saved(plan, manager, name, rows, file.get_slice(name)[local.slices()]):
                     raise RunError(f"rank {receiver}: {name} {rows} is not what the checkpoint holds")
                 compared += rows.num_elements * plan.type_of(name).itemsize
+    whole = sum(
+        held.box.num_elements * plan.type_of(name).itemsize
+        for name, layout in plan.layouts.items()
+        for receiver in range(plan.folding.world)
+        for held in layout.of_rank(plan.readers + receiver)
+    )
+    if compared != whole:
+        raise RunError(f"{compared} of {whole} bytes were delivered")
     return compared
 
 
