@@ -38,6 +38,7 @@ COMMANDS = {
     "bench reshard-plan --nine": ("phalanx_lab.bench.reshard.plan", "measure_nine"),
     "sync . --to tp1 --out served": ("phalanx.train.sync", "plan_sync"),
     "eval .": ("phalanx.cli.eval", "evaluate"),
+    "prepare": ("phalanx.cli.prepare", "load_recipe"),
     "search --model tiny --cluster h100x8": ("phalanx.cli.search", "search"),
     "simulate a.toml --cluster h100x8": ("phalanx.cli.simulate", "predict_recipe"),
     "calibrate --out cluster.toml": ("phalanx.cli.calibrate", "measure"),
