@@ -42,6 +42,7 @@ SETTINGS: dict[str, object] = {
     "train.global_batch": 16,
     "train.micro_batch": 2,
     "train.deterministic": "true",
+    "resilience.heal": "false",  # else a rank that is killed is replaced, and the run ends by itself
 }
 LOOK_S = 0.002
 
