@@ -53,7 +53,6 @@ class Model:
 COMMON = {"optim.weight_decay": 0.1, "train.eval_interval": 500}
 INTERVALS = (25, 50, 100, 250, 500, 1000)
 """Steps between checkpoints, of which a recipe has the most that take no more than an hour by its predicted step."""
-SAVES = {"checkpoint.interval": "steps between checkpoints: some {} minutes, by the prediction"}
 MEGATRON = "as in NVIDIA's Megatron-LM example (examples/mixtral/train_mixtral_8x7b_distributed.sh)"
 MIXTRAL = Model(
     preset="mixtral-8x7b", worlds=(16, 64), batch=256,
@@ -155,8 +154,12 @@ def write(name: str, model: Model, cluster: GpuCluster) -> dict[str, float]:
         f"    phalanx train {name} --dry-run --cluster {cluster.name}",
         f"    phalanx launch slurm {name} --nodes {cluster.hosts} --data.sources my/text",
     )
-    saves = {where: text.format(round(steps * p.step.seconds / 60)) for where, text in SAVES.items()}
-    comments = {**saves, **model.comments, "train.micro_batch": "sequences of a forward pass: fewer take less memory"}
+    minutes = round(steps * p.step.seconds / 60)
+    comments = {
+        "checkpoint.interval": f"steps between checkpoints: some {minutes} minutes, by the prediction",
+        **model.comments,
+        "train.micro_batch": "sequences of a forward pass: fewer take less memory",
+    }
     (PACKAGED / f"{name}.toml").write_text(recipe_text(recipe, cluster, head=head, comments=comments))
     return {"s": round(p.step.seconds, 3), "over best": round(p.step.seconds / best_s, 4)}
 

@@ -42,7 +42,7 @@ from phalanx.data.formats import CUT_SUFFIX, ReadOptions, Span, lines_before, su
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sources import READER_VERSION, Source, added_readers, documents
 from phalanx.data.template import ChatTemplate
-from phalanx.data.token_file import file_sum
+from phalanx.data.token_file import file_sum, sum_of
 from phalanx.data.tokenising import ANSWERS, TOKENS, TokenPart, count_targets, dtype_of, part_of, sides, tokenise
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -66,6 +66,11 @@ class _Work:
     options: ReadOptions
     template: ChatTemplate | None
     fraction: float
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What a piece, and the whole, is written to."""
+        return (TOKENS, ANSWERS) if self.options.conversations else (TOKENS,)
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class SourcePieces:
             for piece in self.pieces:
                 details.append(self._details(piece))
                 counts += details[-1].pop("counts")  # of a large vocabulary megabytes
-            for number, name in enumerate(self._files):
+            for number, name in enumerate(self._work.files):
                 self._join(name, number, details, progress)
                 _link(self._joined / name, folder / name)
             return self._part(folder, details, counts)
@@ -161,10 +166,6 @@ class SourcePieces:
 
     def _locked(self, progress: CacheProgress) -> contextlib.AbstractContextManager[None]:
         return locked(self.folder.parent / ".locks" / self.folder.name, progress)
-
-    @property
-    def _files(self) -> tuple[str, ...]:
-        return (TOKENS, ANSWERS) if self._work.options.conversations else (TOKENS,)
 
     # --- making
 
@@ -287,12 +288,14 @@ class SourcePieces:
         try:
             with np.load(self.folder / piece.name / _PIECE) as found:
                 names = ("length", "hashes", "counts", "sums", "left_out", "text_bytes")
-                return {name: found[name] for name in (*names, *(("first",) if ANSWERS in self._files else ()))}
+                return {
+                    name: found[name] for name in (*names, *(("first",) if self._work.options.conversations else ()))
+                }
         except Exception as error:  # a strange header leads to whatever its parsers raise
             raise self._altered(self.folder / piece.name / _PIECE) from error
 
     def _join(self, name: str, number: int, details: Sequence[dict[str, Any]], progress: CacheProgress) -> None:
-        """Appends the file of each piece to that of all, and removes it. `number`: of the file in `_files`."""
+        """Appends the file of each piece to that of all, and removes it. `number`: of the file in `_Work.files`."""
         self._joined.mkdir(exist_ok=True)
         whole, each = self._joined / name, dtype_of(self.tokenizer).itemsize if name == TOKENS else 1
         paths = [self.folder / p.name / name for p in self.pieces]
@@ -303,7 +306,7 @@ class SourcePieces:
             raise self._altered(whole)
         with whole.open("r+b" if first else "wb") as file:
             for size, of in zip(sizes[:first], details[:first], strict=True):
-                if _sum_of(file, size) != of["sums"][number]:
+                if sum_of(file, size) != of["sums"][number]:
                     raise self._altered(whole)
             file.truncate(done)  # the last piece may be there in part
             for path, size, of in zip(paths[first:], sizes[first:], details[first:], strict=True):
@@ -347,11 +350,12 @@ def _make_piece(
 
     def build(target: Path) -> None:
         texts = documents(spans, work.options, log, progress)
-        talks = work.options.conversations
-        part = tokenise(target, texts, tokenizer, conversations=talks, template=work.template, log=log)
+        part = tokenise(
+            target, texts, tokenizer, conversations=work.options.conversations, template=work.template, log=log
+        )
         log.raise_if_any()
         counts = count_targets(part, sides(part.hashes, work.fraction), tokenizer)
-        sums = [file_sum(target / file) for file in ((TOKENS, ANSWERS) if talks else (TOKENS,))]
+        sums = [file_sum(target / file) for file in work.files]
         first: dict[str, Any] = {} if part.first is None else {"first": part.first}
         np.savez(
             target / _PIECE, length=part.length, hashes=part.hashes, counts=counts, sums=np.array(sums, np.uint32),
@@ -370,14 +374,6 @@ def _append(path: Path, whole: BinaryIO, progress: CacheProgress) -> tuple[int, 
             size, found = size + len(block), zlib.crc32(block, found)
             progress("join", size, 0)
     return size, found
-
-
-def _sum_of(file: BinaryIO, size: int) -> int:
-    """CRC-32 of the next `size` bytes."""
-    found = 0
-    while size and (block := file.read(min(size, _COPY_BYTES))):
-        size, found = size - len(block), zlib.crc32(block, found)
-    return found
 
 
 def _link(path: Path, target: Path) -> None:

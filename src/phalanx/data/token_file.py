@@ -12,7 +12,7 @@ import mmap
 import os
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +34,15 @@ def block_sums(path: Path) -> NDArray[np.uint32]:
 
 def file_sum(path: Path) -> int:
     """CRC-32 of a file."""
-    found = 0
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found = zlib.crc32(block, found)
+        return sum_of(file, path.stat().st_size)
+
+
+def sum_of(file: BinaryIO, size: int) -> int:
+    """CRC-32 of the next `size` bytes, or of those that there are."""
+    found = 0
+    while size and (block := file.read(min(size, 1 << 20))):
+        size, found = size - len(block), zlib.crc32(block, found)
     return found
 
 

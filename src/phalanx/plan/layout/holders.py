@@ -69,12 +69,12 @@ class HolderPlan:
     """Some expert of the buffer has several holders: the same answer on all ranks of the axis."""
     state: ExpertState = "whole"
 
-    @cached_property
+    @property
     def gives(self) -> tuple[tuple[Run, ...], ...]:
         """What each rank of the axis completes of what is held here."""
         return self._exchanged[0]
 
-    @cached_property
+    @property
     def takes(self) -> tuple[tuple[Run, ...], ...]:
         """What this rank completes of what is held there too, by rank of the axis."""
         return self._exchanged[1]
