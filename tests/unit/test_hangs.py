@@ -17,7 +17,7 @@ from phalanx.runtime.comm.progress import RankProgress
 from phalanx.runtime.membership import host_agent
 from phalanx.runtime.membership.hangs import HangRule, Hangs, OtherHosts
 from phalanx.runtime.membership.host_agent import HostAgent
-from phalanx.runtime.membership.membership import Beat, FirstRule, Generation, Member, Membership
+from phalanx.runtime.membership.membership import BEAT, Beat, FirstRule, Generation, Member, Membership
 from phalanx.runtime.membership.reachability import Answers
 from phalanx.runtime.membership.watcher import BEATS
 from phalanx.runtime.membership.worker import Worker
@@ -99,6 +99,19 @@ def test_everybody_is_awaited_until_wait_s_and_then_put_out() -> None:
     hangs = Hangs(RULE)
     hangs.put_out(workers, OtherHosts(), NOW)
     assert hangs.put_out(awake, OtherHosts(), NOW) == {} and hangs.awaited == ""
+
+
+def test_the_last_one_to_wake_up_has_another_limit() -> None:
+    """All were stopped. One after another goes on, and the last one's silence alone would be too long."""
+    hangs, workers = Hangs(RULE), [worker(slot, silent_s=6.0) for slot in range(3)]
+    assert hangs.put_out(workers, ALONE, NOW) == {}
+    for w in workers[1:]:
+        w.last_read_s = NOW + 0.1
+    assert hangs.put_out(workers, ALONE, NOW + 0.2) == {}
+    for w in workers[1:]:
+        w.last_read_s = NOW + 3.0
+    assert hangs.put_out(workers, ALONE, NOW + 2.9) == {}
+    assert list(hangs.put_out(workers, ALONE, NOW + 3.1)) == [workers[0]], "it did not come back"
 
 
 def test_the_only_rank_of_a_run_is_awaited() -> None:
@@ -324,6 +337,14 @@ def test_silent_hosts_whose_processes_exist_are_awaited(monkeypatch: pytest.Monk
         assert a.newest is not None
         assert a.newest.uids == (first.uids if exists else ("a.0.x",))
         assert ("b, c and others are silent at once" in a.awaited) == exists
+    for late_s, members in ((0.7, 3), (1.1, 2)):  # b goes on, and c has another limit
+        woken, now = a._together[0], time.monotonic()
+        a._together = woken, now - late_s
+        a._others = {"b": (Beat(99).text, now), "c": (a._others["c"][0], now - 1.5 - late_s)}
+        a._watched_s = now - 0.26
+        service.connect().put(BEAT + "b", Beat(99).text)
+        a._watch_hosts(Membership(service.connect()))
+        assert len(a.newest.uids) == members
 
 
 def test_a_generation_that_does_not_form_is_said_once() -> None:

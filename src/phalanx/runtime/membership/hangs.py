@@ -6,7 +6,7 @@
              a checkpoint, the first step of a generation) for half of `timeout_s`, and nowhere longer: the others' collectives end then as well
 
 Decides nothing about workers that have ended: they are lost. Must never change: where so many hosts (on one machine: ranks) are silent or still at once that what they hold may be
-nobody else's, nobody is put out for `wait_s`. A laptop that was closed, or a file system that stands, stops all of them and kills none.
+nobody else's, nobody is put out for `wait_s`. A laptop that was closed, or a file system that stands, stops all of them and kills none: nor the last one to wake up.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Hangs:
         self.rule = rule
         self.awaited = ""
         """Why nobody is put out for now; empty where nobody is awaited."""
-        self._since_s = 0.0
+        self._since_s = self._together_s = 0.0
+        """When too many were quiet first, and last."""
         self._put_out = 0
         """Workers that were put out since the last step: what they held is not held as often again yet."""
 
@@ -92,14 +93,19 @@ class Hangs:
         if not found:
             self._say_all_still(workers, now)
             return {}
-        if self._may_be_last(quiet, workers, others, now, self.rule.f if f is None else f):
+        if self._may_be_last(quiet, workers, others, now, self.rule.f if f is None else f) or self._wake_up(now):
             return {}
         self._put_out += len(found)
         return found
 
+    def _wake_up(self, now: float) -> bool:
+        """Whether they were awaited until a moment ago: what stopped all of them is over, and not all come back at once."""
+        waits = self._since_s and now - self._since_s < self.rule.wait_s
+        return bool(waits) and now - self._together_s < self.rule.limit_s
+
     def stepped(self) -> None:
-        """A step was committed: what those had that were put out before is held as often as it should be again."""
-        self._put_out = 0
+        """A step was committed: all have come back, and what those had that were put out before is held as often as it should be again."""
+        self._put_out, self._together_s = 0, 0.0
 
     def _say_all_still(self, workers: Sequence[Worker], now: float) -> None:
         """All stand still and none waits, as on a file system that does not answer: there is nobody to go on without them."""
@@ -128,7 +134,7 @@ class Hangs:
         hosts = others.hosts + 1 if others.hosts else len(workers) + self._put_out
         if here + others.quiet < min(f, hosts):
             return False
-        self._since_s = self._since_s or now
+        self._since_s, self._together_s = self._since_s or now, now
         names = ", ".join(w.uid for w in quiet)
         what = "hosts are" if others.hosts else "ranks are"
         self.awaited = (

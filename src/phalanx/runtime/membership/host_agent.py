@@ -109,6 +109,8 @@ class HostAgent:
         self._others: dict[str, tuple[str | None, float]] = {}
         """Other hosts: the last heartbeat of each, and when it was first seen."""
         self._quiet, self._waits_s = False, 0.0
+        self._together: tuple[set[str], float] = set(), 0.0
+        """Hosts that were awaited last because many were silent at once, and when that was."""
         self.awaited = ""
         """Why hosts that are silent are not removed for now; empty where none is awaited."""
 
@@ -466,14 +468,17 @@ class HostAgent:
     def _awaited(self, membership: Membership, silent: Mapping[str, float]) -> set[str]:
         """Hosts among the silent ones that are not removed yet: so many are quiet at once that what they hold may be nobody else's, and the kernels of
         these answer for their processes."""
-        others = self.other_hosts()
+        others, (woken, at_s) = self.other_hosts(), self._together
         if others.quiet + self._quiet < min(self.f, others.hosts + 1):
-            return set()
+            # what stopped them is over, and not all come back at once
+            return silent.keys() & woken if time.monotonic() - at_s < self.limit_s else set()
         known = [host for host, s in silent.items() if s < self.rule.lone_s]
         members = [] if self.newest is None else [m for m in self.newest.members if m.host in known]
         uids = [m.uid for m in members]
         answers = probe_members(membership.keys, uids, own="", limit_s=PROBE_S, whole=True) if uids else None
-        return set() if answers is None else {m.host for m in members if m.uid in answers.answered}
+        found = set() if answers is None else {m.host for m in members if m.uid in answers.answered}
+        self._together = found, time.monotonic()
+        return found
 
     def others_alive(self) -> bool:
         """Whether another host still sends heartbeats (asked at the end by the host that keeps the service)."""
