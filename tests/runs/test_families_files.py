@@ -18,6 +18,7 @@ from hf_help import CONFIGS, hf_model, parts_of
 from memory_help import Watch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from train_help import phalanx, write_text
 
 from phalanx.core.errors import CheckpointError, ConfigError, DataError, RunError
@@ -379,6 +380,53 @@ def test_a_model_that_talks_otherwise_than_it_came_goes_out_with_its_new_templat
         assert found == want
 
 
+def test_a_model_with_another_tokenizer_than_it_came_with_goes_out_with_that(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its own tokens, in place of all files of the one that came; how it generates and talks stays."""
+    from transformers import AutoTokenizer
+
+    folder, mine = tmp_path / "olmoe", tmp_path / "mine"
+    shutil.copytree(folders["olmoe"], folder)
+    mine.mkdir()
+    (mine / "tokenizer.json").write_text(train_bpe(["a b"], vocab_size=64, control_tokens=("<|im_start|>", "<s>")))
+    end, begin = (Tokenizer.from_file(str(mine / "tokenizer.json")).token_to_id(t) for t in ("<|endoftext|>", "<s>"))
+    came = {
+        "special_tokens_map.json": {"eos_token": "</s>"},
+        "tokenizer_config.json": {"bos_token": {"content": "<s>"}, "unk_token": "<unk>", "chat_template": "x", "model_max_length": 64},
+        "generation_config.json": {"eos_token_id": [300, begin], "temperature": 0.5},
+    }  # fmt: skip
+    for name, table in came.items():
+        (folder / name).write_text(json.dumps(table))
+    for given in (folder, tmp_path / "bare" / "olmoe"):  # the second has no tokenizer.json, as those of tiktoken
+        if given != folder:
+            shutil.copytree(folder, given)
+            (given / "tokenizer.json").unlink()
+        run = imported(given, given.parent, "--data.tokenizer", str(mine / "tokenizer.json"))
+        exported(run, out := given.parent / "out")
+        found = {path.name: json.loads(path.read_text()) for path in out.glob("*.json")}
+        assert "special_tokens_map.json" not in found and found["config.json"]["eos_token_id"] == end
+        assert found["generation_config.json"] == {"eos_token_id": [end, begin], "temperature": 0.5}
+        told = found["tokenizer_config.json"]
+        assert (told["eos_token"], told["bos_token"], told.get("unk_token")) == (
+            "<|endoftext|>",
+            "<s>",
+            None,
+        )
+        assert (told["chat_template"], told["model_max_length"]) == ("x", 64)
+        tokenizer = AutoTokenizer.from_pretrained(out)
+        assert tokenizer("<s>").input_ids == [begin] and tokenizer.eos_token_id == end
+
+
+def test_a_config_that_names_code_goes_out_without_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    shutil.copytree(folders["deepseek_v3"], tmp_path / "v3")
+    _edit_config(tmp_path / "v3", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
+    exported(imported(tmp_path / "v3", tmp_path), tmp_path / "out")
+    assert AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True).model_type == "deepseek_v3"
+
+
 def test_a_run_trained_here_goes_out(tmp_path: Path) -> None:
     """From a preset, with the byte tokenizer: config and tokenizer are made, and transformers computes the same next token."""
     from train_help import train_args
@@ -580,6 +628,30 @@ def test_tensors_for_further_tokens_are_left(folders: dict[str, Path], tmp_path:
     checkpoint = open_checkpoint(folder)
     assert checkpoint.ignored == ("model.layers.3.eh_proj.weight",)
     assert _bytes_of(checkpoint) == checkpoint.num_bytes
+
+
+def test_a_tensor_that_repeats_another_must_have_its_numbers(tmp_path: Path) -> None:
+    """transformers takes a head that is there and differs as it is, whatever tie_word_embeddings says."""
+    folder = tmp_path / "tied"
+    hf_model("qwen3_moe", torch.float32, vocab_size=VOCAB).save_pretrained(folder)
+    tensors = tensors_of(folder)
+    for head in (tensors["model.embed_tokens.weight"].clone(), torch.ones(VOCAB, 32), torch.ones(VOCAB + 1, 32)):
+        save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+        if torch.equal(head, tensors["model.embed_tokens.weight"]):
+            assert open_checkpoint(folder).ignored == ("lm_head.weight",)
+            continue
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight: must have the numbers of model\.embed_tokens"):
+            open_checkpoint(folder)
+
+
+def test_tokens_without_rows_in_the_embedding_are_told(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(
+        train_bpe(["a b"], vocab_size=64, control_tokens=[f"<{i}>" for i in range(VOCAB)])
+    )
+    with pytest.raises(
+        ConfigError, match=rf"data\.tokenizer = .*has ids up to \d+, but by config.json vocab_size is {VOCAB}"
+    ):
+        plan_import(open_checkpoint(folders["olmoe"]), ["--data.tokenizer", str(tmp_path / "tokenizer.json")])
 
 
 def _bytes_of(checkpoint: HfCheckpoint) -> int:

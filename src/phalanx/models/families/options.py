@@ -278,10 +278,10 @@ def _yarn(options: Options, key: str, rope: Mapping[str, Any], *, theta: float, 
     if (
         factor < 1
         or theta == 1.0
-        or not yarn.beta_fast > yarn.beta_slow > 0
+        or not yarn.beta_fast >= yarn.beta_slow > 0
         or min(yarn.mscale, yarn.mscale_all_dim) < 0
     ):
-        rule = "yarn needs a factor of 1 or more, beta_fast above beta_slow, and a rope_theta other than 1"
+        rule = "yarn needs a factor of 1 or more, beta_fast not below beta_slow, and a rope_theta other than 1"
         options.refuse(key, rule)
         return None
     if (

@@ -31,6 +31,8 @@ MOST_OPEN = 4
 """Shards that are open at once: each is mapped, and its pages count as memory of the process. The experts of a layer lie in one shard or two."""
 SHOWN = 12
 """Problems of one kind that are listed one by one."""
+ROWS = 1024
+"""Rows of two matrices that are compared at once."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,11 @@ def open_checkpoint(path: Path, *, mtp_layers: int = 0) -> HfCheckpoint:
     ignored = tuple(name for name in unknown if family.may_ignore(name, spec))
     problems += _tensor_problems(links, tensors, [n for n in unknown if n not in ignored], complete=not shard_problems)
     raise_if(problems, CheckpointError, subject=subject)
-    return HfCheckpoint(
+    found = HfCheckpoint(
         path=path, config=config, family=family, spec=spec, tensors=tensors, links=links, ignored=ignored
     )
+    raise_if(_unlike(found), CheckpointError, subject=subject)
+    return found
 
 
 def strange_links(folder: Path, *, whole: bool = False) -> list[Problem]:
@@ -224,6 +228,31 @@ def _several(
     if len(names) > SHOWN:
         told.append(Problem(where="...", value=f"{len(names) - SHOWN} more tensors", rule=rule))
     return told
+
+
+def _unlike(checkpoint: HfCheckpoint) -> list[Problem]:
+    """Tensors that are left on the disk since they repeat another, and do not. Their numbers are compared, some rows at a time."""
+    repeats = checkpoint.family.repeats(checkpoint.spec, checkpoint.links)
+    rule = "must have the numbers of {}, which it repeats by config.json"
+    return [
+        Problem(where=name, value=None, rule=rule.format(other), hint=_HINTS.get(name, "leave model.mtp_layers out"))
+        for name, other in repeats.items()
+        if name in checkpoint.ignored and not _same_numbers(checkpoint, name, other)
+    ]
+
+
+_HINTS = {"lm_head.weight": "transformers does not tie them then: set tie_word_embeddings to false"}
+
+
+def _same_numbers(checkpoint: HfCheckpoint, name: str, other: str) -> bool:
+    places = [checkpoint.tensors[n] for n in (name, other)]
+    if places[0].shape != places[1].shape:
+        return False
+    a, b = (safe_open(str(checkpoint.path / place.file), framework="pt") for place in places)
+    with a, b:
+        parts = (a.get_slice(name), b.get_slice(other))
+        rows = (slice(i, i + ROWS) for i in range(0, places[0].shape[0], ROWS))
+        return all(torch.equal(*(part[some].to(torch.float64) for part in parts)) for some in rows)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------------
