@@ -644,6 +644,19 @@ def test_a_tensor_that_repeats_another_must_have_its_numbers(tmp_path: Path) -> 
             open_checkpoint(folder)
 
 
+def test_one_file_counts_more_than_an_old_index(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers leaves the index of what it saved before beside it, and reads the one file."""
+    folder, shards = tmp_path / "mixtral", tensors_of(folders["mixtral"])
+    shutil.copytree(folders["mixtral"], folder)
+    changed = {**shards, "model.norm.weight": torch.full((32,), 3.0)}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    run = imported(folder, tmp_path)
+    assert same(exported(run, tmp_path / "out"), changed)
+    for path in folder.glob("model-*.safetensors"):
+        path.unlink()
+    assert open_checkpoint(folder).tensors.keys() == shards.keys()
+
+
 def test_tokens_without_rows_in_the_embedding_are_told(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(
         train_bpe(["a b"], vocab_size=64, control_tokens=[f"<{i}>" for i in range(VOCAB)])

@@ -157,8 +157,10 @@ def _find_tensors(path: Path) -> tuple[dict[str, DiskTensor], list[Problem]]:
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], list[Problem]]:
-    """tensor -> file; empty where the folder has one file and no index."""
+    """tensor -> file; empty where the folder has all in one file, which counts more than an index, as transformers has it (it leaves old ones behind)."""
     where = path / INDEX_FILE
+    if (path / SINGLE_FILE).is_file():
+        return {}, []
     try:
         weight_map = load_json(where)["weight_map"]
         if not all(isinstance(v, str) and Path(v).name == v for v in weight_map.values()):
