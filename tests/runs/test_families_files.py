@@ -644,6 +644,22 @@ def test_a_tensor_that_repeats_another_must_have_its_numbers(tmp_path: Path) -> 
             open_checkpoint(folder)
 
 
+def test_many_tensors_of_a_type_that_is_not_read_are_counted(folders: dict[str, Path], tmp_path: Path) -> None:
+    """DeepSeek-V3 as it is published, in FP8 with a scale for each block."""
+    shutil.copytree(folders["deepseek_v3"], tmp_path / "v3")
+    tensors = tensors_of(tmp_path / "v3")
+    narrow = {n: t.to(torch.float8_e4m3fn) if "proj" in n else t for n, t in tensors.items()}
+    scales = {f"{n}_scale_inv": torch.ones(1, 1) for n, t in narrow.items() if t.dtype != torch.float32}
+    save_file({**narrow, **scales}, tmp_path / "v3" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(tmp_path / "v3")
+    told = [str(p) for p in error.value.problems]
+    assert len(told) == 2 * 13 and told[0].endswith(
+        "'F8_E4M3': must be one of BF16, F16, F32, F64; convert it to bfloat16 first"
+    )
+    assert f"... = '{len(scales) - 12} more tensors': must be one of" in told[12] and "has no place" in told[25]
+
+
 def test_one_file_counts_more_than_an_old_index(folders: dict[str, Path], tmp_path: Path) -> None:
     """transformers leaves the index of what it saved before beside it, and reads the one file."""
     folder, shards = tmp_path / "mixtral", tensors_of(folders["mixtral"])

@@ -202,16 +202,18 @@ def _tensor_problems(
     problems = []
     if complete:
         problems += _several([t for t in wanted if t not in tensors], "is missing", shapes=wanted)
+    mistyped: dict[str, str] = {}
     for name, shape in wanted.items():
         found = tensors.get(name)
         if found is not None and found.shape != shape:
             rule = f"must have the shape {shape}, by config.json"
             problems.append(Problem(where=name, value=found.shape, rule=rule, hint=f"in {found.file}"))
         elif found is not None and found.dtype not in WIDTH:
-            rule = "must be one of " + ", ".join(WIDTH)
-            problems.append(Problem(where=name, value=found.dtype, rule=rule, hint="convert it to bfloat16 first"))
-    hints = {name: nearest(name, [t for t in wanted if t not in tensors]) for name in extra[:SHOWN]} if complete else {}
-    close = {n: h for n, h in hints.items() if h.startswith("did")}
+            mistyped[name] = found.dtype
+    rule, hints = "must be one of " + ", ".join(WIDTH), dict.fromkeys(mistyped, "convert it to bfloat16 first")
+    problems += _several(list(mistyped), rule, values=mistyped, hints=hints)
+    near = {name: nearest(name, [t for t in wanted if t not in tensors]) for name in extra[:SHOWN]} if complete else {}
+    close = {n: h for n, h in near.items() if h.startswith("did")}
     problems += _several(list(extra), "has no place in this model", hints=close)
     return problems[: 4 * SHOWN]
 
