@@ -418,6 +418,24 @@ def test_a_model_with_another_tokenizer_than_it_came_with_goes_out_with_that(
         assert tokenizer("<s>").input_ids == [begin] and tokenizer.eos_token_id == end
 
 
+@pytest.mark.parametrize("came", [{"eos_token_id": 7, "top_k": 5}, None])
+def test_an_end_that_the_recipe_names_ends_the_export_too(
+    came: dict[str, Any] | None, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "olmoe"
+    shutil.copytree(folders["olmoe"], folder)
+    (folder / "tokenizer.json").write_text(train_bpe(["a b"], vocab_size=64, control_tokens=("<|im_end|>",)))
+    end = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<|im_end|>")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if came is not None:
+        (folder / "generation_config.json").write_text(json.dumps(came))
+    run = imported(folder, tmp_path, "--data.eos_token", "<|im_end|>")
+    exported(run, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    wanted = came or {"eos_token_id": 0}  # by config.json
+    assert found == wanted | {"eos_token_id": [wanted["eos_token_id"], end]}
+
+
 def test_a_config_that_names_code_goes_out_without_it(folders: dict[str, Path], tmp_path: Path) -> None:
     from transformers import AutoConfig
 

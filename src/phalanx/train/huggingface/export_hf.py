@@ -282,6 +282,8 @@ def _small_files(plan: Export) -> dict[str, bytes]:
     if not own:
         kept = _with_tokenizer_of_run(plan, kept)
         config["eos_token_id"] = plan.run.read_tokenizer().eos_id
+    elif plan.recipe.data.eos_token is not None:
+        kept |= _ending_as_told(plan, kept, config)
     if plan.recipe.data.chat_template not in (None, *said):
         kept.pop("chat_template.jinja", None)
         kept |= _of_conversations(plan, kept)
@@ -333,9 +335,23 @@ def _still_ends(plan: Export, came: object, eos: int) -> int | list[int]:
     tokenizer = plan.run.read_tokenizer()
     tokens = tokenizer.control_tokens
     control = {tuple(ids.tolist()) for ids in tokenizer.encode_rendered(tokens, [""] * len(tokens))}
-    known = came if isinstance(came, list) else [came]
-    more = [i for i in known if isinstance(i, int) and (i,) in control and i != eos]
+    more = [i for i in _as_list(came) if isinstance(i, int) and (i,) in control and i != eos]
     return [eos, *more] if more else eos
+
+
+def _ending_as_told(plan: Export, kept: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """How the model generates, with the end that the recipe names among those where it stops."""
+    name, eos = "generation_config.json", plan.run.read_tokenizer().eos_id
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    of_config = {key: config[key] for key in ids if config.get(key) is not None}
+    found = parse_table(kept.get(name, _json(of_config)), where=str(plan.run.path / KEPT_FOLDER / name))
+    known = _as_list(found.get("eos_token_id"))
+    return {} if eos in known else {name: _json(found | {"eos_token_id": [*known, eos]})}
+
+
+def _as_list(ids: object) -> list[Any]:
+    """Ids as the files have them: one, several or none."""
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _of_conversations(plan: Export, files: dict[str, bytes]) -> dict[str, bytes]:
@@ -346,8 +362,7 @@ def _of_conversations(plan: Export, files: dict[str, bytes]) -> dict[str, bytes]
     found = {}
     for name in ("tokenizer_config.json", "generation_config.json"):
         found[name] = parse_table(files.get(name, b"{}"), where=str(plan.run.path / KEPT_FOLDER / name))
-    known = found["generation_config.json"].get("eos_token_id")
-    known = known if isinstance(known, list) else [] if known is None else [known]
+    known = _as_list(found["generation_config.json"].get("eos_token_id"))
     found["generation_config.json"]["eos_token_id"] = [*known, *sorted(stops.difference(known))]
     found["tokenizer_config.json"]["chat_template"] = CHATML_TEMPLATE if template is None else template.source
     return {name: _json(table) for name, table in found.items()}
