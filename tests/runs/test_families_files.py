@@ -522,6 +522,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda f: (p := sorted(f.glob("*.safetensors"))[0]).write_bytes(p.read_bytes()[:-100]),
         ["model-00001-of-", "is not a complete safetensors file"],
     ),
+    "pointer of Git LFS": (
+        lambda f: sorted(f.glob("*.safetensors"))[0].write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n"),
+        ["model-00001-of-", "is a pointer of Git LFS", "git lfs pull"],
+    ),
     "broken index": (lambda f: (f / INDEX_FILE).write_text("{}"), [INDEX_FILE, "must be an index"]),
     "index leads out": (
         lambda f: _edit_index(f, lambda m: m.update({ROUTER: "../x.safetensors"})),

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phalanx.core.errors import CheckpointError, Problem, nearest, raise_if
-from phalanx.core.reading import MalformedError, load_json
+from phalanx.core.reading import MalformedError, load_json, open_regular
 from phalanx.models.families import Family, NameLink, find_family, in_tensor
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.state import BoxTensor
@@ -181,8 +181,22 @@ def _read_header(path: Path, name: str) -> tuple[dict[str, DiskTensor], Problem 
         hint = _other_formats(path)
         return {}, Problem(where=str(path / name), value=None, rule="the shard is missing", hint=hint)
     except (OSError, SafetensorError) as error:
-        rule = f"is not a complete safetensors file: {error}"
-        return {}, Problem(where=str(path / name), value=None, rule=rule, hint="download it again")
+        rule, hint = f"is not a complete safetensors file: {error}", "download it again"
+        if _is_pointer(path / name):
+            rule, hint = "is a pointer of Git LFS and not the file itself", "run git lfs pull in the folder"
+        return {}, Problem(where=str(path / name), value=None, rule=rule, hint=hint)
+
+
+def _is_pointer(path: Path) -> bool:
+    """What git leaves of a large file where LFS did not fetch it."""
+    try:
+        with open_regular(path) as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
+
+
+_POINTER = b"version https://git-lfs"
 
 
 def _other_formats(path: Path) -> str:
