@@ -18,6 +18,7 @@ from hf_help import CONFIGS, hf_model, parts_of
 from memory_help import Watch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from train_help import phalanx, write_text
 
 from phalanx.core.errors import CheckpointError, ConfigError, DataError, RunError
@@ -379,6 +380,71 @@ def test_a_model_that_talks_otherwise_than_it_came_goes_out_with_its_new_templat
         assert found == want
 
 
+def test_a_model_with_another_tokenizer_than_it_came_with_goes_out_with_that(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its own tokens, in place of all files of the one that came; how it generates and talks stays."""
+    from transformers import AutoTokenizer
+
+    folder, mine = tmp_path / "olmoe", tmp_path / "mine"
+    shutil.copytree(folders["olmoe"], folder)
+    mine.mkdir()
+    (mine / "tokenizer.json").write_text(train_bpe(["a b"], vocab_size=64, control_tokens=("<|im_start|>", "<s>")))
+    end, begin = (Tokenizer.from_file(str(mine / "tokenizer.json")).token_to_id(t) for t in ("<|endoftext|>", "<s>"))
+    came = {
+        "special_tokens_map.json": {"eos_token": "</s>"},
+        "tokenizer_config.json": {"bos_token": {"content": "<s>"}, "unk_token": "<unk>", "chat_template": "x", "model_max_length": 64},
+        "generation_config.json": {"eos_token_id": [300, begin], "temperature": 0.5},
+    }  # fmt: skip
+    for name, table in came.items():
+        (folder / name).write_text(json.dumps(table))
+    for given in (folder, tmp_path / "bare" / "olmoe"):  # the second has no tokenizer.json, as those of tiktoken
+        if given != folder:
+            shutil.copytree(folder, given)
+            (given / "tokenizer.json").unlink()
+        run = imported(given, given.parent, "--data.tokenizer", str(mine / "tokenizer.json"))
+        exported(run, out := given.parent / "out")
+        found = {path.name: json.loads(path.read_text()) for path in out.glob("*.json")}
+        assert "special_tokens_map.json" not in found and found["config.json"]["eos_token_id"] == end
+        assert found["generation_config.json"] == {"eos_token_id": [end, begin], "temperature": 0.5}
+        told = found["tokenizer_config.json"]
+        assert (told["eos_token"], told["bos_token"], told.get("unk_token")) == (
+            "<|endoftext|>",
+            "<s>",
+            None,
+        )
+        assert (told["chat_template"], told["model_max_length"]) == ("x", 64)
+        tokenizer = AutoTokenizer.from_pretrained(out)
+        assert tokenizer("<s>").input_ids == [begin] and tokenizer.eos_token_id == end
+
+
+@pytest.mark.parametrize("came", [{"eos_token_id": 7, "top_k": 5}, None])
+def test_an_end_that_the_recipe_names_ends_the_export_too(
+    came: dict[str, Any] | None, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "olmoe"
+    shutil.copytree(folders["olmoe"], folder)
+    (folder / "tokenizer.json").write_text(train_bpe(["a b"], vocab_size=64, control_tokens=("<|im_end|>",)))
+    end = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<|im_end|>")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if came is not None:
+        (folder / "generation_config.json").write_text(json.dumps(came))
+    run = imported(folder, tmp_path, "--data.eos_token", "<|im_end|>")
+    exported(run, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    wanted = came or {"eos_token_id": 0}  # by config.json
+    assert found == wanted | {"eos_token_id": [wanted["eos_token_id"], end]}
+
+
+def test_a_config_that_names_code_goes_out_without_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    shutil.copytree(folders["deepseek_v3"], tmp_path / "v3")
+    _edit_config(tmp_path / "v3", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
+    exported(imported(tmp_path / "v3", tmp_path), tmp_path / "out")
+    assert AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True).model_type == "deepseek_v3"
+
+
 def test_a_run_trained_here_goes_out(tmp_path: Path) -> None:
     """From a preset, with the byte tokenizer: config and tokenizer are made, and transformers computes the same next token."""
     from train_help import train_args
@@ -455,6 +521,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "cut shard": (
         lambda f: (p := sorted(f.glob("*.safetensors"))[0]).write_bytes(p.read_bytes()[:-100]),
         ["model-00001-of-", "is not a complete safetensors file"],
+    ),
+    "pointer of Git LFS": (
+        lambda f: sorted(f.glob("*.safetensors"))[0].write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n"),
+        ["model-00001-of-", "is a pointer of Git LFS", "git lfs pull"],
     ),
     "broken index": (lambda f: (f / INDEX_FILE).write_text("{}"), [INDEX_FILE, "must be an index"]),
     "index leads out": (
@@ -580,6 +650,59 @@ def test_tensors_for_further_tokens_are_left(folders: dict[str, Path], tmp_path:
     checkpoint = open_checkpoint(folder)
     assert checkpoint.ignored == ("model.layers.3.eh_proj.weight",)
     assert _bytes_of(checkpoint) == checkpoint.num_bytes
+
+
+def test_a_tensor_that_repeats_another_must_have_its_numbers(tmp_path: Path) -> None:
+    """transformers takes a head that is there and differs as it is, whatever tie_word_embeddings says."""
+    folder = tmp_path / "tied"
+    hf_model("qwen3_moe", torch.float32, vocab_size=VOCAB).save_pretrained(folder)
+    tensors = tensors_of(folder)
+    for head in (tensors["model.embed_tokens.weight"].clone(), torch.ones(VOCAB, 32), torch.ones(VOCAB + 1, 32)):
+        save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+        if torch.equal(head, tensors["model.embed_tokens.weight"]):
+            assert open_checkpoint(folder).ignored == ("lm_head.weight",)
+            continue
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight: must have the numbers of model\.embed_tokens"):
+            open_checkpoint(folder)
+
+
+def test_many_tensors_of_a_type_that_is_not_read_are_counted(folders: dict[str, Path], tmp_path: Path) -> None:
+    """DeepSeek-V3 as it is published, in FP8 with a scale for each block."""
+    shutil.copytree(folders["deepseek_v3"], tmp_path / "v3")
+    tensors = tensors_of(tmp_path / "v3")
+    narrow = {n: t.to(torch.float8_e4m3fn) if "proj" in n else t for n, t in tensors.items()}
+    scales = {f"{n}_scale_inv": torch.ones(1, 1) for n, t in narrow.items() if t.dtype != torch.float32}
+    save_file({**narrow, **scales}, tmp_path / "v3" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(tmp_path / "v3")
+    told = [str(p) for p in error.value.problems]
+    assert len(told) == 2 * 13 and told[0].endswith(
+        "'F8_E4M3': must be one of BF16, F16, F32, F64; convert it to bfloat16 first"
+    )
+    assert f"... = '{len(scales) - 12} more tensors': must be one of" in told[12] and "has no place" in told[25]
+
+
+def test_one_file_counts_more_than_an_old_index(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers leaves the index of what it saved before beside it, and reads the one file."""
+    folder, shards = tmp_path / "mixtral", tensors_of(folders["mixtral"])
+    shutil.copytree(folders["mixtral"], folder)
+    changed = {**shards, "model.norm.weight": torch.full((32,), 3.0)}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    run = imported(folder, tmp_path)
+    assert same(exported(run, tmp_path / "out"), changed)
+    for path in folder.glob("model-*.safetensors"):
+        path.unlink()
+    assert open_checkpoint(folder).tensors.keys() == shards.keys()
+
+
+def test_tokens_without_rows_in_the_embedding_are_told(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(
+        train_bpe(["a b"], vocab_size=64, control_tokens=[f"<{i}>" for i in range(VOCAB)])
+    )
+    with pytest.raises(
+        ConfigError, match=rf"data\.tokenizer = .*has ids up to \d+, but by config.json vocab_size is {VOCAB}"
+    ):
+        plan_import(open_checkpoint(folders["olmoe"]), ["--data.tokenizer", str(tmp_path / "tokenizer.json")])
 
 
 def _bytes_of(checkpoint: HfCheckpoint) -> int:

@@ -269,6 +269,18 @@ def test_two_tables_of_the_rotary_embedding() -> None:
     assert spec.yarn == YarnSpec(factor=2.0, original_length=32768), "max_position_embeddings, by its default"
 
 
+def test_yarn_may_have_no_dims_between_those_that_turn_fast_and_slow() -> None:
+    """Kimi-K2's file says 1 and 1."""
+    family = BY_NAME["deepseek_v3"]
+    yarn = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+    config = without(family.config_of(small(family)), "rope_parameters") | {"rope_scaling": yarn, "rope_theta": 5e4}
+    spec, problems = family.spec_of(config)
+    assert not problems and spec.yarn is not None and spec.yarn.beta_fast == spec.yarn.beta_slow == 1.0
+    assert resolve_model(*settings_for(spec)) == spec and not family.express_problems(spec)
+    wrong = {"rope_scaling": {**yarn, "beta_slow": 2.0}}
+    assert "beta_fast not below beta_slow" in str(family.spec_of({**config, **wrong})[1][0])
+
+
 def test_a_run_says_what_others_make_of_its_export() -> None:
     olmoe = BY_NAME["olmoe"]
     assert not olmoe.cautions(small(olmoe))
@@ -280,6 +292,7 @@ def test_unknown_architecture_names_the_nearest() -> None:
     text = str(find_family("qwen3_next_moe"))
     assert "'qwen3_next_moe': is not an architecture that can be imported; did you mean 'qwen3_moe'" in text
     assert find_family("olmoe") is BY_NAME["olmoe"]
+    assert "its tensors are those of 'deepseek_v3': write that in its place" in str(find_family("kimi_k2"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

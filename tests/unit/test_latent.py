@@ -204,7 +204,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"preset": "deepseek-v3", "rope_dim": 7}, "model.rope_dim = 7: must be even"),
     (
         {"preset": "tiny", "yarn_factor": 2.0, "yarn_original_length": 64, "yarn_beta_fast": 0.5},
-        "model.yarn_beta_fast = 0.5: must be above yarn_beta_slow",
+        "model.yarn_beta_fast = 0.5: must not be below yarn_beta_slow",
     ),
 ]
 

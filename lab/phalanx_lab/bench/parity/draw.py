@@ -266,6 +266,7 @@ EDGES: tuple[Config, ...] = (
     {"rope_parameters": {**_YARN_8, "rope_theta": 1e4, "mscale_all_dim": 1.0}},
     {"rope_parameters": {**_YARN_8, "rope_theta": 1e4, "mscale": 0.5}},
     {"rope_parameters": {**_YARN_8, "rope_theta": 1e4, "beta_fast": 1, "beta_slow": 8}},
+    {"rope_parameters": {**_YARN_8, "rope_theta": 1e4, "beta_fast": 1.0, "beta_slow": 1.0}},
     {"rope_parameters": {**_YARN_8, "rope_theta": 1e4, "beta_fast": 0, "beta_slow": None}},
     {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 300.0}}},
     {"rope_theta": 300.0, "rope_parameters": {"rope_type": "default"}},

@@ -106,6 +106,13 @@ class Family:
             if rule.param in whole
         )
 
+    def repeats(self, spec: ModelSpec, links: Iterable[NameLink]) -> dict[str, str]:
+        """Tensors that are not read as they have the numbers of another of `links`, and which: a head that is tied, and what blocks of
+        multi-token prediction repeat."""
+        own = {link.param: link.tensor for link in links}
+        tied = {"lm_head.weight": own["embedding.weight"]} if spec.tied_embeddings else {}
+        return tied | {copy.tensor: own[copy.param] for copy in self.copies_of(spec)}
+
     def is_fused(self, tensors: Iterable[str]) -> bool:
         return any(name.endswith(".experts.gate_up_proj") for name in tensors)
 

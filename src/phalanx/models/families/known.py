@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from phalanx.core.errors import Problem, nearest
 from phalanx.core.extensions import extensions
 from phalanx.models.families.deepseek_v2 import DEEPSEEK_V2
@@ -15,6 +17,8 @@ from phalanx.plan.model import ModelSpec
 
 FAMILIES: tuple[Family, ...] = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3)
 """Phalanx's own."""
+SAME_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Other names of these architectures, which transformers does not know either."""
 
 
 def families() -> tuple[Family, ...]:
@@ -29,6 +33,8 @@ def find_family(model_type: object) -> Family | Problem:
     if found is not None:
         return found
     hint = nearest(str(model_type), [f.model_type for f in families()])
+    if str(model_type) in SAME_AS:
+        hint = f"its tensors are those of {SAME_AS[str(model_type)]!r}: write that in its place"
     rule = "is not an architecture that can be imported"
     return Problem(where="config.json: model_type", value=model_type, rule=rule, hint=hint)
 

@@ -151,7 +151,7 @@ def common(options: Options, *, latent: bool = False) -> dict[str, Any]:
     options.only("attention_dropout", 0, 0.0, None, why="dropout is not supported")
     options.only("is_causal", True, why="attention sees all earlier tokens and no later ones")
     if options.get("quantization_config"):
-        hint = "convert it to bfloat16 first"
+        hint = "convert the weights to bfloat16, and then leave it out"
         options.refuse("quantization_config", "quantised weights cannot be trained on", hint)
     if options.get("per_layer_config"):
         options.refuse("per_layer_config", "layers that differ from each other are not supported", "leave it out")
@@ -278,10 +278,10 @@ def _yarn(options: Options, key: str, rope: Mapping[str, Any], *, theta: float, 
     if (
         factor < 1
         or theta == 1.0
-        or not yarn.beta_fast > yarn.beta_slow > 0
+        or not yarn.beta_fast >= yarn.beta_slow > 0
         or min(yarn.mscale, yarn.mscale_all_dim) < 0
     ):
-        rule = "yarn needs a factor of 1 or more, beta_fast above beta_slow, and a rope_theta other than 1"
+        rule = "yarn needs a factor of 1 or more, beta_fast not below beta_slow, and a rope_theta other than 1"
         options.refuse(key, rule)
         return None
     if (

@@ -616,8 +616,8 @@ def _yarn_rules(yarn: YarnSpec) -> Iterator[_Rule]:
         rule,
         "use the length it was trained with, such as 4096",
     )
-    ok = yarn.beta_fast > yarn.beta_slow > 0
-    rule, near = f"must be above yarn_beta_slow = {yarn.beta_slow:g}", max(32, 2 * yarn.beta_slow)
+    ok = yarn.beta_fast >= yarn.beta_slow > 0
+    rule, near = f"must not be below yarn_beta_slow = {yarn.beta_slow:g}", max(32, 2 * yarn.beta_slow)
     yield ok, "model.yarn_beta_fast", yarn.beta_fast, rule, f"try {near:g}"
 
 

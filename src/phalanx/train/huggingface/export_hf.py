@@ -277,10 +277,13 @@ def _small_files(plan: Export) -> dict[str, bytes]:
     elif not plan.family.says(config, plan.spec):  # an older version read it otherwise, and trained what it read
         second = ("rope_theta", "rope_scaling", "original_max_position_embeddings", *plan.family.aliases)
         config = {k: v for k, v in config.items() if k not in second} | plan.family.config_of(plan.spec)
-    said = ["model"] if "tokenizer.json" in kept else []  # the model's own files say it all
-    if "tokenizer.json" not in kept:
-        kept |= tokenizer_files(plan.run, length=plan.recipe.train.seq_len)
+    own = _is_tokenizer_of(plan.run, kept)
+    said = ["model"] if own else []  # the model's own files say it all
+    if not own:
+        kept = _with_tokenizer_of_run(plan, kept)
         config["eos_token_id"] = plan.run.read_tokenizer().eos_id
+    elif plan.recipe.data.eos_token is not None:
+        kept |= _ending_as_told(plan, kept, config)
     if plan.recipe.data.chat_template not in (None, *said):
         kept.pop("chat_template.jinja", None)
         kept |= _of_conversations(plan, kept)
@@ -288,8 +291,67 @@ def _small_files(plan: Export) -> dict[str, bytes]:
         config.pop("num_mtp_layers", None)
         config["num_nextn_predict_layers"] = plan.spec.mtp_layers  # others were left behind when the model came in
     config.pop("torch_dtype", None)
+    config.pop("auto_map", None)  # names Python files, which stay behind; transformers has these families itself
     config["dtype"] = str(plan.dtype).removeprefix("torch.")
     return {**kept, "config.json": _json(config)}
+
+
+def _is_tokenizer_of(run: RunFolder, kept: Mapping[str, bytes]) -> bool:
+    """Whether the run has the tokenizer that came with the model."""
+    path = run.path / "tokenizer" / "tokenizer.json"
+    return path.is_file() and path.read_bytes() == kept.get("tokenizer.json")
+
+
+def _with_tokenizer_of_run(plan: Export, kept: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files, with the run's own tokenizer in place of what came. The template of conversations stays with the tokens that it names, and how the
+    model generates."""
+    tokens = plan.run.read_tokenizer().control_tokens
+    made = tokenizer_files(plan.run, length=plan.recipe.train.seq_len)
+    tables = {}
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        came = parse_table(kept.get(name, b"{}"), where=str(plan.run.path / KEPT_FOLDER / name))
+        tables[name] = came, parse_table(made[name], where=name)
+    came, config = tables["tokenizer_config.json"]
+    config |= {key: came[key] for key in ("chat_template", "model_max_length") if key in came}
+    named = {key: _content(came.get(key)) for key in ("bos_token", "pad_token", "unk_token")}
+    config |= {key: token for key, token in named.items() if token in tokens}
+    came, generation = tables["generation_config.json"]
+    generation = came | {"eos_token_id": _still_ends(plan, came.get("eos_token_id"), generation["eos_token_id"])}
+    files = {"tokenizer_config.json": _json(config), "generation_config.json": _json(generation)}
+    return {name: content for name, content in kept.items() if not _TOKENIZERS.fullmatch(name)} | made | files
+
+
+_TOKENIZERS = re.compile(r"(tokenizer.*|special_tokens_map|added_tokens|vocab)\.json|(vocab|merges)\.txt|.*\.model")
+"""Files that tokenizers of transformers consist of."""
+
+
+def _content(token: object) -> object:
+    """A token as tokenizer_config.json has it, by itself or in a table."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _still_ends(plan: Export, came: object, eos: int) -> int | list[int]:
+    """The run's own end, and what else ended a text before, where it is a control token of the run's tokenizer."""
+    tokenizer = plan.run.read_tokenizer()
+    tokens = tokenizer.control_tokens
+    control = {tuple(ids.tolist()) for ids in tokenizer.encode_rendered(tokens, [""] * len(tokens))}
+    more = [i for i in _as_list(came) if isinstance(i, int) and (i,) in control and i != eos]
+    return [eos, *more] if more else eos
+
+
+def _ending_as_told(plan: Export, kept: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """How the model generates, with the end that the recipe names among those where it stops."""
+    name, eos = "generation_config.json", plan.run.read_tokenizer().eos_id
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    of_config = {key: config[key] for key in ids if config.get(key) is not None}
+    found = parse_table(kept.get(name, _json(of_config)), where=str(plan.run.path / KEPT_FOLDER / name))
+    known = _as_list(found.get("eos_token_id"))
+    return {} if eos in known else {name: _json(found | {"eos_token_id": [*known, eos]})}
+
+
+def _as_list(ids: object) -> list[Any]:
+    """Ids as the files have them: one, several or none."""
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _of_conversations(plan: Export, files: dict[str, bytes]) -> dict[str, bytes]:
@@ -300,8 +362,7 @@ def _of_conversations(plan: Export, files: dict[str, bytes]) -> dict[str, bytes]
     found = {}
     for name in ("tokenizer_config.json", "generation_config.json"):
         found[name] = parse_table(files.get(name, b"{}"), where=str(plan.run.path / KEPT_FOLDER / name))
-    known = found["generation_config.json"].get("eos_token_id")
-    known = known if isinstance(known, list) else [] if known is None else [known]
+    known = _as_list(found["generation_config.json"].get("eos_token_id"))
     found["generation_config.json"]["eos_token_id"] = [*known, *sorted(stops.difference(known))]
     found["tokenizer_config.json"]["chat_template"] = CHATML_TEMPLATE if template is None else template.source
     return {name: _json(table) for name, table in found.items()}

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phalanx.core.errors import CheckpointError, Problem, nearest, raise_if
-from phalanx.core.reading import MalformedError, load_json
+from phalanx.core.reading import MalformedError, load_json, open_regular
 from phalanx.models.families import Family, NameLink, find_family, in_tensor
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.state import BoxTensor
@@ -31,6 +31,8 @@ MOST_OPEN = 4
 """Shards that are open at once: each is mapped, and its pages count as memory of the process. The experts of a layer lie in one shard or two."""
 SHOWN = 12
 """Problems of one kind that are listed one by one."""
+ROWS = 1024
+"""Rows of two matrices that are compared at once."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,11 @@ def open_checkpoint(path: Path, *, mtp_layers: int = 0) -> HfCheckpoint:
     ignored = tuple(name for name in unknown if family.may_ignore(name, spec))
     problems += _tensor_problems(links, tensors, [n for n in unknown if n not in ignored], complete=not shard_problems)
     raise_if(problems, CheckpointError, subject=subject)
-    return HfCheckpoint(
+    found = HfCheckpoint(
         path=path, config=config, family=family, spec=spec, tensors=tensors, links=links, ignored=ignored
     )
+    raise_if(_unlike(found), CheckpointError, subject=subject)
+    return found
 
 
 def strange_links(folder: Path, *, whole: bool = False) -> list[Problem]:
@@ -153,8 +157,10 @@ def _find_tensors(path: Path) -> tuple[dict[str, DiskTensor], list[Problem]]:
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], list[Problem]]:
-    """tensor -> file; empty where the folder has one file and no index."""
+    """tensor -> file; empty where the folder has all in one file, which counts more than an index, as transformers has it (it leaves old ones behind)."""
     where = path / INDEX_FILE
+    if (path / SINGLE_FILE).is_file():
+        return {}, []
     try:
         weight_map = load_json(where)["weight_map"]
         if not all(isinstance(v, str) and Path(v).name == v for v in weight_map.values()):
@@ -175,8 +181,22 @@ def _read_header(path: Path, name: str) -> tuple[dict[str, DiskTensor], Problem 
         hint = _other_formats(path)
         return {}, Problem(where=str(path / name), value=None, rule="the shard is missing", hint=hint)
     except (OSError, SafetensorError) as error:
-        rule = f"is not a complete safetensors file: {error}"
-        return {}, Problem(where=str(path / name), value=None, rule=rule, hint="download it again")
+        rule, hint = f"is not a complete safetensors file: {error}", "download it again"
+        if _is_pointer(path / name):
+            rule, hint = "is a pointer of Git LFS and not the file itself", "run git lfs pull in the folder"
+        return {}, Problem(where=str(path / name), value=None, rule=rule, hint=hint)
+
+
+def _is_pointer(path: Path) -> bool:
+    """What git leaves of a large file where LFS did not fetch it."""
+    try:
+        with open_regular(path) as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
+
+
+_POINTER = b"version https://git-lfs"
 
 
 def _other_formats(path: Path) -> str:
@@ -196,16 +216,18 @@ def _tensor_problems(
     problems = []
     if complete:
         problems += _several([t for t in wanted if t not in tensors], "is missing", shapes=wanted)
+    mistyped: dict[str, str] = {}
     for name, shape in wanted.items():
         found = tensors.get(name)
         if found is not None and found.shape != shape:
             rule = f"must have the shape {shape}, by config.json"
             problems.append(Problem(where=name, value=found.shape, rule=rule, hint=f"in {found.file}"))
         elif found is not None and found.dtype not in WIDTH:
-            rule = "must be one of " + ", ".join(WIDTH)
-            problems.append(Problem(where=name, value=found.dtype, rule=rule, hint="convert it to bfloat16 first"))
-    hints = {name: nearest(name, [t for t in wanted if t not in tensors]) for name in extra[:SHOWN]} if complete else {}
-    close = {n: h for n, h in hints.items() if h.startswith("did")}
+            mistyped[name] = found.dtype
+    rule, hints = "must be one of " + ", ".join(WIDTH), dict.fromkeys(mistyped, "convert it to bfloat16 first")
+    problems += _several(list(mistyped), rule, values=mistyped, hints=hints)
+    near = {name: nearest(name, [t for t in wanted if t not in tensors]) for name in extra[:SHOWN]} if complete else {}
+    close = {n: h for n, h in near.items() if h.startswith("did")}
     problems += _several(list(extra), "has no place in this model", hints=close)
     return problems[: 4 * SHOWN]
 
@@ -224,6 +246,31 @@ def _several(
     if len(names) > SHOWN:
         told.append(Problem(where="...", value=f"{len(names) - SHOWN} more tensors", rule=rule))
     return told
+
+
+def _unlike(checkpoint: HfCheckpoint) -> list[Problem]:
+    """Tensors that are left on the disk since they repeat another, and do not. Their numbers are compared, some rows at a time."""
+    repeats = checkpoint.family.repeats(checkpoint.spec, checkpoint.links)
+    rule = "must have the numbers of {}, which it repeats by config.json"
+    return [
+        Problem(where=name, value=None, rule=rule.format(other), hint=_HINTS.get(name, "leave model.mtp_layers out"))
+        for name, other in repeats.items()
+        if name in checkpoint.ignored and not _same_numbers(checkpoint, name, other)
+    ]
+
+
+_HINTS = {"lm_head.weight": "transformers does not tie them then: set tie_word_embeddings to false"}
+
+
+def _same_numbers(checkpoint: HfCheckpoint, name: str, other: str) -> bool:
+    places = [checkpoint.tensors[n] for n in (name, other)]
+    if places[0].shape != places[1].shape:
+        return False
+    a, b = (safe_open(str(checkpoint.path / place.file), framework="pt") for place in places)
+    with a, b:
+        parts = (a.get_slice(name), b.get_slice(other))
+        rows = (slice(i, i + ROWS) for i in range(0, places[0].shape[0], ROWS))
+        return all(torch.equal(*(part[some].to(torch.float64) for part in parts)) for some in rows)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def plan_import(checkpoint: HfCheckpoint, overrides: Sequence[str]) -> Import:
     recipe = load_recipe(None, [*words, *overrides], check=lambda r: run_problems(r, world=r.launch.ranks))
     raise_if(_recipe_problems(checkpoint, recipe), ConfigError, subject="the import")
     tokenizer = _read_tokenizer(recipe)
+    raise_if(_vocab_problems(checkpoint, recipe, tokenizer), ConfigError, subject="the import")
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer.vocab_size)
     template = template_of(recipe.data)
     if derived.get("data.tokenizer") is own:  # the run goes on without the folder it came from
@@ -146,6 +147,15 @@ def _recipe_problems(checkpoint: HfCheckpoint, recipe: Recipe) -> list[Problem]:
         hint = "give the run another --run.name, or remove that folder"
         problems.append(Problem(where="run.name", value=recipe.run.name, rule=rule, hint=hint))
     return problems
+
+
+def _vocab_problems(checkpoint: HfCheckpoint, recipe: Recipe, tokenizer: Tokenizer) -> list[Problem]:
+    """Tokens that the embedding has no rows for."""
+    if tokenizer.vocab_size <= checkpoint.spec.vocab:
+        return []
+    rule = f"has ids up to {tokenizer.vocab_size - 1}, but by config.json vocab_size is {checkpoint.spec.vocab}"
+    hint = "give one that fits, or have transformers resize_token_embeddings first"
+    return [Problem(where="data.tokenizer", value=recipe.data.tokenizer, rule=rule, hint=hint)]
 
 
 def _lost_buffers(checkpoint: HfCheckpoint, recipe: Recipe) -> list[str]:
