@@ -633,6 +633,36 @@ def test_who_fails_alone_ends_the_waits_of_the_others_on_their_devices(device: s
     assert ("h.1" in aborts) is aborted
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize(("device", "aborted"), [("cuda", ["h.0", "h.1"]), ("cpu", [])])
+def test_members_that_all_live_leave_a_message_that_failed(
+    device: str, aborted: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As behind a link between hosts that fails: nobody is silent or still, and all wait for each other. The member whose message torch's own thread gives up tells the others."""
+    service = MemoryService()
+    generation = Membership(service.connect()).start(
+        [Member("h.0", "h"), Member("h.1", "h")], above=0, minimum=1, why=""
+    )
+    aborts: list[str] = []
+
+    def member(uid: str) -> tuple[WorkerAgent, Any]:
+        found = WorkerAgent(Member(uid, "h"), cast(Any, service), pipe=-1, settings=AgentSettings(device=device))
+        found.team = cast(Any, SimpleNamespace(generation=generation, aborted=False, aborted_s=0.0, abort=lambda: aborts.append(uid)))  # fmt: skip
+        result: Any = torch.futures.Future()
+        found.progress.handed_over(SimpleNamespace(get_future_result=lambda: result))
+        return found, result
+
+    (first, gives_up), (other, _) = member("h.0"), member("h.1")
+    for one in (first, other):
+        one._glance(service.connect(), 0.0)
+    assert not aborts, "a message that is under way is waited for"
+    gives_up.set_result(1)  # WorkResult.TIMEOUT
+    for one in (first, other):
+        one._glance(service.connect(), 0.0)
+    assert aborts == aborted
+    assert ("h.0 leaves generation 1: a message failed" in capfd.readouterr().err) is bool(aborted)
+
+
 class Clock:
     """Of the worker agent: time passes only here."""
 

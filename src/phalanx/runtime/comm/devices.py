@@ -5,6 +5,8 @@ without an error, with arbitrary results. So in an elastic run:
 
     abort      all communicators of the generation are aborted at once, each by a thread of its own because one waits for another; no collective is posted afterwards
     alone      who fails by itself tells the membership service, for no kernel of the others sees its sockets shut: they abort, too (`WorkerAgent.leave_broken`)
+    late       nor does a kernel end by its time, for torch only notes a communicator's error or a message's limit where it is to end no process: who sees such a note leaves the same way
+               (`MembershipWatcher`), or members that all live would wait for each other for ever, as behind a link that fails
     complete   before a device's results are used, the rank synchronizes and then checks that the generation was not aborted meanwhile
     invalid    arbitrary results may cause any error: after an abort that counts as a lost peer (`runtime/membership/member.py`)
     left       an abort that does not end is left behind with its communicators, whose memory it keeps
