@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 SUCCESS = 0
-"""`WorkResult.SUCCESS` of torch: of a message that has come."""
+"""What torch calls a message that has come (its `WorkResult`)."""
 FADES = 0.98
 """What a pause of a step before counts for: half after 34 steps."""
 State = Literal["moves", "waits", "still"]

@@ -186,7 +186,7 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
 
 
 SAME_NUMBER = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""For fused layers. torch takes GPUs of a host that have one number for one GPU, and where each process sees its own alone all are number 0 (`CUDASymmetricMemory.cu`, `validate_rendezvous_requests`)."""
+"""For fused layers. torch takes GPUs of a host that have one number for one GPU, and where each process sees its own alone all are number 0 (its validate_rendezvous_requests)."""
 
 
 def _sharing_problems(uuid: str, world: int) -> list[Problem]:
