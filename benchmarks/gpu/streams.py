@@ -57,6 +57,7 @@ if ARGS.cpu:
 
 import torch  # noqa: E402
 
+from phalanx.core.errors import RunError  # noqa: E402
 from phalanx.kernels.cpu.lanes import SERIAL  # noqa: E402
 from phalanx.plan.mapping.folding import make_folding  # noqa: E402
 from phalanx.plan.mapping.placement import plain_placement  # noqa: E402
@@ -198,7 +199,7 @@ def fused(layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
         return {"left_out": "needs several ranks on GPUs"}
     try:
         layer.memory.of(layer.dispatcher.ep, layer.x, capacity=ARGS.tokens, slots=ARGS.experts_per_rank)
-    except RuntimeError as err:  # of torch; ours is none
+    except (RuntimeError, RunError) as err:
         return {"left_out": f"no symmetric memory: {str(err).splitlines()[0]}"}
     largest, seconds = 0.0, []
     for _ in range(ARGS.passes):

@@ -300,6 +300,30 @@ def test_buffers_that_find_no_memory_are_an_error_that_says_what_to_lower(monkey
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize(
+    "degrees",
+    [{"ep": 4}, {"tp": 2, "ep": 4}, {"tp": 2, "ep": 2, "etp": 2}, {"cp": 2, "ep": 2, "etp": 2}, {"tp": 4, "etp": 4, "ep": 2}],
+    ids=str,
+)  # fmt: skip
+def test_groups_are_connected_for_the_exchanges_that_a_step_has_and_for_no_others(degrees: dict[str, int]) -> None:
+    """Buffers of an exchange take 384 MiB for each peer on the host. With etp rows travel over ep, not over ep x etp; and a sum of rows is an exchange, so that tp and etp have them."""
+    folding = make_folding(world=8, **degrees)
+    program = Run(folding=folding, num_microbatches=2).program(0)
+    kinds = ("all_to_all_rows", "reduce_scatter_rows")
+    sent = {tuple(folding.group_of(0, op.axis)) for op in program.collectives if op.collective in kinds}
+
+    def connected(rows: str) -> set[tuple[int, ...]]:
+        cache = Asked(0)
+        build_groups(folding, rank=0, cache=cache, table_ranks=(0,), in_order=True, rows=rows)
+        uses = {ranks: {use for purpose, *of in asked for use in of if purpose == "passes"} for ranks, asked in cache.asked.items()}  # fmt: skip
+        return {ranks for ranks, of in uses.items() if "exchange" in of}
+
+    assert connected("ep") == {ranks for ranks in sent if len(ranks) > 1}
+    both = {tuple(folding.group_of(0, name)) for name in ("tp", "ep_etp")}
+    assert connected("ep_etp") == {ranks for ranks in both if len(ranks) > 1}
+
+
+@pytest.mark.unit
 @pytest.mark.usefixtures("nccl")
 def test_the_first_calls_send_what_their_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one stream, of the priority that NCCL does not take its own from: each call's own would leave a group of a large mapping the stream of another, for torch has 32."""
@@ -631,6 +655,36 @@ def test_who_fails_alone_ends_the_waits_of_the_others_on_their_devices(device: s
     for _ in range(2):
         waits._glance(service.connect(), 0.0)
     assert ("h.1" in aborts) is aborted
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("device", "aborted"), [("cuda", ["h.0", "h.1"]), ("cpu", [])])
+def test_members_that_all_live_leave_a_message_that_failed(
+    device: str, aborted: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As behind a link between hosts that fails: nobody is silent or still, and all wait for each other. The member whose message torch's own thread gives up tells the others."""
+    service = MemoryService()
+    generation = Membership(service.connect()).start(
+        [Member("h.0", "h"), Member("h.1", "h")], above=0, minimum=1, why=""
+    )
+    aborts: list[str] = []
+
+    def member(uid: str) -> tuple[WorkerAgent, Any]:
+        found = WorkerAgent(Member(uid, "h"), cast(Any, service), pipe=-1, settings=AgentSettings(device=device))
+        found.team = cast(Any, SimpleNamespace(generation=generation, aborted=False, aborted_s=0.0, abort=lambda: aborts.append(uid)))  # fmt: skip
+        result: Any = torch.futures.Future()
+        found.progress.handed_over(SimpleNamespace(get_future_result=lambda: result))
+        return found, result
+
+    (first, gives_up), (other, _) = member("h.0"), member("h.1")
+    for one in (first, other):
+        one._glance(service.connect(), 0.0)
+    assert not aborts, "a message that is under way is waited for"
+    gives_up.set_result(1)  # WorkResult.TIMEOUT
+    for one in (first, other):
+        one._glance(service.connect(), 0.0)
+    assert aborts == aborted
+    assert ("h.0 leaves generation 1: a message failed" in capfd.readouterr().err) is bool(aborted)
 
 
 class Clock:

@@ -350,6 +350,24 @@ def test_a_small_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.
     assert [p.name for p in tmp_path.iterdir()] == ["pin"] and (tmp_path / "pin").read_text() == "1"
 
 
+def test_two_processes_with_one_number_write_the_same_small_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in two containers, over a folder that they share."""
+    write, begun = Path.write_bytes, list[Path]()
+
+    def beside(path: Path, content: bytes) -> int:
+        done = write(path, content)
+        if not begun:  # the other one is there in the middle of it
+            begun.append(path)
+            write_atomically(tmp_path / "pin", content)
+        return done
+
+    monkeypatch.setattr(Path, "write_bytes", beside)
+    write_atomically(tmp_path / "pin", b"1")
+    assert [p.name for p in tmp_path.iterdir()] == ["pin"] and (tmp_path / "pin").read_text() == "1"
+
+
 @pytest.mark.parametrize("words", [("settings",), ("train", "--dry-run", "--model.preset", "tiny")])
 def test_a_reader_that_has_seen_enough_is_no_failure(words: tuple[str, ...]) -> None:
     """As `| head -1` is: under `set -o pipefail` it would be the script's."""

@@ -338,6 +338,19 @@ def test_symmetric_memory_needs_a_gpu_and_the_ranks_of_the_plan() -> None:
         symmetric_arena(spec, "group", torch.device("cpu"), symm_mem=fake)
 
 
+@pytest.mark.parametrize(("error", "told"), [(RuntimeError("CUDA driver error: peer access is not supported\nframe #0"), RunError), (torch.OutOfMemoryError("full"), torch.OutOfMemoryError)])  # fmt: skip
+def test_devices_that_share_no_memory_are_told_with_a_way_out(error: RuntimeError, told: type[Exception]) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    fake = SimpleNamespace(empty=lambda *_, **__: torch.empty(0), rendezvous=refuse)
+    spec = ArenaSpec(ranks=2, capacity=4, columns=8, dtype=torch.float32)
+    with pytest.raises(told) as raised:
+        symmetric_arena(spec, "group", torch.device("cpu"), symm_mem=fake)
+    if told is RunError:
+        assert "peer access is not supported; use dispatch.overlap" in str(raised.value)
+
+
 def test_regions_do_not_overlap() -> None:
     spec = ArenaSpec(ranks=3, capacity=5, columns=7, dtype=torch.bfloat16, parts=2, blocks=3)
     arena: SymmetricMemory = virtual_arenas(spec)[1]

@@ -243,6 +243,20 @@ def test_a_device_waits_as_long_as_its_last_message_is_under_way() -> None:
     assert mine.look() == "still"
 
 
+@pytest.mark.parametrize(("result", "failed"), [(0, False), (1, True), (2, True), (None, False)])
+def test_what_torch_notes_of_a_message_that_ends_badly_is_seen(result: int | None, failed: bool) -> None:
+    """Its limit is over (`WorkResult.TIMEOUT`), or its communicator has an error (`COMM_ERROR`)."""
+    future: torch.futures.Future[int] = torch.futures.Future()
+    mine = RankProgress()
+    assert not mine.message_failed
+    mine.handed_over(SimpleNamespace(get_future_result=lambda: future))
+    if result is not None:
+        future.set_result(result)
+    assert mine.message_failed is failed
+    mine.forget()
+    assert not mine.message_failed
+
+
 def test_pauses_of_committed_steps_are_kept_and_fade() -> None:
     mine = RankProgress()
     mine.at("forward", quick=True)

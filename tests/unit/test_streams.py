@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import random
 import threading
+import time
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -389,6 +390,23 @@ def test_a_communicator_is_connected_on_the_device_of_its_rank(monkeypatch):
     FakeCuda(monkeypatch)
     devices.connect(object(), ("sum",), escape=AbortableCall(lambda: False))
     assert said == ["set 3", "call on 3"]
+
+
+@pytest.mark.parametrize(("rank", "is_told"), [(0, True), (1, False)])
+def test_a_communicator_that_is_long_in_creation_says_so_once(monkeypatch, capfd, rank, is_told):
+    """As where ranks of several machines are given interfaces that do not reach each other: NCCL waits without limit, and says nothing."""
+    monkeypatch.setattr(devices, "nccl_backends", lambda groups: [object()])
+    monkeypatch.setattr(devices, "CONNECT_S", 0.05)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(devices, "_first_call", lambda group, device, use: time.sleep(0.3 if use == "sum" else 0))
+    monkeypatch.setattr(devices.dist, "get_process_group_ranks", lambda group: [4, 12])
+    FakeCuda(monkeypatch)
+    group = SimpleNamespace(rank=lambda: rank)
+    devices.connect(group, ("gather",))
+    assert not capfd.readouterr().err
+    devices.connect(group, ("sum",))
+    assert ("NCCL has been connecting ranks 4, 12 for 0.05 s" in capfd.readouterr().err) is is_told
 
 
 def test_multiprocessors_are_left_free_inside():

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -129,7 +130,7 @@ def ensure_folder(
 def write_atomically(path: Path, content: bytes) -> None:
     """A small file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # two containers may have one process number
     try:
         temporary.write_bytes(content)
         temporary.replace(path)

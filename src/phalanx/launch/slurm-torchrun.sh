@@ -8,6 +8,8 @@
 #
 #   a rank or a node dies         the step ends; the job is queued again (RESTARTS times at most) and resumes from its newest sound checkpoint
 #   preemption, scancel, requeue  SIGTERM reaches every rank: the step under way is finished and saved
+#
+# With GPUs a node's memory also holds the copies from which checkpoints are written, as large as the state of its ranks: --mem=0 asks for all that a node has, where a job gets less by itself.
 
 #SBATCH --job-name=phalanx
 #SBATCH --nodes=2
@@ -17,6 +19,7 @@
 ##SBATCH --partition=NAME
 ##SBATCH --account=NAME
 ##SBATCH --time=24:00:00
+##SBATCH --mem=0
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
@@ -32,6 +35,9 @@ if [ $# -gt 0 ]; then
     RECIPE=$1
     shift
 fi
+
+# InfiniBand locks memory, and the limit may come from the node that the job was submitted on. Without it NCCL fails, or uses TCP and says so with NCCL_DEBUG=INFO alone (NET/Socket in the place of NET/IB).
+[ "$DEVICE" = cpu ] || ulimit -l unlimited 2> /dev/null || echo "locked memory is limited to $(ulimit -l) KiB, which InfiniBand may not do with" >&2
 
 address_of() { # of a node: its name where that resolves, else what SLURM calls it by
     if getent hosts "$1" > /dev/null; then echo "$1"; else scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'; fi

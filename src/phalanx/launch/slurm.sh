@@ -11,6 +11,8 @@
 #   preemption, scancel, requeue  SIGTERM reaches every process of the job: ranks hand over what only they hold, the last ones save, and the service ends after them
 #   exit code 75                  fewer ranks than RANKS_MINIMUM were left for too long; what they held is saved, and the job is queued again
 #   the first node dies           it has this script: SLURM ends the job and queues it again, and the run resumes from its newest sound checkpoint
+#
+# With GPUs a node's memory also holds the copies from which checkpoints are written, as large as the state of its ranks: --mem=0 asks for all that a node has, where a job gets less by itself.
 
 #SBATCH --job-name=phalanx
 #SBATCH --nodes=2
@@ -20,6 +22,7 @@
 ##SBATCH --partition=NAME
 ##SBATCH --account=NAME
 ##SBATCH --time=24:00:00
+##SBATCH --mem=0
 #SBATCH --no-kill
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -40,6 +43,9 @@ if [ $# -gt 0 ]; then
     shift
 fi
 export PHALANX_CREDENTIALS="${PHALANX_CREDENTIALS:-$HOME/.phalanx-credentials.pem}"
+
+# InfiniBand locks memory, and the limit may come from the node that the job was submitted on. Without it NCCL fails, or uses TCP and says so with NCCL_DEBUG=INFO alone (NET/Socket in the place of NET/IB).
+[ "$DEVICE" = cpu ] || ulimit -l unlimited 2> /dev/null || echo "locked memory is limited to $(ulimit -l) KiB, which InfiniBand may not do with" >&2
 
 address_of() { # of a node: its name where that resolves, else what SLURM calls it by
     if getent hosts "$1" > /dev/null; then echo "$1"; else scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'; fi

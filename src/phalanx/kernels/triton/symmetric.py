@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from phalanx.core.errors import PlanError, Problem, RunError, raise_if
+from phalanx.core.errors import PlanError, Problem, RunError, first_line, raise_if
 from phalanx.kernels.triton.tiles import new_status
 from phalanx.plan.moe.overlap.fused import part_places
 
@@ -152,14 +152,22 @@ def _cut(spec: ArenaSpec, rank: int, whole: torch.Tensor) -> RankMemory:
 def symmetric_arena(spec: ArenaSpec, group: Any, device: torch.device, *, symm_mem: Any = None) -> SymmetricMemory:
     """This rank's arena in a process group whose devices reach each other's memory. Collective.
 
-    `symm_mem` stands in for `torch.distributed._symmetric_memory` (tests). Raises `RunError` on a device that torch cannot share.
+    `symm_mem` stands in for `torch.distributed._symmetric_memory` (tests). Raises `RunError` on devices that torch cannot share.
     """
     if symm_mem is None:
         if device.type != "cuda":
             raise RunError(f"symmetric memory needs CUDA devices, not {device.type}; ranks of one process need none")
         import torch.distributed._symmetric_memory as symm_mem
-    own = symm_mem.empty(spec.num_bytes, dtype=torch.uint8, device=device)
-    handle = symm_mem.rendezvous(own, group)
+    try:
+        own = symm_mem.empty(spec.num_bytes, dtype=torch.uint8, device=device)
+        handle = symm_mem.rendezvous(own, group)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as err:
+        text = (
+            "the GPUs of this group do not share memory, as fused kernels need it (NVLink, or peers on one PCIe switch)"
+        )
+        raise RunError(f'{text}: {first_line(err)}; use dispatch.overlap = "serial" or "fine"') from err
     if handle.world_size != spec.ranks:
         raise RunError(f"the group has {handle.world_size} ranks, the plan {spec.ranks}")
     whole = [

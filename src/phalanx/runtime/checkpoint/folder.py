@@ -19,6 +19,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -118,7 +119,7 @@ def flush_folder(path: Path) -> None:
 
 def write_flushed(path: Path, text: str) -> None:
     """Replace `path` by `text` in one step, on the disk when this returns."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # processes of two hosts may have one number
     try:
         with temporary.open("w") as file:
             file.write(text)

@@ -5,6 +5,8 @@ without an error, with arbitrary results. So in an elastic run:
 
     abort      all communicators of the generation are aborted at once, each by a thread of its own because one waits for another; no collective is posted afterwards
     alone      who fails by itself tells the membership service, for no kernel of the others sees its sockets shut: they abort, too (`WorkerAgent.leave_broken`)
+    late       nor does a kernel end by its time, for torch only notes a communicator's error or a message's limit where it is to end no process: who sees such a note leaves the same way
+               (`MembershipWatcher`), or members that all live would wait for each other for ever, as behind a link that fails
     complete   before a device's results are used, the rank synchronizes and then checks that the generation was not aborted meanwhile
     invalid    arbitrary results may cause any error: after an abort that counts as a lost peer (`runtime/membership/member.py`)
     left       an abort that does not end is left behind with its communicators, whose memory it keeps
@@ -30,9 +32,10 @@ Must never change: no member votes for a step, and none compares state, before `
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -47,6 +50,8 @@ Use = Literal["sum", "gather", "exchange"]
 """Messages for which NCCL allocates buffers of their own, at the first of each kind (`simulate/step/nccl.py`)."""
 ABORT_S = 5.0
 """An abort that takes longer is left behind."""
+CONNECT_S = 60.0
+"""Seconds after which a communicator that is being created says so: neither NCCL nor torch limits it, and neither says anything."""
 _left: list[dist.ProcessGroup] = []
 """Groups that nothing may destroy, because that would wait for their abort, or for their creation."""
 
@@ -96,7 +101,27 @@ def connect(group: dist.ProcessGroup, uses: Sequence[Use], escape: AbortableCall
             for backend in nccl_backends([group]):
                 threading.Thread(target=_abort, args=(backend,), name="abort", daemon=True).start()
 
-    run_abortable(escape, first)
+    with _told_where_it_is_slow(group):
+        run_abortable(escape, first)
+
+
+@contextlib.contextmanager
+def _told_where_it_is_slow(group: dist.ProcessGroup) -> Iterator[None]:
+    """The first rank of a group says which ranks it waits for, and what to look at."""
+    timer = threading.Timer(CONNECT_S, _tell_slow, args=(group,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _tell_slow(group: dist.ProcessGroup) -> None:
+    if group.rank() == 0:
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        text = f"NCCL has been connecting ranks {ranks} for {CONNECT_S:g} s: some have not come yet, or do not reach each other. NCCL_DEBUG=INFO shows by which network interfaces, NCCL_SOCKET_IFNAME chooses them"
+        os.write(2, f"{text}\n".encode())
 
 
 class DeviceThread:

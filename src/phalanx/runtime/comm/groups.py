@@ -8,7 +8,7 @@ A group of one rank is `None` and needs no communication, so that a single rank 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
@@ -149,13 +149,17 @@ class Groups:
         return self.axes[name] if self.step is None else self.step.get(name, self.axes[name])
 
 
-def uses_of(name: str) -> tuple[Use, ...]:
-    """What is sent over an axis. Left to the first step: stages' messages, with peers that the schedule says, and those of context parallelism, which the first layer sends."""
+def uses_of(name: str, *, exchanged: Collection[str] = ()) -> tuple[Use, ...]:
+    """What is sent over an axis, `exchanged` those by an all-to-all. Left to the first step: stages' messages, with peers that the schedule says, and those of context parallelism, which the first layer sends."""
     if name in SILENT:
         return ()
-    if name == "ep_etp":
-        return ("sum", "gather", "exchange")
-    return ("sum",) if name in SUMMED_GROUPS else ("sum", "gather")
+    uses: tuple[Use, ...] = ("sum",) if name in SUMMED_GROUPS else ("sum", "gather")
+    return (*uses, "exchange") if name in exchanged else uses
+
+
+def exchanged_axes(rows: str) -> tuple[str, ...]:
+    """Axes of passes with an all-to-all, where rows of MoE layers take one over `rows`. Sums of rows are exchanges of their parts, too (`Collectives.reduce_scatter_rows`)."""
+    return ("tp", "etp", "ep") if rows == "ep" else ("tp", rows)
 
 
 def build_groups(
@@ -166,20 +170,22 @@ def build_groups(
     table_ranks: Sequence[int] | None = None,
     message_ctas: int = 0,
     in_order: bool = False,
+    rows: str = "ep",
 ) -> Groups:
     """Create (or find) every group of `folding`. Collective: all ranks call it with the same folding in the same order.
 
     `table_ranks` are the pipeline ranks that hold a tied embedding (`StagePlan.table_ranks`; None: the first and the last one).
     `message_ctas`: most thread blocks of NCCL's kernels over `ep_etp`, whose messages travel beside products (`GroupCache.get`).
     `in_order`: messages match by their order, as NCCL's do, so what a step does outside of passes gets groups of its own (`Folding.step_groups`).
+    `rows`: axis over which rows of MoE layers are exchanged, "ep" or, tile by tile and as gathered tokens, "ep_etp"; empty: a library carries them.
     """
     axes: dict[str, Axis] = {}
-    of_step = folding.step_groups(table_ranks) if in_order else {}
+    of_step, exchanged = folding.step_groups(table_ranks) if in_order else {}, exchanged_axes(rows)
     for name in folding.group_names:
         given = name == "embedding" and table_ranks is not None
         for ranks in folding.embedding_groups(table_ranks or ()) if given else folding.groups(name):
             apart = name not in PASS_GROUPS and ranks in of_step.get(name, ())  # it has another group for all it sends
-            uses = () if apart else uses_of(name)
+            uses = () if apart else uses_of(name, exchanged=exchanged)
             group = cache.get(ranks, message_ctas=message_ctas if name == "ep_etp" else 0, uses=uses)
             if rank in ranks:
                 axes[name] = Axis(name, ranks, ranks.index(rank), group)

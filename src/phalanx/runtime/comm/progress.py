@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+SUCCESS = 0
+"""What torch calls a message that has come (its `WorkResult`)."""
 FADES = 0.98
 """What a pause of a step before counts for: half after 34 steps."""
 State = Literal["moves", "waits", "still"]
@@ -112,6 +114,17 @@ class RankProgress:
             return self.place
         code = frame.f_code
         return f"{self.place}, {Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+
+    @property
+    def message_failed(self) -> bool:
+        """Whether torch's own thread has noted of the last message that was handed over that its communicator has an error, or that it is under way for longer than its group allows. In an elastic run
+        it does no more than that (`LEFT_TO_RUN`): the device waits for the message for ever."""
+        message = self._message
+        try:
+            result = None if message is None else message.get_future_result()
+            return result is not None and bool(result.done() and result.value() != SUCCESS)
+        except RuntimeError:  # it has none
+            return False
 
     def _message_waits(self) -> bool:
         """As torch's own thread has noted it. `is_completed` asks the driver and takes the communicator's lock, with Python's lock in its hands (torch 2.13): where either is held by a call that only

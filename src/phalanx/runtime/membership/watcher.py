@@ -265,13 +265,19 @@ class MembershipWatcher:
             os._exit(1)
 
     def _abort_if_left(self, keys: Keys) -> None:
-        """A member that goes shuts its sockets, and wakes no kernel that waits for it; where nobody is lost the newer generation ends nothing either."""
+        """A member that goes shuts its sockets, and wakes no kernel that waits for it; where nobody is lost the newer generation ends nothing either. Nor does anything on a device end by its time:
+        a link that fails, or a message that is not met, would hold members that all live for ever, each waiting for the others."""
         with self._news:
             team = self.team
         if self.settings.device == "cpu" or team is None or team.aborted:
             return
-        if keys.get(broken_key(team.generation)) is not None:
-            team.abort()
+        if self.progress.message_failed:
+            os.write(2, f"{self.uid} leaves generation {team.generation.number}: a message failed, or took longer than launch.timeout_s\n".encode())  # fmt: skip
+            with contextlib.suppress(ServiceLost):  # this is told by the next call
+                keys.put(broken_key(team.generation), self.uid)
+        elif keys.get(broken_key(team.generation)) is None:
+            return
+        team.abort()
 
     def _delete_written(self, keys: Keys) -> None:
         with self._news:

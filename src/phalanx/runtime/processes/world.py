@@ -52,6 +52,8 @@ class WorldInfo:
     several machines, meet at `master_addr`."""
     agent_listens: bool = False
     """torchrun's agent listens at `master_addr` already, for the ranks of all machines."""
+    start: int = 0
+    """How often torchrun has started them again."""
     gpu_bound: bool = False
     """The launcher lets each process see one GPU of its own alone (SLURM's `--gpus-per-task=1`), which is device 0 of each."""
 
@@ -85,6 +87,7 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
 
     rank, world, port = number("RANK"), number("WORLD_SIZE"), number("MASTER_PORT", 29500)
     local_rank, local_world = number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world)
+    start = number("TORCHELASTIC_RESTART_COUNT", 0)
     if not problems and not rank < world:
         problems.append(Problem(where="RANK", value=rank, rule=f"must lie between 0 and WORLD_SIZE - 1 = {world - 1}"))
     if not problems and not local_rank < local_world <= world:
@@ -101,6 +104,7 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
         agent_listens=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        start=start,
         gpu_bound="," not in env.get("CUDA_VISIBLE_DEVICES", ","),
     )
 
@@ -160,6 +164,10 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
             at, listens = (info.master_addr, info.master_port), info.rank == 0 and not info.agent_listens
             listener = _listen(*at) if listens else None
             store = dist.TCPStore(*at, info.world, listens, timeout=timeout, master_listen_fd=listener)
+            if (
+                info.agent_listens
+            ):  # it outlives ranks, and so do the addresses of those of an earlier start (`--max-restarts`)
+                store = dist.PrefixStore(f"start-{info.start}", store)
         dist.init_process_group(
             "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=store,
@@ -170,9 +178,15 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
         if target.type == "cuda":
             uuid = str(torch.cuda.get_device_properties(target).uuid)
             raise_if(_sharing_problems(uuid, info.world), ConfigError, subject="launch environment")
+            if info.gpu_bound:
+                os.environ.setdefault(SAME_NUMBER, "1")
     except (RuntimeError, ValueError) as err:
         raise RunError(_meeting_failed(info, where, str(err), timeout_s)) from err
     return target
+
+
+SAME_NUMBER = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""For fused layers. torch takes GPUs of a host that have one number for one GPU, and where each process sees its own alone all are number 0 (its validate_rendezvous_requests)."""
 
 
 def _sharing_problems(uuid: str, world: int) -> list[Problem]:

@@ -78,6 +78,7 @@ from phalanx.train.setup import (
     own_lanes,
     rated_flops_per_s,
     resolve_pipeline,
+    rows_axis,
 )
 from phalanx.train.step import StepResult
 
@@ -562,6 +563,7 @@ def _groups_of_others(recipe: Recipe, spec: ModelSpec, plan: GenerationPlan, tea
         table_ranks=pipeline.stages.table_ranks,
         message_ctas=message_ctas(recipe),
         in_order=recipe.launch.device == "cuda",
+        rows=rows_axis(recipe),
     )
     if pipeline.pair_passes:
         with_second_groups(groups, cache=team.groups)

@@ -220,6 +220,14 @@ def message_ctas(recipe: Recipe) -> int:
     return 0 if recipe.dispatch.overlap == "fused" else recipe.dispatch.left_free or 0
 
 
+def rows_axis(recipe: Recipe) -> str:
+    """The axis over which rows of MoE layers are exchanged (`build_groups`)."""
+    if recipe.dispatch.transport == "deepep":
+        return ""
+    by_tile = recipe.dispatch.overlap.partition(":")[0] not in ("serial", "coarse", "fused")
+    return "ep_etp" if by_tile or recipe.dispatch.transport == "all_gather" else "ep"
+
+
 def make_context(
     rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, placement: AnyPlacement | None = None
 ) -> ModelContext:
@@ -234,6 +242,7 @@ def make_context(
         table_ranks=pipeline.stages.table_ranks,
         message_ctas=left_free,
         in_order=rank.device.type != "cpu",
+        rows=rows_axis(recipe),
     )
     if pipeline.pair_passes:
         groups = with_second_groups(groups, cache=rank.cache)
