@@ -24,6 +24,7 @@ from phalanx.plan import choose_recovery, resolve_shape
 from phalanx.plan.layout import ExpertState, flat_layouts, local_param, stage_params
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, plain_placement
 from phalanx.plan.model import ModelSpec, flops_per_token
+from phalanx.plan.moe import dispatch_spec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import ReplicaSettings, StageReplicas, replicas_of, stage_replicas
 from phalanx.plan.recovery import optimizer_bytes
@@ -120,7 +121,10 @@ def _nccl_bytes(recipe: Recipe, machine: Machine, *, rank: int, world: int) -> i
         return 0
     _, folding = _shape(recipe, world=world)
     ulysses, whole = recipe.folding.cp_method == "ulysses", recipe.optim.zero == 0
-    return nccl_bytes(folding, ranks_per_host=machine.local_ranks, rank=rank, ulysses=ulysses, sums_whole=whole)
+    rows = dispatch_spec(recipe.dispatch).rows_over
+    return nccl_bytes(
+        folding, ranks_per_host=machine.local_ranks, rank=rank, ulysses=ulysses, sums_whole=whole, rows=rows
+    )
 
 
 def predicted_lines(recipe: Recipe, spec: ModelSpec, cluster: GpuCluster) -> list[str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         SUMMED_GROUPS as SUMMED_GROUPS,
         Folding as Folding,
         GradientRule as GradientRule,
+        exchanged_groups as exchanged_groups,
         fit_problems as fit_problems,
         folding_problems as folding_problems,
         legal_foldings as legal_foldings,

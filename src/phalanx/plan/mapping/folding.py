@@ -60,6 +60,12 @@ SUMMED_GROUPS = ("world", "tp_dp_cp", "ep", "pp")
 """Groups over which few bytes are summed, and nothing is gathered or reduced to shards."""
 
 
+def exchanged_groups(rows: str) -> tuple[str, ...]:
+    """Groups of `PASS_GROUPS` of which every rank sends to every other one, where the rows of MoE layers are exchanged over `rows` (`DispatchSpec.rows_over`). Sums of rows are exchanges of
+    their parts too (`Collectives.reduce_scatter_rows`)."""
+    return ("tp", "etp", "ep") if rows == "ep" else ("tp", rows)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GradientRule:
     """How the gradient of a family of parameters becomes the gradient of the logical parameter.

@@ -53,6 +53,14 @@ class DispatchSpec:
         """No size depends on the routing: nothing to exchange beforehand, no host synchronisation."""
         return self.policy == "drop" and self.pad_to_capacity
 
+    @property
+    def rows_over(self) -> str:
+        """Group over which rows are exchanged: "ep" or, tile by tile and as gathered tokens, "ep_etp"; empty: a library carries them."""
+        if self.transport == "deepep":
+            return ""
+        by_tile = self.overlap.partition(":")[0] not in ("serial", "coarse", "fused")
+        return "ep_etp" if by_tile or self.transport == "all_gather" else "ep"
+
 
 def dispatch_spec(config: DispatchConfig) -> DispatchSpec:
     """A recipe's dispatch with its defaults filled in. What says nothing of where rows go (`left_free`, how a device is divided) is no part of it."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from phalanx.core.errors import RunError
-from phalanx.plan.mapping import PASS_GROUPS, SUMMED_GROUPS, AnyFolding
+from phalanx.plan.mapping import PASS_GROUPS, SUMMED_GROUPS, AnyFolding, exchanged_groups
 from phalanx.runtime.comm.devices import Use, connect
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -139,6 +139,8 @@ class Groups:
     """Where passes run beside one another."""
     step: Mapping[str, Axis] | None = None
     """Where messages match by their order: axes with groups of their own, those of which passes use the ranks too. None: by tag, as in gloo."""
+    exchanged: tuple[str, ...] = ()
+    """Axes of passes of which every rank sends to every other one."""
 
     def axis(self, name: str) -> Axis:
         """`micro` are the ranks that share a micro-batch: those of `tp_cp`, and more where a stage divides its sequences among dp."""
@@ -150,16 +152,11 @@ class Groups:
 
 
 def uses_of(name: str, *, exchanged: Collection[str] = ()) -> tuple[Use, ...]:
-    """What is sent over an axis, `exchanged` those by an all-to-all. Left to the first step: stages' messages, with peers that the schedule says, and those of context parallelism, which the first layer sends."""
+    """What is sent over an axis; over those that are `exchanged` an all-to-all, too. Left to the first step: stages' messages, with peers that the schedule says, and those of context parallelism, which the first layer sends."""
     if name in SILENT:
         return ()
     uses: tuple[Use, ...] = ("sum",) if name in SUMMED_GROUPS else ("sum", "gather")
     return (*uses, "exchange") if name in exchanged else uses
-
-
-def exchanged_axes(rows: str) -> tuple[str, ...]:
-    """Axes of passes with an all-to-all, where rows of MoE layers take one over `rows`. Sums of rows are exchanges of their parts, too (`Collectives.reduce_scatter_rows`)."""
-    return ("tp", "etp", "ep") if rows == "ep" else ("tp", rows)
 
 
 def build_groups(
@@ -177,10 +174,10 @@ def build_groups(
     `table_ranks` are the pipeline ranks that hold a tied embedding (`StagePlan.table_ranks`; None: the first and the last one).
     `message_ctas`: most thread blocks of NCCL's kernels over `ep_etp`, whose messages travel beside products (`GroupCache.get`).
     `in_order`: messages match by their order, as NCCL's do, so what a step does outside of passes gets groups of its own (`Folding.step_groups`).
-    `rows`: axis over which rows of MoE layers are exchanged, "ep" or, tile by tile and as gathered tokens, "ep_etp"; empty: a library carries them.
+    `rows`: group over which rows of MoE layers are exchanged, as in `DispatchSpec.rows_over`.
     """
     axes: dict[str, Axis] = {}
-    of_step, exchanged = folding.step_groups(table_ranks) if in_order else {}, exchanged_axes(rows)
+    of_step, exchanged = folding.step_groups(table_ranks) if in_order else {}, exchanged_groups(rows)
     for name in folding.group_names:
         given = name == "embedding" and table_ranks is not None
         for ranks in folding.embedding_groups(table_ranks or ()) if given else folding.groups(name):
@@ -189,7 +186,7 @@ def build_groups(
             group = cache.get(ranks, message_ctas=message_ctas if name == "ep_etp" else 0, uses=uses)
             if rank in ranks:
                 axes[name] = Axis(name, ranks, ranks.index(rank), group)
-    groups = Groups(folding=folding, rank=rank, axes=MappingProxyType(axes))
+    groups = Groups(folding=folding, rank=rank, axes=MappingProxyType(axes), exchanged=exchanged)
     if not in_order:
         return groups
     step: dict[str, Axis] = {}
@@ -207,7 +204,7 @@ def with_second_groups(groups: Groups, *, cache: GroupCache) -> Groups:
     for name in groups.folding.group_names:
         if name in PASS_GROUPS and name != "pp":
             for ranks in groups.folding.groups(name):
-                group = cache.get(ranks, purpose="second", uses=uses_of(name))
+                group = cache.get(ranks, purpose="second", uses=uses_of(name, exchanged=groups.exchanged))
                 if group is not None and groups.rank in ranks:
                     found[ranks] = group
     return replace(groups, second=SecondGroups(MappingProxyType(found)))

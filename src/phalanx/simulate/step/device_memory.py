@@ -74,6 +74,7 @@ def reserved_bytes(mapping: Mapping, hardware: Hardware | None = None) -> float:
         ulysses=mapping.cp_method == "ulysses",
         sums_whole=mapping.sharding == "none",
         by_purpose=mapping.by_purpose,
+        rows="ep_etp" if mapping.overlap.ep in ("tiles", "fine", "auto") else "ep",
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from phalanx.plan.mapping import PASS_GROUPS, STEP_GROUPS, SUMMED_GROUPS, AnyFolding, Folding, RankSet
+from phalanx.plan.mapping import PASS_GROUPS, STEP_GROUPS, SUMMED_GROUPS, AnyFolding, Folding, RankSet, exchanged_groups
 
 Ranks = RankSet | tuple[int, ...]
 MIB = 2**20
@@ -41,14 +41,17 @@ def nccl_bytes(
     ulysses: bool = False,
     sums_whole: bool = False,
     by_purpose: bool = True,
+    rows: str = "ep",
 ) -> int:
     """What the communicators of `rank` take once each has been used. `ulysses`: context parallelism exchanges with all ranks of cp, not with neighbours. `sums_whole`: gradients are summed whole (ZeRO-0).
-    `by_purpose`: as in `communicators`."""
+    `by_purpose`: as in `communicators`. `rows`: group over which rows of MoE layers are exchanged, as in `build_groups`."""
     first, total = rank - rank % ranks_per_host, 0
-    for ranks, names in communicators(folding, rank, by_purpose=by_purpose):
+    for ranks, names, exchanged in _used(folding, rank, by_purpose=by_purpose, rows=rows):
         near = sum(other in ranks for other in range(first, first + ranks_per_host))
         multicast = sums_whole and bool(names & {"dp_cp", "edp"})
-        peers, rings = _peers(folding, names, len(ranks), ulysses=ulysses), bool(names.difference(SUMMED_GROUPS))
+        peers, rings = len(ranks) - 1, bool(names.difference(SUMMED_GROUPS))
+        if not exchanged:
+            peers = _peers(folding, names, len(ranks), ulysses=ulysses)
         total += _communicator_bytes(len(ranks), near, peers=peers, rings=rings, multicast=multicast)
     return total
 
@@ -58,19 +61,31 @@ def communicators(
 ) -> tuple[tuple[Ranks, frozenset[str]], ...]:
     """(ranks, axes) of each communicator of a rank, as `runtime.comm.build_groups` makes them: one for passes and one for the rest of a step where both have the same ranks; not `by_purpose`: one
     for the same ranks, as other frameworks have."""
+    return tuple((ranks, names) for ranks, names, _ in _used(folding, rank, by_purpose=by_purpose, rows="ep"))
+
+
+def _used(folding: AnyFolding, rank: int, *, by_purpose: bool, rows: str) -> list[tuple[Ranks, frozenset[str], bool]]:
+    """And whether all ranks exchange with each other: rows of layers and, with us, parts of sums of rows (`plan.mapping.exchanged_groups`)."""
     axes: dict[Ranks, set[str]] = {}
     group_of = folding.rank_set if isinstance(folding, Folding) else folding.group_of
     for name in folding.group_names:
         if name in (*PASS_GROUPS, *STEP_GROUPS) and name != "embedding":
             axes.setdefault(group_of(rank, name), set()).add(name)
-    purposes = (PASS_GROUPS, STEP_GROUPS) if by_purpose else ((*PASS_GROUPS, *STEP_GROUPS),)
-    parts = ((ranks, names.intersection(of)) for ranks, names in axes.items() for of in purposes)
-    return tuple((ranks, frozenset(names)) for ranks, names in parts if names and len(ranks) > 1)
+    purposes: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+    purposes = ((PASS_GROUPS, exchanged_groups(rows)), (STEP_GROUPS, ()))
+    if not by_purpose:
+        purposes = (((*PASS_GROUPS, *STEP_GROUPS), ("ep_etp",)),)
+    parts = ((ranks, names.intersection(of), sent) for ranks, names in axes.items() for of, sent in purposes)
+    return [
+        (ranks, frozenset(names), not names.isdisjoint(sent))
+        for ranks, names, sent in parts
+        if names and len(ranks) > 1
+    ]
 
 
 def _peers(folding: AnyFolding, names: frozenset[str], size: int, *, ulysses: bool) -> int:
-    """With how many ranks of a group messages are exchanged, by all-to-all or by name."""
-    if "ep_etp" in names or ("cp" in names and ulysses) or ("pp" in names and not isinstance(folding, Folding)):
+    """With how many ranks of a group messages are exchanged by name."""
+    if ("cp" in names and ulysses) or ("pp" in names and not isinstance(folding, Folding)):
         return size - 1
     return min(2, size - 1) if names & {"cp", "pp"} else 0
 

@@ -30,6 +30,7 @@ from phalanx.data import PreparedData
 from phalanx.kernels.native import compiled_rows
 from phalanx.observe import Sinks, open_watched
 from phalanx.plan.model import ModelSpec
+from phalanx.plan.moe import dispatch_spec
 from phalanx.plan.recovery import (
     Fact,
     GenerationPlan,
@@ -78,7 +79,6 @@ from phalanx.train.setup import (
     own_lanes,
     rated_flops_per_s,
     resolve_pipeline,
-    rows_axis,
 )
 from phalanx.train.step import StepResult
 
@@ -563,7 +563,7 @@ def _groups_of_others(recipe: Recipe, spec: ModelSpec, plan: GenerationPlan, tea
         table_ranks=pipeline.stages.table_ranks,
         message_ctas=message_ctas(recipe),
         in_order=recipe.launch.device == "cuda",
-        rows=rows_axis(recipe),
+        rows=dispatch_spec(recipe.dispatch).rows_over,
     )
     if pipeline.pair_passes:
         with_second_groups(groups, cache=team.groups)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         own_lanes as own_lanes,
         prepare_text as prepare_text,
         resolve_pipeline as resolve_pipeline,
-        rows_axis as rows_axis,
     )
     from phalanx.train.setup.run_folder import (
         RECIPE_FILE as RECIPE_FILE,

@@ -220,19 +220,11 @@ def message_ctas(recipe: Recipe) -> int:
     return 0 if recipe.dispatch.overlap == "fused" else recipe.dispatch.left_free or 0
 
 
-def rows_axis(recipe: Recipe) -> str:
-    """The axis over which rows of MoE layers are exchanged (`build_groups`)."""
-    if recipe.dispatch.transport == "deepep":
-        return ""
-    by_tile = recipe.dispatch.overlap.partition(":")[0] not in ("serial", "coarse", "fused")
-    return "ep_etp" if by_tile or recipe.dispatch.transport == "all_gather" else "ep"
-
-
 def make_context(
     rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, placement: AnyPlacement | None = None
 ) -> ModelContext:
     """Groups of the folding and all that modules need. Collective. `placement` of the rank's stage; None: as the recipe says."""
-    recipe = rank.recipe
+    recipe, dispatch = rank.recipe, dispatch_spec(rank.recipe.dispatch)
     rows = _rows(rank) if rank.device.type == "cpu" and recipe.kernels.compiled else None
     left_free = message_ctas(recipe)
     groups = build_groups(
@@ -242,7 +234,7 @@ def make_context(
         table_ranks=pipeline.stages.table_ranks,
         message_ctas=left_free,
         in_order=rank.device.type != "cpu",
-        rows=rows_axis(recipe),
+        rows=dispatch.rows_over,
     )
     if pipeline.pair_passes:
         groups = with_second_groups(groups, cache=rank.cache)
@@ -253,7 +245,7 @@ def make_context(
     comms = _collectives(rank, rows, left_free=left_free)
     return ModelContext(
         spec=spec,
-        dispatch=dispatch_spec(recipe.dispatch),
+        dispatch=dispatch,
         placement=placement,
         expert_state=recipe.resilience.expert_state,
         groups=groups,
