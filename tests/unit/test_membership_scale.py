@@ -19,6 +19,8 @@ from phalanx.runtime.membership.keys import ASKED_PER_S, KeysStore, Over
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership
 from phalanx.runtime.membership.rendezvous import meet, ready_keys
 from phalanx.runtime.membership.votes import Votes
+from phalanx.runtime.membership.watcher import AgentSettings
+from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx.runtime.processes.world import GLOO_EASED
 
 pytestmark = pytest.mark.unit
@@ -105,6 +107,24 @@ def test_a_supervisor_asks_as_often_whatever_the_number_of_hosts(monkeypatch: py
     most = {hosts: max(calls.values()) for hosts, calls in found.items()}
     assert len(set(most.values())) == 1, most
     assert most[4] < 200, "forty calls a second: 20 looks for a generation, 5 beats, 2 looks at all others"
+
+
+def test_hundreds_of_supervisors_ask_more_rarely_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here with 24 hosts that count as many; they look at the beats of all others, so these are bounded for all hosts together."""
+    often = sum(calls_of_supervisors(24, monkeypatch).values())
+    monkeypatch.setattr(host_agent_module, "MANY_HOSTS", 4)
+    seldom = sum(calls_of_supervisors(24, monkeypatch).values())
+    monkeypatch.setattr(host_agent_module, "BEATS_PER_S", 24 * 24 / 4)
+    assert often > 1.8 * seldom > 1.8 * sum(calls_of_supervisors(24, monkeypatch).values())
+
+
+def test_a_member_that_watches_makes_two_calls_a_look() -> None:
+    service, member = CountingService(), Member("h.0.a", "h")
+    agent = WorkerAgent(member, service, pipe=-1, settings=AgentSettings())
+    keys = agent._glance(service.connect("watch"), 0.0)
+    service.calls.clear()
+    agent._glance(keys, 0.0)
+    assert service.calls == {"watch": 2}
 
 
 def votes_of_a_step(members: int) -> tuple[CountingService, int]:
