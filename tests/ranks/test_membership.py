@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import shutil
@@ -15,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from membership_help import MemoryService
+from membership_help import MemoryKeys, MemoryService
 
-from phalanx.runtime.membership.keys import KeysStore, Service, ServiceLost
+from phalanx.runtime.membership.keys import KeysStore, Over, Service, ServiceLost
 from phalanx.runtime.membership.keys_etcd import EtcdService
 from phalanx.runtime.membership.membership import (
     Announcement,
@@ -298,6 +299,19 @@ def test_a_stopped_service_is_taken_for_lost() -> None:
     process.stop()
 
 
+class Late(MemoryKeys):
+    """Writes a key the moment that somebody waits for it."""
+
+    def __init__(self, service: MemoryService, key: str) -> None:
+        super().__init__(service)
+        self.late = key
+
+    def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Over | None = None) -> bool:
+        if key == self.late:
+            self.put(key, base64.b64encode(b"late").decode())
+        return super().wait(key, timeout_s)
+
+
 @pytest.mark.unit
 def test_a_store_of_keys_is_a_store() -> None:
     service = MemoryService()
@@ -305,6 +319,7 @@ def test_a_store_of_keys_is_a_store() -> None:
     assert [one.add("c", 1), two.add("c", 2), one.add("c", 0)] == [1, 3, 3]
     one.set("a", b"\x00\xff")
     assert two.get("a") == b"\x00\xff" and two.check(["a"]) and two.multi_get(["a"]) == [b"\x00\xff"]
+    assert KeysStore(Late(service, "store/b")).multi_get(["a", "b", "a"]) == [b"\x00\xff", b"late", b"\x00\xff"]
     assert one.compare_set("d", "", "1") == b"1" and two.compare_set("d", "", "2") == b"1"
     with pytest.raises(dist.DistStoreError, match="never was not set"):
         one.get("never")

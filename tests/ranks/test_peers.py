@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.core.errors import ConfigError, PhalanxError, Problem, RunError
 from phalanx.runtime.comm.groups import GroupCache
-from phalanx.runtime.comm.peers import FIRST_BYTES, Peers, joined, own_group
+from phalanx.runtime.comm.peers import FEW, FIRST_BYTES, Peers, joined, own_group
 from ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -22,6 +22,21 @@ LENGTHS = ((0, 0, 0), (1, FIRST_BYTES, 3), (5 * FIRST_BYTES + 1, 2, FIRST_BYTES 
 def told(peers: Peers, lengths: tuple[int, ...]) -> bool:
     values = [bytes([i]) * n for i, n in enumerate(lengths)]
     return peers.gather(values[peers.rank]) == values
+
+
+def tell_much(rank: int, cache: GroupCache) -> tuple[list[bool], list[int]]:
+    """`FEW` ranks with a long value, and one more of them; then what the first one hears."""
+    peers = Peers(own_group(FEW + 2, timeout_s=30))
+    lengths = [(FIRST_BYTES + 1 + i) if i <= FEW else 3 for i in range(FEW + 2)]
+    said = [told(peers, tuple(lengths[i] if i < n else 0 for i in range(FEW + 2))) for n in (FEW, FEW + 1)]
+    return said, list(peers.to_first(rank * 10))
+
+
+def test_long_values_of_few_and_many_ranks_arrive_and_the_first_rank_alone_hears_all() -> None:
+    first, *others = run_ranks(FEW + 2, tell_much)
+    assert first == ([True, True], [rank * 10 for rank in range(FEW + 2)])
+    assert others == [([True, True], [])] * (FEW + 1)
+    assert list(Peers().to_first("alone")) == ["alone"]
 
 
 def test_all_know_everything() -> None:

@@ -7,7 +7,7 @@ No process and no network: members are threads, and what they tell each other me
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +30,8 @@ from phalanx.train.saving import Saving
 pytestmark = pytest.mark.unit
 BEFORE, STEP, INTERVAL = 50, 100, 50
 ROWS = 6
-MESSAGES = 5
-"""Of a completion: who has written, what each wrote, the table, the rename, what is pruned."""
+MESSAGES = 6
+"""Of a completion: who has written, its files, its boxes (to the first member), the table, the rename, what is pruned."""
 LIMIT_S = 30.0
 
 
@@ -82,6 +82,10 @@ class MeetingPeers(Peers):
 
     def gather(self, value: Any) -> list[Any]:
         return self.meeting.gather(self.rank, value)
+
+    def to_first(self, value: Any) -> Iterator[Any]:
+        told = self.meeting.gather(self.rank, value)
+        return iter(told if self.rank == 0 else [])
 
 
 class Member:
@@ -195,7 +199,7 @@ def story(folder: Path, meeting: Meeting) -> None:
         assert not member.manager.pending
     told = any(STEP in m.saved for m in stay)
 
-    renamed = meeting.at >= 3 or (meeting.at == 2 and 0 in meeting.hear)
+    renamed = meeting.at >= 4 or (meeting.at == 3 and 0 in meeting.hear)
     wanted = [BEFORE, STEP] if renamed else [BEFORE]
     new = [Member(folder, Meeting(2), 0, generation=2)]
     new.append(Member(folder, new[0].meeting, 1, generation=2))

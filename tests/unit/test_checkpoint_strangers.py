@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 from phalanx.core.errors import CheckpointError
+from phalanx.runtime.checkpoint import planner
 from phalanx.runtime.checkpoint.folder import file_entry
 from phalanx.runtime.checkpoint.planner import SavedBox, SavedShare, TrustlessReader, write_table
 from phalanx.runtime.checkpoint.table_reader import TABLE_FILE, read_table
@@ -46,6 +47,13 @@ def test_what_we_write_is_read(tmp_path: Path) -> None:
     found = read_table(tmp_path)
     assert list(found.state_dict_metadata) == ["a"] and len(found.storage_data) == 1
     assert TrustlessReader(tmp_path).read_metadata().storage_meta is not None
+
+
+def test_a_table_that_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of too many ranks: the run would not go on from its checkpoint."""
+    monkeypatch.setattr(planner, "TABLE_BYTES", 100)
+    with pytest.raises(CheckpointError, match="there are too many boxes"):
+        table(tmp_path)
 
 
 @pytest.mark.parametrize(

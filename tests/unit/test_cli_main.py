@@ -384,6 +384,8 @@ def test_too_few_open_files_are_refused_and_as_many_as_may_be_are_taken() -> Non
     (problem,) = train._file_problems(64)
     assert "open files (ulimit -n) = 64: must be 256 at least" in str(problem) and "ulimit -n 4096" in str(problem)
     assert train._file_problems(256) == []
+    (problem,) = train._file_problems(4096, sockets=4 * 2048)
+    assert "must be 8192 at least" in str(problem) and "ulimit -n 8192" in str(problem)
     for hard, most in ((300, 300), (64, 64)):
         pid = os.fork()
         if pid == 0:

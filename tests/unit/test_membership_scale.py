@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from membership_help import MemoryKeys, MemoryService
 
 from phalanx.runtime.membership import host_agent as host_agent_module, keys
 from phalanx.runtime.membership.host_agent import HostAgent
-from phalanx.runtime.membership.keys import ASKED_PER_S, Over
+from phalanx.runtime.membership.keys import ASKED_PER_S, KeysStore, Over
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership
 from phalanx.runtime.membership.rendezvous import meet, ready_keys
 from phalanx.runtime.membership.votes import Votes
+from phalanx.runtime.membership.watcher import AgentSettings
+from phalanx.runtime.membership.worker_agent import WorkerAgent
+from phalanx.runtime.processes.world import GLOO_EASED
 
 pytestmark = pytest.mark.unit
 
@@ -102,6 +109,24 @@ def test_a_supervisor_asks_as_often_whatever_the_number_of_hosts(monkeypatch: py
     assert most[4] < 200, "forty calls a second: 20 looks for a generation, 5 beats, 2 looks at all others"
 
 
+def test_hundreds_of_supervisors_ask_more_rarely_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here with 24 hosts that count as many; they look at the beats of all others, so these are bounded for all hosts together."""
+    often = sum(calls_of_supervisors(24, monkeypatch).values())
+    monkeypatch.setattr(host_agent_module, "MANY_HOSTS", 4)
+    seldom = sum(calls_of_supervisors(24, monkeypatch).values())
+    monkeypatch.setattr(host_agent_module, "BEATS_PER_S", 24 * 24 / 4)
+    assert often > 1.8 * seldom > 1.8 * sum(calls_of_supervisors(24, monkeypatch).values())
+
+
+def test_a_member_that_watches_makes_two_calls_a_look() -> None:
+    service, member = CountingService(), Member("h.0.a", "h")
+    agent = WorkerAgent(member, service, pipe=-1, settings=AgentSettings())
+    keys = agent._glance(service.connect("watch"), 0.0)
+    service.calls.clear()
+    agent._glance(keys, 0.0)
+    assert service.calls == {"watch": 2}
+
+
 def votes_of_a_step(members: int) -> tuple[CountingService, int]:
     """One committed step: each votes, in a random order; the last one decides and the others read."""
     service = CountingService()
@@ -178,3 +203,46 @@ def looks_in_ten_seconds(sharing: int, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(keys, "time", SimpleNamespace(monotonic=lambda: clock.s, sleep=sleep))
     assert not keys.poll(look, 10.0, sharing=sharing)
     return len(looks)
+
+
+class Asked(KeysStore):
+    """Notes what gloo writes and asks."""
+
+    def __init__(self, service: CountingService, asked: list[str], words: list[int]) -> None:
+        super().__init__(service.connect("gloo"), timeout_s=60.0)
+        self.asked, self.words = asked, words
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.words.append(len(value))
+        super().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.asked.append("one")
+        return super().get(key)
+
+    def multi_get(self, keys):  # type: ignore[no-untyped-def]
+        self.asked.append("all")
+        return super().multi_get(keys)
+
+    def wait(self, keys, timeout=None) -> None:  # type: ignore[no-untyped-def]
+        while not self.check(keys):
+            time.sleep(0.001)
+
+
+def gloo_asks(size: int) -> tuple[list[str], set[int]]:
+    """What the ranks of a group ask of their store, and how long the words are that they write."""
+    service, asked, words = CountingService(), list[str](), list[int]()
+    stores = [Asked(service, asked, words) for _ in range(size)]
+    with ThreadPoolExecutor(size) as threads:
+        limit = timedelta(seconds=60)
+        made = threads.map(lambda rank: dist.ProcessGroupGloo(stores[rank], rank, size, limit), range(size))
+        assert len(list(made)) == size == len(words)
+    return asked, set(words)
+
+
+def test_a_rank_asks_once_for_all_others_when_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself gloo asks for each, and what it reads is 8 bytes longer for each: the cube of the number of ranks together."""
+    for name, value in {"GLOO_SOCKET_IFNAME": "lo", **GLOO_EASED}.items():
+        monkeypatch.setenv(name, value)
+    (asked, words), (more, same) = gloo_asks(3), gloo_asks(9)
+    assert (asked, more) == (["all"] * 3, ["all"] * 9) and words == same and len(words) == 1

@@ -53,6 +53,13 @@ def test_a_machine_that_has_loopback_alone_and_one_whose_user_has_chosen(monkeyp
         assert world.os.environ == environ
 
 
+def test_what_a_rank_tells_others_is_as_long_for_any_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gloo in this torch: a word of each rank, and one question for those of all. What the user has set stays."""
+    monkeypatch.setattr(world, "os", SimpleNamespace(environ={"GLOO_ENABLE_STORE_V2_API": "0"}))
+    world.ease_gloo()
+    assert world.os.environ == {"GLOO_ENABLE_STORE_V2_API": "0", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}
+
+
 def test_what_this_machine_says_of_itself() -> None:
     """A name at 127.0.1.1 is reached by loopback, whose address is another one."""
     assert world._address_towards("127.0.1.1") == LO and world._interfaces()[LO] in ("lo", "lo0")

@@ -193,16 +193,15 @@ def _show(recipe: Recipe, launched: WorldInfo | None, card_gb: float | None) -> 
 
 LEAST_OPEN_FILES = 256
 """What a process with a few ranks opens: libraries, logs, and some sockets for each pair of ranks in each group."""
+SOCKETS = 4
+"""To each other rank: those of two or three groups of all ranks, and of smaller ones."""
 
 
-def _file_problems(most: int) -> list[Problem]:
-    rule, hint = (
-        f"must be {LEAST_OPEN_FILES} at least: ranks that cannot open sockets wait for each other for ever",
-        "ulimit -n 4096",
-    )
-    return (
-        [] if most >= LEAST_OPEN_FILES else [Problem(where="open files (ulimit -n)", value=most, rule=rule, hint=hint)]
-    )
+def _file_problems(most: int, *, sockets: int = 0) -> list[Problem]:
+    least = max(LEAST_OPEN_FILES, sockets)
+    rule = f"must be {least} at least: ranks that cannot open sockets wait for each other for ever"
+    hint = f"ulimit -n {max(4096, least)}"
+    return [] if most >= least else [Problem(where="open files (ulimit -n)", value=most, rule=rule, hint=hint)]
 
 
 def start(recipe: Recipe, environ: Mapping[str, str], *, force: bool = False) -> int:
@@ -214,13 +213,17 @@ def start(recipe: Recipe, environ: Mapping[str, str], *, force: bool = False) ->
     from phalanx.train.placement import Rebalancer
 
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-    raise_if(_file_problems(most_open_files()), ConfigError, subject="this machine")
+    info = read_world(environ)
+    raise_if(
+        _file_problems(most_open_files(), sockets=SOCKETS * (wanted_ranks(recipe) if info is None else info.world)),
+        ConfigError,
+        subject="this machine",
+    )
     if recipe.run.access == "group":
         os.umask(0o027)
     if recipe.launch.device == "cuda" and recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses to be deterministic without it
     body = partial(train, recipe, hook=Rebalancer)
-    info = read_world(environ)
     choice = choose_recovery(recipe, launched=info is not None, fits=has_room)
     if info is not None:
         return run_one(body, info, threads=threads_per_rank(info.local_world, recipe.launch.threads))

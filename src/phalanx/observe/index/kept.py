@@ -371,8 +371,12 @@ class IndexSink:
         index, saved_s, size, saved = RunIndex(self.folder), time.monotonic(), 0, 0
         with contextlib.suppress(OSError):
             index.load()
-            while not self._over.wait(self.PAUSE_S):
+            pause_s = self.PAUSE_S
+            while not self._over.wait(pause_s):
+                begin_s = time.monotonic()
                 _work(index, self.WORK_S)
+                # only to list the logs of thousands of ranks takes longer
+                pause_s = self.PAUSE_S * min(60.0, max(1.0, (time.monotonic() - begin_s) / self.WORK_S))
                 wait_s = max(self.LEAST_S, size / self.BYTES_PER_S)
                 if index.version != saved and time.monotonic() - saved_s >= wait_s:
                     saved, size, saved_s = index.version, index.save(), time.monotonic()

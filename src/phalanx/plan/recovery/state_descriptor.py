@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 from phalanx.core.errors import PhalanxError, PlanError, Problem
@@ -78,12 +80,13 @@ Kind = tuple[Folding, tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...], 
 def read_state_descriptor(data: Mapping[str, Any]) -> StateDescriptor:
     """Reads what `to_dict` writes. Raises `PlanError` for anything else."""
     try:
+        folding = Folding(**data["folding"])
         found = StateDescriptor(
-            folding=Folding(**data["folding"]),
+            folding=folding,
             rank=int(data["rank"]),
             slots=tuple((int(layer), tuple(int(e) for e in held)) for layer, held in data["slots"]),
-            hosts=tuple(int(h) for h in data["hosts"]),
-            racks=tuple(int(r) for r in data["racks"]),
+            hosts=_numbers(data["hosts"], most=folding.world),
+            racks=_numbers(data["racks"], most=folding.world),
             moved=None if data.get("moved") is None else int(data["moved"]),
             rest=None if data.get("rest") is None else read_state_descriptor(data["rest"]),
         )
@@ -99,6 +102,33 @@ def read_state_descriptor(data: Mapping[str, Any]) -> StateDescriptor:
             [Problem(where="state_descriptor.rank", value=found.rank, rule=rule)], subject="a member's report"
         )
     return found
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """(number, how often) of equal ones next to each other, as ranks of a host are."""
+    return [[number, len(list(same))] for number, same in groupby(numbers)]
+
+
+def _numbers(said: Sequence[int | Sequence[int]], *, most: int) -> tuple[int, ...]:
+    """Reads what `_runs` writes, and numbers themselves. Raises `ValueError` for more than `most`."""
+    pairs = ((each, 1) if isinstance(each, int) else each for each in said)
+    return _spread(tuple((int(number), int(count)) for number, count in pairs), most)
+
+
+@lru_cache(maxsize=64)
+def _spread(runs: tuple[tuple[int, int], ...], most: int) -> tuple[int, ...]:
+    """One object for the reports of all members, which say the same: of 4,096 they would take 130 MB."""
+    if sum(max(0, count) for _, count in runs) > most:
+        raise ValueError(f"more than {most} numbers")
+    return tuple(number for number, count in runs for _ in range(count))
+
+
+def _in_report(at: StateDescriptor | None) -> dict[str, Any] | None:
+    """`StateDescriptor.to_dict` with hosts and racks in runs: all members read what all say of all ranks."""
+    if at is None:
+        return None
+    rest = {} if at.moved is None else {"rest": _in_report(at.rest)}
+    return {**at.to_dict(), "hosts": _runs(at.hosts), "racks": _runs(at.racks), **rest}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +160,14 @@ class StateReport:
     watched: bool = False
     """Whether what a person watches of the run is in it."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for a report."""
+        rest = asdict(replace(self, descriptor=None, then=None))
+        return {**rest, "descriptor": _in_report(self.descriptor), "then": _in_report(self.then)}
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StateReport:
-        """Reads what `dataclasses.asdict` makes of one. Raises `PlanError` where a state descriptor is none, `MalformedError` where there are other fields."""
+        """Reads what `to_dict` makes of one. Raises `PlanError` where a state descriptor is none, `MalformedError` where there are other fields."""
         table = dict(typed(data, dict[str, Any], where="about"))
         now, then = (
             None if at is None else read_state_descriptor(at)

@@ -300,16 +300,16 @@ class CheckpointManager:
 
         step = job.state.step
         path = self.folder.writing(step)
-        sent = (mine.path, mine.text) if isinstance(mine, WriteFailure) else mine
-        told = [WriteFailure(*share) if isinstance(share, tuple) else share for share in self._peers.gather(sent)]
+        failed = (mine.path, mine.text) if isinstance(mine, WriteFailure) else mine
+        sent = failed if isinstance(mine, Exception) else mine.files
+        told: list[Any] = [WriteFailure(*s) if isinstance(s, tuple) else s for s in self._peers.gather(sent)]
         try:
             failures = {rank: share for rank, share in enumerate(told) if isinstance(share, Exception)}
-            if failures:
+            if failures or isinstance(mine, Exception):
                 raise TensorsFailed(failures)
-            shares = [share for share in told if not isinstance(share, Exception)]
-            table = self._first(lambda: write_table(path, shares))
-            files = [*(share.files for share in shares), table]
-            state = with_files(job.state, files, created=datetime.now(UTC).isoformat(timespec="seconds"))
+            shares = self._peers.to_first(mine)  # 230 MB of 16,384 ranks, which only who writes the table needs
+            table = self._first(lambda: write_table(path, list(shares)))
+            state = with_files(job.state, [*told, table], created=datetime.now(UTC).isoformat(timespec="seconds"))
             self._first(lambda: str(self.folder.commit(state)))
         except (CheckpointError, TensorsFailed) as err:
             self._first(lambda: self.folder.abandon(step))
@@ -383,7 +383,9 @@ class CheckpointManager:
         Raises `CheckpointError` naming damaged files with a way out, or the fields that differ. The ranks share the reading.
         """
 
-        def work() -> RunState:
+        found: list[RunState] = []  # not sent: it names a file of each rank
+
+        def work() -> None:
             state = self.folder.read_state(step)
             strangers = differences(state.model, model, prefix="model")
             hint = f"go on with the recipe in {self.folder.path.parent}, or give this run another --run.name"
@@ -399,9 +401,10 @@ class CheckpointManager:
                 CheckpointError,
                 subject=f"the checkpoint {self.folder.of(step)}",
             )
-            return state
+            found.append(state)
 
-        return self._agree(work)[self._peers.rank]
+        self._agree(work)
+        return found[0]
 
     def load(self, boxes: Sequence[BoxTensor], *, step: int, partial: bool = False) -> None:
         """Fill the boxes in place: each rank reads what it needs, and all agree at the end.

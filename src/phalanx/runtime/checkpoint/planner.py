@@ -45,7 +45,7 @@ from phalanx.core.messages import message
 from phalanx.plan.layout import Box
 from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure, write_failure
 from phalanx.runtime.checkpoint.folder import FileEntry, file_entry
-from phalanx.runtime.checkpoint.table_reader import TABLE_FILE, read_table
+from phalanx.runtime.checkpoint.table_reader import TABLE_BYTES, TABLE_FILE, read_table
 from phalanx.runtime.state import BoxTensor
 
 PART_BYTES = 64 << 20
@@ -121,7 +121,14 @@ def write_table(path: Path, shares: Sequence[SavedShare]) -> dict[str, FileEntry
     writer = BoxWriter(path)
     writer.set_up_storage_writer(True)
     writer.finish(Metadata(dict(table)), [[_result(box) for box in share.boxes] for share in shares])
-    return {TABLE_FILE: file_entry(path / TABLE_FILE)}
+    written = file_entry(path / TABLE_FILE)
+    if written.bytes > TABLE_BYTES:
+        rule = f"has {written.bytes >> 20} MiB, and at most {TABLE_BYTES >> 20} MiB are read again: there are too many boxes"
+        problem = Problem(
+            where=TABLE_FILE, value=sum(len(share.boxes) for share in shares), rule=rule, hint="use fewer ranks"
+        )
+        raise CheckpointError([problem], subject="the boxes to be saved")
+    return {TABLE_FILE: written}
 
 
 def _table(boxes: Sequence[SavedBox]) -> dict[str, TensorStorageMetadata]:

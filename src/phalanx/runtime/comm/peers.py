@@ -5,7 +5,7 @@ Must never change: a failure of one rank becomes the same error on all of them, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -22,6 +22,8 @@ FIRST_BYTES = 8192
 """Bytes of a rank's value that go with its length. Mostly that is all of it, and a second exchange is saved."""
 LEAST_BYTES, OF_ALL_BYTES = 256, 1 << 20
 """Fewer of them where there are many ranks: a rank gets the first part of all."""
+FEW = 4
+"""So many ranks with more than their first part send the rest one after the other; of more, all ranks send as much as the longest."""
 
 
 def own_group(world: int, *, timeout_s: float) -> dist.ProcessGroup | None:
@@ -43,10 +45,18 @@ class Peers:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order. Raises `PeerError` where a rank has gone."""
+        return [value] if self.group is None else self._together(partial(gathered, value, self.group))
+
+    def to_first(self, value: T) -> Iterator[T]:
+        """Every rank's value in rank order on the first rank, which alone has room for them; on the others none. They are read as they are asked for, where an error can be told to all (`first`).
+        Raises `PeerError` where a rank has gone."""
         if self.group is None:
-            return [value]
+            return iter([value])
+        return map(messages.decode, self._together(partial(sent_to_first, messages.encode(value), self.group)))
+
+    def _together(self, call: Callable[[], T]) -> T:
         try:
-            return run_abortable(self.escape, partial(gathered, value, self.group))
+            return run_abortable(self.escape, call)
         except RuntimeError as err:  # torch's DistError and its children derive from it
             raise PeerError(f"rank {self.rank} received nothing from some other rank: {first_line(err)}") from err
 
@@ -85,12 +95,35 @@ def gathered(value: T, group: dist.ProcessGroup) -> list[T]:
     data, part = messages.encode(value), first_bytes(dist.get_world_size(group))
     first = _all_gather(len(data).to_bytes(8, "little") + data[:part].ljust(part, b"\0"), group)
     lengths = [int.from_bytes(head[:8], "little") for head in first]
-    most, rest = max(lengths), [b""] * len(first)
+    most, rest = _longest(lengths), [b""] * len(first)
+    longer = [rank for rank, length in enumerate(lengths) if length > part]
+    if len(longer) > FEW:
+        rest = _all_gather(data[part:].ljust(most - part, b"\0"), group)
+    # mostly the first one: with room for the longest of all, its 60 kB would be 1 GB for 16,384 ranks
+    for rank in longer if len(longer) <= FEW else ():
+        theirs = torch.empty(lengths[rank] - part, dtype=torch.uint8)
+        if rank == dist.get_rank(group):
+            theirs = torch.frombuffer(bytearray(data[part:]), dtype=torch.uint8)
+        dist.broadcast(theirs, group=group, group_src=rank)
+        rest[rank] = theirs.numpy().tobytes()
+    return [messages.decode((a[8:] + b)[:length]) for a, b, length in zip(first, rest, lengths, strict=True)]
+
+
+def sent_to_first(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Every rank's bytes on the first rank."""
+    lengths = [int.from_bytes(head, "little") for head in _all_gather(len(data).to_bytes(8, "little"), group)]
+    mine = torch.frombuffer(bytearray(data.ljust(_longest(lengths), b"\0")), dtype=torch.uint8)
+    rows = torch.empty((len(lengths) if dist.get_rank(group) == 0 else 0, len(mine)), dtype=torch.uint8)
+    dist.gather(mine, list(rows.unbind()) or None, group=group, group_dst=0)
+    return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=False)]
+
+
+def _longest(lengths: Sequence[int]) -> int:
+    """Raises `PeerError` where one is too long."""
+    most = max(lengths)
     if most > messages.MOST_BYTES:
         raise PeerError(f"a rank says that its message has {most} bytes; at most {messages.MOST_BYTES}")
-    if most > part:
-        rest = _all_gather(data[part:].ljust(most - part, b"\0"), group)
-    return [messages.decode((a[8:] + b)[:length]) for a, b, length in zip(first, rest, lengths, strict=True)]
+    return most
 
 
 def _all_gather(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:

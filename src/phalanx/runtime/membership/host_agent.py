@@ -31,6 +31,10 @@ from phalanx.runtime.membership.reachability import probe_key, probe_members
 from phalanx.runtime.membership.votes import BEGUN, stepped_key, written_for
 
 LOOK_S = 0.05
+MANY_HOSTS = 200
+"""Of more, each looks more rarely, so that all together look as often: 4,000 times a second."""
+BEATS_PER_S = 500_000
+"""Most beats that all hosts together read, whose number grows with the square of theirs. A service gives 2 million of them in a second of its processor, and does nothing else."""
 MEMBERS_PER_LOOK = 32
 """Announced members up to which each look reads all of them before the first generation; with more, looks are rarer in proportion."""
 TIDY_S = 60.0
@@ -94,6 +98,7 @@ class HostAgent:
         self._beat_s = 0.0
         self._try_s = 0.0
         self._looked_s = 0.0
+        self._look_s = LOOK_S
         self._first_s = 0.0
         """When to look again for announced members."""
         self._tidied: tuple[str, int] = "", 0
@@ -218,7 +223,7 @@ class HostAgent:
             if self._unreported and self.newest is not None and self.newest.epoch == keys.epoch:
                 self._propose_deaths(membership)
             now = time.monotonic()
-            if now - self._looked_s >= LOOK_S:
+            if now - self._looked_s >= self._look_s:
                 self._looked_s = now
                 self._look(membership)
                 self._unanswered = None
@@ -292,6 +297,7 @@ class HostAgent:
             return
         self._note_taken(membership, newest)
         self.newest = newest
+        self._look_s = min(LOOK_S * max(1.0, len(self._other_hosts()) / MANY_HOSTS), max(LOOK_S, self.limit_s / 4))
         if self._unreported:
             self._propose_deaths(membership)
         strangers = [m.uid for m in newest.members if m.host == self.host and m.uid not in self._own]
@@ -441,14 +447,15 @@ class HostAgent:
             membership.heartbeat(self.host, Beat(self._beats, waits_s=self._waits_s, quiet=self._quiet))
 
     def _watch_hosts(self, membership: Membership) -> None:
-        now, every_s = time.monotonic(), min(HOSTS_S, self.limit_s / 4)
+        others = sorted(self._other_hosts())
+        now, every_s = time.monotonic(), max(min(HOSTS_S, self.limit_s / 4), len(others) ** 2 / BEATS_PER_S)
         if self.newest is None or now - self._watched_s < (0.0 if self._quiet else every_s):
             return
         if now - self._watched_s > every_s + self.limit_s / 4:
             self.forgive()  # the last look was answered late, and so were the beats of others
         self._watched_s = now
         silent = {}
-        for host, beat in membership.heartbeats(sorted(self._other_hosts())).items():
+        for host, beat in membership.heartbeats(others).items():
             known = self._others.get(host)
             if known is None or known[0] != beat:
                 self._others[host] = (beat, now)

@@ -40,12 +40,12 @@ from phalanx.runtime.membership.keys import ASKED_PER_S, LAST_LOOK_S, OPENING, K
 from phalanx.runtime.membership.membership import Generation
 from phalanx.runtime.membership.reachability import keep_alive
 from phalanx.runtime.membership.votes import MemberReport
-from phalanx.runtime.processes import use_loopback
+from phalanx.runtime.processes import ease_gloo, use_loopback
 
 READY_BLOCK = 64
 """Members whose reports one look asks for: the first that are not complete."""
 CONSTRUCT_S = 3.0
-"""All members have reported that they are ready, so a group is made in milliseconds or never."""
+"""All members have reported that they are ready, so a group is made in milliseconds or never; the first one once all have put themselves in order."""
 LOOK_S = 0.002
 
 
@@ -304,8 +304,9 @@ def form(
     """
     begin_s = time.monotonic()
     meet(generation, keys, limit_s=limit_s, newer=newer)
-    reports = _reports(generation, keys)
+    reports, order_s = _reports(generation, keys), time.monotonic()
     ranks, far = order(generation, reports), not own_machine
+    patience_s = CONSTRUCT_S + time.monotonic() - order_s  # others may take twice as long for the same
     team = GroupEpoch(generation, uid, timeout_s=timeout_s, far=far, uids=ranks, reports=reports, progress=progress)
     watch(team)
     if team.size > 1:
@@ -314,7 +315,7 @@ def form(
         try:
             with team.sockets.noted():
                 team.store = KeysStore(keys, over=lambda: team.aborted)
-                _init(team, team.store, device=device, timeout_s=timeout_s)
+                _init(team, team.store, device=device, timeout_s=timeout_s, patience_s=patience_s)
         except RuntimeError as err:
             text = first_line(err)
             err.__traceback__ = None
@@ -336,7 +337,8 @@ def _reports(generation: Generation, keys: Keys) -> list[MemberReport]:
     return reports
 
 
-def _init(team: GroupEpoch, store: dist.Store, *, device: str, timeout_s: float) -> None:
+def _init(team: GroupEpoch, store: dist.Store, *, device: str, timeout_s: float, patience_s: float) -> None:
+    ease_gloo()
     # Groups are named by a counter of the process, and only the destruction of a whole world sets it back: a member whose last attempt failed half
     # way would look for the others under another name.
     dist.distributed_c10d._world.group_count = 0
@@ -345,6 +347,6 @@ def _init(team: GroupEpoch, store: dist.Store, *, device: str, timeout_s: float)
         store=dist.PrefixStore(team.generation.meeting, store),
         rank=team.rank,
         world_size=team.size,
-        timeout=timedelta(seconds=min(CONSTRUCT_S, timeout_s)),
+        timeout=timedelta(seconds=min(patience_s, timeout_s)),
     )
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)

@@ -179,7 +179,7 @@ class MemberReport:
 
     def to_json(self) -> str:
         """As it is written for the others."""
-        return json.dumps(asdict(self))
+        return json.dumps({**asdict(replace(self, about=StateReport())), "about": self.about.to_dict()})
 
     @classmethod
     def from_json(cls, text: str) -> MemberReport:

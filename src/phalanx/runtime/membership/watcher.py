@@ -126,6 +126,8 @@ STANDS_S = 0.5
 """A thread that has shown no progress for so long is asked where it stands."""
 WATCH_S = 0.25
 """How long the watching thread waits at a time; a new generation wakes it at once."""
+WATCHED_PER_S = 2000
+"""Most looks per second of all members together, each of two or three calls of some 40 us of the service; of more members than a few hundred each looks more rarely."""
 AGAIN_S = 0.05
 STUCK_S = 120.0
 """Seconds that the worker's own thread has, on a device, to return after an abort. Else it is in a call that only
@@ -222,7 +224,8 @@ class MembershipWatcher:
         keys: Keys | None = None
         while not self._closed.is_set():
             try:
-                keys = self._glance(keys, WATCH_S)
+                members = 0 if self.newest is None else len(self.newest.members)
+                keys = self._glance(keys, max(WATCH_S, members / WATCHED_PER_S))
             except ServiceLost:
                 keys = None
                 self._closed.wait(AGAIN_S)
@@ -328,8 +331,7 @@ class MembershipWatcher:
         stays = self.uid in new.uids or self.uid in new.leaving
         return new.epoch != generation.epoch or bool(new.lost_of(generation)) or not stays
 
-    def _read_leave_requests(self, keys: Keys) -> None:
-        mark = keys.get(LEAVE_REQUESTS)
+    def _read_leave_requests(self, keys: Keys, mark: str | None) -> None:
         if mark is not None and mark != self._leave_mark:
             found = Membership(keys).leave_requests()
             with self._news:
@@ -337,8 +339,8 @@ class MembershipWatcher:
                 self._news.notify_all()
 
     def _look_for_the_end(self, keys: Keys) -> None:
-        finished, stop, stopped = keys.get("finished"), keys.get("stop"), keys.get("stopped")
-        self._read_leave_requests(keys)
+        finished, stop, stopped, mark = keys.values(["finished", "stop", "stopped", LEAVE_REQUESTS])
+        self._read_leave_requests(keys, mark)
         enough = self.newest is not None and self.newest.enough
         taking_part = self.newest is not None and self.uid in self.newest.uids
         with self._news:

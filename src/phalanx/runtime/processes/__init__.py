@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         WorldInfo as WorldInfo,
         close_world as close_world,
         device_here as device_here,
+        ease_gloo as ease_gloo,
         init_world as init_world,
         leave_errors_to_run as leave_errors_to_run,
         own_device as own_device,

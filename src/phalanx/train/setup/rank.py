@@ -103,7 +103,8 @@ def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
     be_deterministic(recipe.train.deterministic)
     peers = Peers(own_group(info.world, timeout_s=PATIENCE_S))
     folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
-    peers.agree(lambda: folder.create(shared=recipe.run.access == "group"))
+    # one rank of each host: on a file system that many share, each question of every rank is thousands
+    peers.agree(lambda: folder.create(shared=recipe.run.access == "group") if info.local_rank == 0 else None)
     lock = _lock(folder, peers)
     sinks = _open_sinks(recipe, folder, info, peers)
     return Rank(

@@ -55,6 +55,12 @@ def _is_held(text: str) -> bool:
     return host != socket.gethostname() or (is_count(pid) and began == begun(int(pid)) != "")
 
 
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+    """Of a folder, by name. What they are is mostly known without a question for each, of which a run of many ranks has as many logs."""
+    with os.scandir(folder) as found:
+        return sorted(found, key=lambda entry: entry.name)
+
+
 class RunLock(Protocol):
     """What claims a run."""
 
@@ -114,15 +120,13 @@ class RunFolder:
 
     def _links(self) -> list[Problem]:
         """Links among what a run writes. A run folder may have come from a stranger, in an archive, and a link in it may lead to any file of this user."""
-        there = sorted(self.path.iterdir()) if self.path.is_dir() else []
-        inside = [
-            p for folder in there if folder.is_dir() and not folder.is_symlink() for p in sorted(folder.iterdir())
-        ]
+        there = _entries(self.path) if self.path.is_dir() else []
+        inside = [e for folder in there if folder.is_dir(follow_symlinks=False) for e in _entries(folder.path)]
         rule, hint = "is a link, which a run would write through", "remove it, or put its files there themselves"
         return [
-            Problem(where=str(p), value=os.readlink(p), rule=rule, hint=hint)
-            for p in (*there, *inside)
-            if p.is_symlink()
+            Problem(where=e.path, value=os.readlink(e.path), rule=rule, hint=hint)
+            for e in (*there, *inside)
+            if e.is_symlink()
         ]
 
     def lock(self) -> RunLock:
