@@ -160,6 +160,7 @@ TRIES: dict[str, Try] = {
     "data.tokenizer": Try(value="bpe:300"),
     "data.text_field": Try(value="body", beside={"data.sources": '["{records}"]'}),
     "data.chat_template": Try(value="{chat}", beside={"data.sources": '["{talks}"]', "data.tokenizer": "bpe:300", "data.chat_template": "chatml", "train.seq_len": "64"}),
+    "data.bos_token": Try(value="b", beside={"data.tokenizer": "{tokenizer}", "data.eos_token": "a"}),
     "data.eos_token": Try(value="b", beside={"data.tokenizer": "{tokenizer}", "data.eos_token": "a"}),
     "data.builtin_bytes": Try(value="1000000", beside={"data.sources": '["builtin:python"]', "data.builtin_bytes": "100000"}),
     "data.cache": Try(value="{folder}/cache"),

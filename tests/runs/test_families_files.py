@@ -18,11 +18,12 @@ from hf_help import CONFIGS, hf_model, parts_of
 from memory_help import Watch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from train_help import phalanx, write_text
 
+from phalanx.cli.generate import GenerateArgs, continuation
 from phalanx.core.errors import CheckpointError, ConfigError, DataError, RunError
-from phalanx.data import CHATML_TEMPLATE
+from phalanx.data import CHATML_TEMPLATE, prepare
 from phalanx.data.tokenizer import CHATML_TOKENS, ByteTokenizer, train_bpe
 from phalanx.plan.mapping.folding import Folding, make_folding
 from phalanx.runtime.checkpoint import planner
@@ -36,6 +37,7 @@ from phalanx.train.huggingface import export_hf
 from phalanx.train.huggingface.hf_tokenizer import byte_tokenizer_json
 from phalanx.train.huggingface.hugging_face import INDEX_FILE, MOST_OPEN, BoxReader, HfCheckpoint, open_checkpoint
 from phalanx.train.huggingface.import_hf import import_rank, plan_import, share_of
+from phalanx.train.setup import RunFolder
 from ranks import run_ranks
 
 pytestmark = [
@@ -434,6 +436,35 @@ def test_an_end_that_the_recipe_names_ends_the_export_too(
     found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     wanted = came or {"eos_token_id": 0}  # by config.json
     assert found == wanted | {"eos_token_id": [wanted["eos_token_id"], end]}
+
+
+def test_texts_begin_as_transformers_begins_them(folders: dict[str, Path], tmp_path: Path) -> None:
+    """With the token before texts that came with the model, in its text, its prompts and its export."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "olmoe"
+    shutil.copytree(folders["olmoe"], folder)
+    words = Tokenizer.from_str(train_bpe(["a b"], vocab_size=64, control_tokens=("<s>",)))
+    begin = words.token_to_id("<s>")
+    words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    words.save(str(folder / "tokenizer.json"))
+    run = imported(folder, tmp_path, "--data.sources", str(tmp_path / "texts"))
+    (tmp_path / "texts").mkdir()
+    for number in range(2):
+        (tmp_path / "texts" / f"{number}.txt").write_text("a b\n" * (number + 1))
+    recipe, theirs = RunFolder(run).read_recipe(), AutoTokenizer.from_pretrained(folder)
+    assert recipe.data.bos_token == "<s>"
+    prepared = prepare(dataclasses.replace(recipe.data, cache=str(tmp_path / "cache")))
+    (stream,) = (s for pool in prepared.train.pools for s in pool)
+    text = prepared.tokenizer.decode(stream.document(0).tolist())
+    assert stream.document(0).tolist() == [*theirs(text).input_ids, prepared.tokenizer.eos_id]
+    prompts: list[list[int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("phalanx.train.generate", lambda runner, prompt, **_: prompts.append(list(prompt)) or iter(()))
+        assert list(continuation(GenerateArgs(run=run, prompt="b a"))) == [""]
+    assert prompts == [theirs("b a").input_ids] and prompts[0][0] == begin
+    exported(run, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("b a").input_ids == prompts[0]
 
 
 def test_a_config_that_names_code_goes_out_without_it(folders: dict[str, Path], tmp_path: Path) -> None:

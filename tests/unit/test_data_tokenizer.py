@@ -12,10 +12,14 @@ from tokenizers import models, pre_tokenizers, processors
 
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError
+from phalanx.data.formats import Document
+from phalanx.data.problems import ProblemLog
+from phalanx.data.tokenising import tokenise
 from phalanx.data.tokenizer import (
     EOS,
     ByteTokenizer,
     FileTokenizer,
+    begins_with,
     load_tokenizer,
     parse_choice,
     read_tokenizer_file,
@@ -160,6 +164,48 @@ def test_eos_problems(tmp_path):
     path = write_foreign(tmp_path / "b", ["<s>", "<end>"])
     with pytest.raises(DataError, match=r"no token '<ends>' .*'<end>'"):
         read_tokenizer_file(path, eos_token="<ends>")
+
+
+@pytest.mark.parametrize(
+    ("config", "token"),
+    [
+        ({}, "<s>"),  # by the template of tokenizer.json
+        ({"add_bos_token": True, "bos_token": {"content": "<b>"}}, "<b>"),
+        ({"add_bos_token": False, "bos_token": "<s>"}, None),
+        ({"add_bos_token": True}, None),
+        ({"add_bos_token": None, "bos_token": "<b>"}, "<s>"),
+    ],
+)
+def test_the_token_that_transformers_puts_before_texts(tmp_path, config, token):
+    path = write_foreign(tmp_path, ["<s>", "</s>", "<b>"], tokenizer_config=config)
+    assert begins_with(path) == token
+    assert begins_with(write_foreign(tmp_path / "none", [])) is None
+    (tmp_path / "none" / "tokenizer.json").write_text("{")
+    assert begins_with(tmp_path / "none" / "tokenizer.json") is begins_with(tmp_path / "none" / "nowhere.json") is None
+
+
+def test_texts_begin_with_the_token_that_is_named(tmp_path):
+    """Documents and nothing else: `encode` adds none. Without one the ids of tokenizers are as they were, and so are caches."""
+    path = write_foreign(tmp_path / "a", ["<s>", "</s>"])
+    plain, named = (read_tokenizer_file(path, eos_token=None, bos_token=token) for token in (None, "<s>"))
+    assert (plain.bos_id, named.bos_id) == (None, 1) and named.encode("hello").tolist() == [3]
+    assert plain.fingerprint == FileTokenizer(path.read_text(), eos_token="</s>", name="x").fingerprint
+    assert named.fingerprint != plain.fingerprint
+    for tokenizer in (plain, named):
+        tokenizer.save(tmp_path)
+        again = load_tokenizer(tmp_path)
+        assert (again.bos_id, again.fingerprint) == (tokenizer.bos_id, tokenizer.fingerprint)
+    for tokenizer, begin in ((plain, []), (named, [1])):
+        texts = [Document(text, "here", 0) for text in ("hello world", "world")]
+        part = tokenise(tmp_path, texts, tokenizer, conversations=False, template=None, log=ProblemLog())
+        assert part.tokens.tolist() == [*begin, 3, 4, 2, *begin, 4, 2] and part.length.tolist() == [
+            3 + len(begin),
+            2 + len(begin),
+        ]
+    with pytest.raises(
+        DataError, match=r"no token '<ss>' to begin documents with; name another with data\.bos_token; .*'<s>'"
+    ):
+        read_tokenizer_file(path, eos_token=None, bos_token="<ss>")
 
 
 def test_a_file_that_is_no_tokenizer(tmp_path):

@@ -64,7 +64,8 @@ def continuation(options: GenerateArgs) -> Iterator[str]:
     if options.chat and loaded.recipe.data.chat_template is None:
         rule = "asks for a conversation, and the run was trained on none: it has no data.chat_template"
         raise ConfigError([Problem(where="--chat", value=True, rule=rule, hint="leave it out")], subject="the command")
-    prompt, stops = tokenizer.encode(options.prompt).tolist(), frozenset((tokenizer.eos_id,))
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    prompt, stops = begin + tokenizer.encode(options.prompt).tolist(), frozenset((tokenizer.eos_id,))
     if options.chat:
         with ChatEncoder(tokenizer, loaded.template) as encoder:
             prompt, stops = encoder.encode_prompt(options.prompt).tolist(), encoder.stops()

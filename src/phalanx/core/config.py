@@ -199,6 +199,8 @@ class DataConfig:
     """Records are conversations, lists of messages of which only answers are predicted: chatml, model (the template beside the tokenizer.json), or the path of a template (Jinja). Default: records are texts."""
     eos_token: str | None = None
     """End-of-document token of a tokenizer.json (default: what its own files name)."""
+    bos_token: str | None = None
+    """Token of a tokenizer.json before every document and prompt (default: none; `phalanx import-hf` sets what transformers puts there). Conversations have what their template writes."""
     builtin_bytes: int | None = None
     """Text taken from builtin:python at most (default 40 MB)."""
     validation_fraction: float = 0.02

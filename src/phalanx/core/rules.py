@@ -398,7 +398,7 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("data.sources",),
     ),
     Effect(
-        settings=("data.eos_token",),
+        settings=("data.eos_token", "data.bos_token"),
         inert=lambda r: r.data.tokenizer == "byte" or r.data.tokenizer.startswith("bpe:"),
         reason="data.tokenizer is not a tokenizer.json",
         way_out="the path of one as data.tokenizer",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         EOS as EOS,
         ByteTokenizer as ByteTokenizer,
         Tokenizer as Tokenizer,
+        begins_with as begins_with,
         load_tokenizer as load_tokenizer,
         parse_choice as parse_choice,
         read_tokenizer_file as read_tokenizer_file,

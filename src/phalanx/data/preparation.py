@@ -208,7 +208,7 @@ def _tokenizer(config: DataConfig, sources: Sequence[Source], cache: Path, progr
     if choice is None:
         return ByteTokenizer()
     if isinstance(choice, Path):
-        return read_tokenizer_file(choice, eos_token=config.eos_token)
+        return read_tokenizer_file(choice, eos_token=config.eos_token, bos_token=config.bos_token)
     folder = _bpe_folder(choice, config, sources, cache)
     return _trained(folder, choice, config, _with_text(sources), progress)
 

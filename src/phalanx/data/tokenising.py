@@ -155,11 +155,14 @@ def _tokenise_chat(folder: Path, texts: Iterable[Document], encoder: ChatEncoder
 def _write_batch(
     file: BinaryIO, batch: list[str], tokenizer: Tokenizer, dtype: np.dtype[Any], lengths: array[int]
 ) -> None:
-    eos = np.array([tokenizer.eos_id], np.int64)
+    eos, bos = (
+        np.array([tokenizer.eos_id], np.int64),
+        np.array([i for i in (tokenizer.bos_id,) if i is not None], np.int64),
+    )
     pieces: list[Ints] = []
     for ids in tokenizer.encode_batch(batch):
-        pieces += [ids, eos]
-        lengths.append(len(ids) + 1)
+        pieces += [bos, ids, eos]
+        lengths.append(len(bos) + len(ids) + 1)
     file.write(np.concatenate(pieces).astype(dtype).tobytes())
 
 

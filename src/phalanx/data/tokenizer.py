@@ -1,6 +1,6 @@
 """Text to token ids and back: bytes, a byte-level BPE trained here, or any Hugging Face tokenizer.json.
 
-Decides ids and the end-of-document token (EOS). What must never change: the same text gives the same ids in every process and on every
+Decides ids, the end-of-document token (EOS) and the one that begins texts, where there is one (BOS). What must never change: the same text gives the same ids in every process and on every
 machine that has the same tokenizer (compare `fingerprint`); text is never read as a control token, even where it spells one.
 """
 
@@ -70,6 +70,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def bos_id(self) -> int | None:
+        """Stands before every text, of documents and of prompts; None: nothing does."""
+        ...
+
+    @property
     def fingerprint(self) -> str: ...
     def encode(self, text: str) -> Ints: ...
     def encode_batch(self, texts: Sequence[str]) -> list[Ints]: ...
@@ -95,6 +100,7 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id = 256
     eos_token = ""
+    bos_id: int | None = None
     fingerprint = "byte/1"
     control_tokens: tuple[str, ...] = ()
 
@@ -117,17 +123,19 @@ class ByteTokenizer:
 class FileTokenizer:
     """A Hugging Face tokenizer.json, without its padding, truncation and template of special tokens."""
 
-    def __init__(self, content: str, *, eos_token: str, name: str) -> None:
+    def __init__(self, content: str, *, eos_token: str, name: str, bos_token: str = "") -> None:
         self._content = content
         self._tokenizer, vocabulary = parse_tokenizer(content)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True  # text that spells a special token is text
-        self.eos_token = eos_token
+        self.eos_token, self.bos_token = eos_token, bos_token
         self.name = name
         self.vocab_size = 1 + max(vocabulary.values())
         self.eos_id = vocabulary[eos_token]
-        self.fingerprint = hashlib.blake2b(f"{eos_token}\n{content}".encode(), digest_size=16).hexdigest()
+        self.bos_id = vocabulary[bos_token] if bos_token else None
+        said = f"{bos_token}\n" * bool(bos_token) + f"{eos_token}\n{content}"
+        self.fingerprint = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> Ints:
         with _in_rust(self.name):
@@ -201,6 +209,8 @@ class FileTokenizer:
     def save(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text(self._content, encoding="utf-8")
         meta = {"kind": "file", "eos_token": self.eos_token, "name": self.name, "sum": _sum(self._content)}
+        if self.bos_token:
+            meta["bos_token"] = self.bos_token
         (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
 
 
@@ -210,6 +220,7 @@ class _Meta:
 
     kind: Literal["byte", "file"]
     eos_token: str = ""
+    bos_token: str = ""
     name: str = ""
     sum: str = ""
 
@@ -250,7 +261,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         content = read_text(folder / "tokenizer.json")
         if meta.sum not in ("", _sum(content)):
             raise malformed(str(folder / "tokenizer.json"), _sum(content), f"was written with checksum {meta.sum}")
-        return FileTokenizer(content, eos_token=meta.eos_token, name=meta.name)
+        return FileTokenizer(content, eos_token=meta.eos_token, name=meta.name, bos_token=meta.bos_token)
     except (DataError, OSError, KeyError) as error:
         problem = Problem(
             where=str(folder), value=_META, rule=f"holds no readable tokenizer ({error})", hint="is it a run folder?"
@@ -266,9 +277,10 @@ def parse_choice(config: DataConfig) -> int | Path | None:
     choice, problems = config.tokenizer, []
     path = Path(choice) / "tokenizer.json" if Path(choice).is_dir() else Path(choice)
     if choice == "byte" or choice.startswith("bpe:"):
-        if config.eos_token is not None:
-            rule = f"has no effect with data.tokenizer = {choice!r}, which has its own"
-            problems.append(Problem(where="data.eos_token", value=config.eos_token, rule=rule, hint="leave it out"))
+        for name in ("eos_token", "bos_token"):
+            if (token := getattr(config, name)) is not None:
+                rule = f"has no effect with data.tokenizer = {choice!r}, which has its own"
+                problems.append(Problem(where=f"data.{name}", value=token, rule=rule, hint="leave it out"))
         size = choice.removeprefix("bpe:")
         if choice != "byte" and not (is_count(size) and SMALLEST_BPE <= int(size) < MOST_TOKENS):
             rule = f"must name a vocabulary of at least {SMALLEST_BPE} tokens (256 bytes and EOS)"
@@ -292,8 +304,8 @@ def parse_choice(config: DataConfig) -> int | Path | None:
     return int(choice.removeprefix("bpe:")) if choice.startswith("bpe:") else path
 
 
-def read_tokenizer_file(path: Path, *, eos_token: str | None) -> FileTokenizer:
-    """A Hugging Face tokenizer. EOS is `eos_token`, or what the files next to it name, or a name commonly used for it."""
+def read_tokenizer_file(path: Path, *, eos_token: str | None, bos_token: str | None = None) -> FileTokenizer:
+    """A Hugging Face tokenizer. EOS is `eos_token`, or what the files next to it name, or a name commonly used for it. BOS is `bos_token`, or none."""
     try:
         content = read_text(path)
         vocabulary = parse_tokenizer(content)[1]
@@ -320,7 +332,33 @@ def read_tokenizer_file(path: Path, *, eos_token: str | None) -> FileTokenizer:
         raise DataError(
             [Problem(where="data.tokenizer", value=str(path), rule=rule, hint=hint)], subject="the tokenizer"
         )
-    return FileTokenizer(content, eos_token=chosen, name=path.parent.name or path.name)
+    if bos_token and bos_token not in vocabulary:
+        rule, special = (
+            f"has no token {bos_token!r} to begin documents with",
+            [t for t in vocabulary if t.startswith("<")],
+        )
+        hint = f"name another with data.bos_token; {nearest(bos_token, special[:20])}"
+        raise DataError(
+            [Problem(where="data.tokenizer", value=str(path), rule=rule, hint=hint)], subject="the tokenizer"
+        )
+    return FileTokenizer(content, eos_token=chosen, name=path.parent.name or path.name, bos_token=bos_token or "")
+
+
+def begins_with(path: Path) -> str | None:
+    """The token that transformers puts before every text of a tokenizer.json: by tokenizer_config.json next to it where that says, else by its own template. None: none, or several, or the file
+    is no tokenizer."""
+    config = _json_object(path.parent / "tokenizer_config.json")
+    named = config.get("bos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    if isinstance(says := config.get("add_bos_token"), bool):
+        return named if says and isinstance(named, str) else None
+    with contextlib.suppress(OSError, DataError), _in_rust(str(path)):
+        tokenizer = parse_tokenizer(read_text(path))[0]
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        bare, told = (tokenizer.encode("a", add_special_tokens=special).tokens for special in (False, True))
+        return str(told[0]) if told[1 : 1 + len(bare)] == bare and told[: len(bare)] != bare else None
+    return None
 
 
 def _named_eos(folder: Path, vocabulary: dict[str, int]) -> str | None:

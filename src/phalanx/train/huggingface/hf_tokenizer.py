@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -16,16 +15,23 @@ from phalanx.train.setup import RunFolder
 def tokenizer_files(run: RunFolder, *, length: int) -> dict[str, bytes]:
     """tokenizer.json, tokenizer_config.json and generation_config.json. `length`: tokens that the model was trained on at once."""
     tokenizer, folder = run.read_tokenizer(), run.path / "tokenizer"
+    begins: dict[str, Any] = {}
     if isinstance(tokenizer, ByteTokenizer):
         content, eos = byte_tokenizer_json(), EOS
     else:
-        content = (folder / "tokenizer.json").read_text(encoding="utf-8")
-        eos = _eos_token(folder)
+        content, told = (
+            (folder / "tokenizer.json").read_text(encoding="utf-8"),
+            load_json(folder / "tokenizer_meta.json"),
+        )
+        eos = str(told["eos_token"])
+        if tokenizer.bos_id is not None:
+            begins = {"bos_token": str(told["bos_token"]), "add_bos_token": True}
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eos,
         "model_max_length": length,
         "clean_up_tokenization_spaces": False,
+        **begins,
     }
     files: dict[str, Any] = {
         "tokenizer_config.json": config,
@@ -35,11 +41,6 @@ def tokenizer_files(run: RunFolder, *, length: int) -> dict[str, bytes]:
         "tokenizer.json": content.encode(),
         **{n: (json.dumps(c, indent=2) + "\n").encode() for n, c in files.items()},
     }
-
-
-def _eos_token(folder: Path) -> str:
-    meta = load_json(folder / "tokenizer_meta.json")
-    return str(meta["eos_token"])
 
 
 def byte_tokenizer_json() -> str:

@@ -25,7 +25,15 @@ from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.reading import parse_table
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.core.settings import describe_settings
-from phalanx.data import ByteTokenizer, ChatTemplate, Tokenizer, parse_choice, read_tokenizer_file, template_of
+from phalanx.data import (
+    ByteTokenizer,
+    ChatTemplate,
+    Tokenizer,
+    begins_with,
+    parse_choice,
+    read_tokenizer_file,
+    template_of,
+)
 from phalanx.models.families import NameLink, shapes_of
 from phalanx.plan import run_problems
 from phalanx.plan.layout import boxes_of_range
@@ -88,6 +96,8 @@ def plan_import(checkpoint: HfCheckpoint, overrides: Sequence[str]) -> Import:
     derived = _derived(checkpoint)
     if "data.tokenizer" not in said and own.is_file():
         derived["data.tokenizer"] = own
+        if (begin := begins_with(own)) is not None:
+            derived["data.bos_token"] = begin
     words = [w for name, value in derived.items() if name not in said for w in (f"--{name}", _text(value))]
     recipe = load_recipe(None, [*words, *overrides], check=lambda r: run_problems(r, world=r.launch.ranks))
     raise_if(_recipe_problems(checkpoint, recipe), ConfigError, subject="the import")
@@ -169,7 +179,7 @@ def _read_tokenizer(recipe: Recipe) -> Tokenizer:
     if choice is None:
         return ByteTokenizer()
     assert isinstance(choice, Path)  # a vocabulary to be trained was refused
-    return read_tokenizer_file(choice, eos_token=recipe.data.eos_token)
+    return read_tokenizer_file(choice, eos_token=recipe.data.eos_token, bos_token=recipe.data.bos_token)
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------------------------
