@@ -446,7 +446,7 @@ def test_ranks_of_several_machines_meet_where_torchrun_listens(monkeypatch, capf
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     for start in range(2):
-        pids, env["TORCHELASTIC_RESTART_COUNT"] = [], str(start)
+        pids = []
         for rank in range(2):
             if (pid := os.fork()) == 0:
                 code = 1

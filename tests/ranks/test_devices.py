@@ -685,6 +685,10 @@ def test_members_that_all_live_leave_a_message_that_failed(
         one._glance(service.connect(), 0.0)
     assert aborts == aborted
     assert ("h.0 leaves generation 1: a message failed" in capfd.readouterr().err) is bool(aborted)
+    gone, _ = member("h.2")
+    slow: Any = SimpleNamespace(get=lambda key: setattr(gone, "team", None) or "h.0")
+    gone._abort_if_left(slow)  # which it has left meanwhile
+    assert "h.2" not in aborts
 
 
 class Clock:

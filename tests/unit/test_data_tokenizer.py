@@ -173,6 +173,7 @@ def test_eos_problems(tmp_path):
         ({"add_bos_token": True, "bos_token": {"content": "<b>"}}, "<b>"),
         ({"add_bos_token": False, "bos_token": "<s>"}, None),
         ({"add_bos_token": True}, None),
+        ({"add_bos_token": True, "bos_token": "<nowhere>"}, None),
         ({"add_bos_token": None, "bos_token": "<b>"}, "<s>"),
     ],
 )

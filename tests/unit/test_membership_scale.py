@@ -240,6 +240,22 @@ def gloo_asks(size: int) -> tuple[list[str], set[int]]:
     return asked, set(words)
 
 
+def test_words_of_all_are_waited_for_as_long_as_a_store_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo asks for all at once without a limit of its own: of a first group, whose members plan for some seconds, some come later than others."""
+    service, limits = CountingService(), list[float]()
+    first, late = (KeysStore(service.connect(name), timeout_s=60.0) for name in ("first", "late"))
+
+    def wait(keys: MemoryKeys, key: str, limit_s: float, *, over: Over | None = None) -> bool:
+        limits.append(limit_s)
+        if len(limits) > 1:
+            late.set("y", b"2")
+        return True
+
+    monkeypatch.setattr(MemoryKeys, "wait", wait)
+    first.set("x", b"1")
+    assert first.multi_get(["x", "y"]) == [b"1", b"2"] and all(59.0 < limit_s <= 60.0 for limit_s in limits)
+
+
 def test_a_rank_asks_once_for_all_others_when_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself gloo asks for each, and what it reads is 8 bytes longer for each: the cube of the number of ranks together."""
     for name, value in {"GLOO_SOCKET_IFNAME": "lo", **GLOO_EASED}.items():

@@ -88,7 +88,7 @@ def test_sums_of_whole_gradients_take_multicast_and_ulysses_all_ranks_of_its_axi
     folding = make_folding(world=8, cp=4, ep=8)
     plain = nccl_bytes(folding, ranks_per_host=8)
     assert nccl_bytes(folding, ranks_per_host=8, sums_whole=True) == plain + 8 * 32 * MIB
-    assert nccl_bytes(folding, ranks_per_host=8, ulysses=True) == plain + 32 * 12 * MIB  # 3 peers in place of 2
+    assert nccl_bytes(folding, ranks_per_host=8, cp_exchanges=True) == plain + 32 * 12 * MIB  # 3 peers in place of 2
 
 
 def test_peers_on_other_hosts_share_their_buffers() -> None:

@@ -193,8 +193,8 @@ def _show(recipe: Recipe, launched: WorldInfo | None, card_gb: float | None) -> 
 
 LEAST_OPEN_FILES = 256
 """What a process with a few ranks opens: libraries, logs, and some sockets for each pair of ranks in each group."""
-SOCKETS = 4
-"""To each other rank: those of two or three groups of all ranks, and of smaller ones."""
+SOCKETS = 3
+"""To each other rank: those of two groups of all ranks, and of smaller ones."""
 
 
 def _file_problems(most: int, *, sockets: int = 0) -> list[Problem]:
@@ -214,11 +214,8 @@ def start(recipe: Recipe, environ: Mapping[str, str], *, force: bool = False) ->
 
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     info = read_world(environ)
-    raise_if(
-        _file_problems(most_open_files(), sockets=SOCKETS * (wanted_ranks(recipe) if info is None else info.world)),
-        ConfigError,
-        subject="this machine",
-    )
+    sockets = 0 if force else SOCKETS * (wanted_ranks(recipe) if info is None else info.world)
+    raise_if(_file_problems(most_open_files(), sockets=sockets), ConfigError, subject="this machine")
     if recipe.run.access == "group":
         os.umask(0o027)
     if recipe.launch.device == "cuda" and recipe.train.deterministic:

@@ -350,10 +350,10 @@ def begins_with(path: Path) -> str | None:
     config = _json_object(path.parent / "tokenizer_config.json")
     named = config.get("bos_token")
     named = named.get("content") if isinstance(named, dict) else named
-    if isinstance(says := config.get("add_bos_token"), bool):
-        return named if says and isinstance(named, str) else None
     with contextlib.suppress(OSError, DataError), _in_rust(str(path)):
-        tokenizer = parse_tokenizer(read_text(path))[0]
+        tokenizer, vocabulary = parse_tokenizer(read_text(path))
+        if isinstance(says := config.get("add_bos_token"), bool):
+            return str(named) if says and named in vocabulary else None
         tokenizer.no_padding()
         tokenizer.no_truncation()
         bare, told = (tokenizer.encode("a", add_special_tokens=special).tokens for special in (False, True))

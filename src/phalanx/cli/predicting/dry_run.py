@@ -120,10 +120,10 @@ def _nccl_bytes(recipe: Recipe, machine: Machine, *, rank: int, world: int) -> i
     if recipe.launch.device != "cuda":
         return 0
     _, folding = _shape(recipe, world=world)
-    ulysses, whole = recipe.folding.cp_method == "ulysses", recipe.optim.zero == 0
+    exchanges, whole = recipe.folding.cp_method != "ring", recipe.optim.zero == 0
     rows = dispatch_spec(recipe.dispatch).rows_over
     return nccl_bytes(
-        folding, ranks_per_host=machine.local_ranks, rank=rank, ulysses=ulysses, sums_whole=whole, rows=rows
+        folding, ranks_per_host=machine.local_ranks, rank=rank, cp_exchanges=exchanges, sums_whole=whole, rows=rows
     )
 
 
@@ -175,7 +175,11 @@ def tokenizer_vocab(config: DataConfig) -> int:
     choice = parse_choice(config)
     if choice is None:
         return 257
-    return choice if isinstance(choice, int) else read_tokenizer_file(choice, eos_token=config.eos_token).vocab_size
+    return (
+        choice
+        if isinstance(choice, int)
+        else read_tokenizer_file(choice, eos_token=config.eos_token, bos_token=config.bos_token).vocab_size
+    )
 
 
 def _missing_data(config: DataConfig) -> list[str]:

@@ -57,7 +57,7 @@ class Hangs:
         self.awaited = ""
         """Why nobody is put out for now; empty where nobody is awaited."""
         self._since_s = self._together_s = 0.0
-        """When too many were quiet first, and last."""
+        """When too many were quiet first, and when several were at once last."""
         self._put_out = 0
         """Workers that were put out since the last step: what they held is not held as often again yet."""
 
@@ -104,8 +104,8 @@ class Hangs:
         return bool(waits) and now - self._together_s < self.rule.limit_s
 
     def stepped(self) -> None:
-        """A step was committed: all have come back, and what those had that were put out before is held as often as it should be again."""
-        self._put_out, self._together_s = 0, 0.0
+        """A step was committed: what those had that were put out before is held as often as it should be again."""
+        self._put_out = 0
 
     def _say_all_still(self, workers: Sequence[Worker], now: float) -> None:
         """All stand still and none waits, as on a file system that does not answer: there is nobody to go on without them."""
@@ -134,7 +134,8 @@ class Hangs:
         hosts = others.hosts + 1 if others.hosts else len(workers) + self._put_out
         if here + others.quiet < min(f, hosts):
             return False
-        self._since_s, self._together_s = self._since_s or now, now
+        self._since_s = self._since_s or now
+        self._together_s = now if len(quiet) + others.quiet > 1 else self._together_s
         names = ", ".join(w.uid for w in quiet)
         what = "hosts are" if others.hosts else "ranks are"
         self.awaited = (

@@ -451,7 +451,7 @@ class HostAgent:
         now, every_s = time.monotonic(), max(min(HOSTS_S, self.limit_s / 4), len(others) ** 2 / BEATS_PER_S)
         if self.newest is None or now - self._watched_s < (0.0 if self._quiet else every_s):
             return
-        if now - self._watched_s > every_s + self.limit_s / 4:
+        if now - self._watched_s > every_s + self._look_s + self.limit_s / 4:
             self.forgive()  # the last look was answered late, and so were the beats of others
         self._watched_s = now
         silent = {}

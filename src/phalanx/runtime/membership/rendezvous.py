@@ -314,7 +314,7 @@ def form(
             use_loopback()
         try:
             with team.sockets.noted():
-                team.store = KeysStore(keys, over=lambda: team.aborted)
+                team.store = KeysStore(keys, timeout_s=patience_s, over=lambda: team.aborted)
                 _init(team, team.store, device=device, timeout_s=timeout_s, patience_s=patience_s)
         except RuntimeError as err:
             text = first_line(err)

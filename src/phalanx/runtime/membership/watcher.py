@@ -276,11 +276,17 @@ class MembershipWatcher:
             return
         if self.progress.message_failed:
             os.write(2, f"{self.uid} leaves generation {team.generation.number}: a message failed, or took longer than launch.timeout_s\n".encode())  # fmt: skip
+            self._abort(team)
             with contextlib.suppress(ServiceLost):  # this is told by the next call
                 keys.put(broken_key(team.generation), self.uid)
-        elif keys.get(broken_key(team.generation)) is None:
-            return
-        team.abort()
+        elif keys.get(broken_key(team.generation)) is not None:
+            self._abort(team)
+
+    def _abort(self, team: GroupEpoch) -> None:
+        """Unless the worker has left it meanwhile, and may be in the next one."""
+        with self._news:
+            if self.team is team:
+                team.abort()
 
     def _delete_written(self, keys: Keys) -> None:
         with self._news:

@@ -52,8 +52,6 @@ class WorldInfo:
     several machines, meet at `master_addr`."""
     agent_listens: bool = False
     """torchrun's agent listens at `master_addr` already, for the ranks of all machines."""
-    start: int = 0
-    """How often torchrun has started them again."""
     gpu_bound: bool = False
     """The launcher lets each process see one GPU of its own alone (SLURM's `--gpus-per-task=1`), which is device 0 of each."""
 
@@ -87,7 +85,6 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
 
     rank, world, port = number("RANK"), number("WORLD_SIZE"), number("MASTER_PORT", 29500)
     local_rank, local_world = number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world)
-    start = number("TORCHELASTIC_RESTART_COUNT", 0)
     if not problems and not rank < world:
         problems.append(Problem(where="RANK", value=rank, rule=f"must lie between 0 and WORLD_SIZE - 1 = {world - 1}"))
     if not problems and not local_rank < local_world <= world:
@@ -104,7 +101,6 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
         agent_listens=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        start=start,
         gpu_bound="," not in env.get("CUDA_VISIBLE_DEVICES", ","),
     )
 
@@ -166,8 +162,7 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
             listener = _listen(*at) if listens else None
             store = dist.TCPStore(*at, info.world, listens, timeout=timeout, master_listen_fd=listener)
             if info.agent_listens:
-                # it outlives ranks, and so do the addresses of those of an earlier start (`--max-restarts`)
-                store = dist.PrefixStore(f"start-{info.start}", store)
+                store = _part_of_this_start(store, info, timeout_s=timeout_s)
         dist.init_process_group(
             "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=store,
@@ -183,6 +178,27 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
     except (RuntimeError, ValueError) as err:
         raise RunError(_meeting_failed(info, where, str(err), timeout_s)) from err
     return target
+
+
+def _part_of_this_start(store: dist.Store, info: WorldInfo, *, timeout_s: float) -> dist.Store:
+    """The agent's store outlives ranks that it starts again (`--max-restarts`), and so do their addresses in it. Each rank says a word that is new, and the first one answers all of them with
+    its own until every rank has taken that: how often they were started each agent counts by itself. Raises `RuntimeError` where some do not come."""
+    mine, others = secrets.token_hex(8), range(1, info.world)
+    store.set(f"here/{info.rank}", mine)
+    if info.rank != 0:
+        part = store.get(f"part/{mine}").decode()
+        store.set(f"taken/{part}/{info.rank}", "")
+        return dist.PrefixStore(part, store)
+    here, taken = [f"here/{rank}" for rank in others], [f"taken/{mine}/{rank}" for rank in others]
+    answered, end_s = set[bytes](), time.monotonic() + timeout_s
+    while not store.check(taken):
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"not all ranks came within {timeout_s:g} s")
+        for word in {*store.multi_get(here)} - answered if store.check(here) else ():
+            store.set(f"part/{word.decode()}", mine)
+            answered.add(word)
+        time.sleep(0.02 + info.world / 20_000)
+    return dist.PrefixStore(mine, store)
 
 
 SAME_NUMBER = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"

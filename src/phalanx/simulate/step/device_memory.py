@@ -71,7 +71,7 @@ def reserved_bytes(mapping: Mapping, hardware: Hardware | None = None) -> float:
     return FIXED_BYTES + nccl_bytes(
         mapping.folding,
         ranks_per_host=per_host,
-        ulysses=mapping.cp_method == "ulysses",
+        cp_exchanges=mapping.cp_method != "ring",
         sums_whole=mapping.sharding == "none",
         by_purpose=mapping.by_purpose,
         rows="ep_etp" if mapping.overlap.ep in ("tiles", "fine", "auto") else "ep",

@@ -38,12 +38,12 @@ def nccl_bytes(
     *,
     ranks_per_host: int,
     rank: int = 0,
-    ulysses: bool = False,
+    cp_exchanges: bool = False,
     sums_whole: bool = False,
     by_purpose: bool = True,
     rows: str = "ep",
 ) -> int:
-    """What the communicators of `rank` take once each has been used. `ulysses`: context parallelism exchanges with all ranks of cp, not with neighbours. `sums_whole`: gradients are summed whole (ZeRO-0).
+    """What the communicators of `rank` take once each has been used. `cp_exchanges`: context parallelism exchanges with all ranks of cp (ulysses; all_gather, whose backward pass sums rows), not with neighbours. `sums_whole`: gradients are summed whole (ZeRO-0).
     `by_purpose`: as in `communicators`. `rows`: group over which rows of MoE layers are exchanged, as in `build_groups`."""
     first, total = rank - rank % ranks_per_host, 0
     for ranks, names, exchanged in _used(folding, rank, by_purpose=by_purpose, rows=rows):
@@ -51,7 +51,7 @@ def nccl_bytes(
         multicast = sums_whole and bool(names & {"dp_cp", "edp"})
         peers, rings = len(ranks) - 1, bool(names.difference(SUMMED_GROUPS))
         if not exchanged:
-            peers = _peers(folding, names, len(ranks), ulysses=ulysses)
+            peers = _peers(folding, names, len(ranks), cp_exchanges=cp_exchanges)
         total += _communicator_bytes(len(ranks), near, peers=peers, rings=rings, multicast=multicast)
     return total
 
@@ -83,9 +83,9 @@ def _used(folding: AnyFolding, rank: int, *, by_purpose: bool, rows: str) -> lis
     ]
 
 
-def _peers(folding: AnyFolding, names: frozenset[str], size: int, *, ulysses: bool) -> int:
+def _peers(folding: AnyFolding, names: frozenset[str], size: int, *, cp_exchanges: bool) -> int:
     """With how many ranks of a group messages are exchanged by name."""
-    if ("cp" in names and ulysses) or ("pp" in names and not isinstance(folding, Folding)):
+    if ("cp" in names and cp_exchanges) or ("pp" in names and not isinstance(folding, Folding)):
         return size - 1
     return min(2, size - 1) if names & {"cp", "pp"} else 0
 

@@ -104,7 +104,9 @@ def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
     peers = Peers(own_group(info.world, timeout_s=PATIENCE_S))
     folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
     # one rank of each host: on a file system that many share, each question of every rank is thousands
-    peers.agree(lambda: folder.create(shared=recipe.run.access == "group") if info.local_rank == 0 else None)
+    peers.agree(
+        lambda: folder.create(shared=recipe.run.access == "group") if 0 in (info.rank, info.local_rank) else None
+    )
     lock = _lock(folder, peers)
     sinks = _open_sinks(recipe, folder, info, peers)
     return Rank(
