@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -59,6 +60,11 @@ def write_text(path: Path, text: str) -> None:
 
 def _cannot_write(path: Path, error: OSError) -> RunError:
     return RunError(f"cannot write {path}: {error.strerror}; name another file")
+
+
+def draft_of(path: Path) -> Path:
+    """A name beside `path` for what is to replace it, which nobody else takes: processes of two hosts or containers that share a folder may have one number."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def private_folder() -> Path:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from phalanx.data.tokenizer import (
         EOS as EOS,
         ByteTokenizer as ByteTokenizer,
+        FileTokenizer as FileTokenizer,
         Tokenizer as Tokenizer,
         begins_with as begins_with,
         load_tokenizer as load_tokenizer,

@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.core.errors import DataError, Problem
+from phalanx.core.files import draft_of
 
 _POLL_S = 0.05
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -130,7 +130,7 @@ def ensure_folder(
 def write_atomically(path: Path, content: bytes) -> None:
     """A small file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # two containers may have one process number
+    temporary = draft_of(path)
     try:
         temporary.write_bytes(content)
         temporary.replace(path)

@@ -155,10 +155,8 @@ def _tokenise_chat(folder: Path, texts: Iterable[Document], encoder: ChatEncoder
 def _write_batch(
     file: BinaryIO, batch: list[str], tokenizer: Tokenizer, dtype: np.dtype[Any], lengths: array[int]
 ) -> None:
-    eos, bos = (
-        np.array([tokenizer.eos_id], np.int64),
-        np.array([i for i in (tokenizer.bos_id,) if i is not None], np.int64),
-    )
+    eos = np.array([tokenizer.eos_id], np.int64)
+    bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.int64)
     pieces: list[Ints] = []
     for ids in tokenizer.encode_batch(batch):
         pieces += [bos, ids, eos]

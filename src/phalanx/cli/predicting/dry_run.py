@@ -175,11 +175,9 @@ def tokenizer_vocab(config: DataConfig) -> int:
     choice = parse_choice(config)
     if choice is None:
         return 257
-    return (
-        choice
-        if isinstance(choice, int)
-        else read_tokenizer_file(choice, eos_token=config.eos_token, bos_token=config.bos_token).vocab_size
-    )
+    if isinstance(choice, int):
+        return choice
+    return read_tokenizer_file(choice, eos_token=config.eos_token, bos_token=config.bos_token).vocab_size
 
 
 def _missing_data(config: DataConfig) -> list[str]:

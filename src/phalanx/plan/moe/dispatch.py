@@ -54,12 +54,16 @@ class DispatchSpec:
         return self.policy == "drop" and self.pad_to_capacity
 
     @property
+    def by_tile(self) -> bool:
+        """Rows travel tile by tile, as messages to every rank."""
+        return self.overlap.partition(":")[0] not in ("serial", "coarse", "fused")
+
+    @property
     def rows_over(self) -> str:
         """Group over which rows are exchanged: "ep" or, tile by tile and as gathered tokens, "ep_etp"; empty: a library carries them."""
         if self.transport == "deepep":
             return ""
-        by_tile = self.overlap.partition(":")[0] not in ("serial", "coarse", "fused")
-        return "ep_etp" if by_tile or self.transport == "all_gather" else "ep"
+        return "ep_etp" if self.by_tile or self.transport == "all_gather" else "ep"
 
 
 def dispatch_spec(config: DispatchConfig) -> DispatchSpec:

@@ -219,7 +219,7 @@ class Counting:
         if ".chunk" in name:
             share = 1.0 / self._num_chunks
         if name == "dispatch.counts":
-            further = 2 if self._by_tiles else 1 if self.dispatch.transport == "all_gather" else 0
+            further = 2 if self.dispatch.by_tile else 1 if self.dispatch.transport == "all_gather" else 0
             return (self.spec.num_experts * self._num_chunks + further) * INT64 * (n - 1)
         if name == "dispatch.full_index":
             return self._rows_T * INT64 * (n - 1)
@@ -246,10 +246,6 @@ class Counting:
         wide = max(FP32, self.sizes.itemsize)
         choice = {"re": 0, "bwd": wide}.get(phase or "", INT64 + wide) if name == "dispatch.rows" else 0
         return self._hidden_bytes + self.spec.top_k * choice
-
-    @property
-    def _by_tiles(self) -> bool:
-        return str(self.dispatch.overlap).partition(":")[0] not in ("serial", "coarse", "fused")
 
     def _distinct(self) -> float:
         """Ranks of ep that a token goes to, if its experts are drawn without replacement: P (1 - C(E - E/P, K) / C(E, K)); its experts, where a row travels for each."""

@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import CheckpointError, Problem
+from phalanx.core.files import draft_of
 from phalanx.core.messages import message
 from phalanx.core.reading import MalformedError, open_regular, parse_json, parse_table, read_text, typed
 
@@ -119,7 +119,7 @@ def flush_folder(path: Path) -> None:
 
 def write_flushed(path: Path, text: str) -> None:
     """Replace `path` by `text` in one step, on the disk when this returns."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # processes of two hosts may have one number
+    temporary = draft_of(path)
     try:
         with temporary.open("w") as file:
             file.write(text)

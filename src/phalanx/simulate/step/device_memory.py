@@ -22,6 +22,7 @@ from phalanx.simulate.hardware import BF16, FP32, Hardware
 from phalanx.simulate.mapping import AnyMapping, Job, Mapping
 from phalanx.simulate.step.nccl import nccl_bytes
 from phalanx.simulate.step.stage_layers import StageContent, contents
+from phalanx.simulate.step.tile_time import TILE_WAYS
 
 FIXED_BYTES = 1.2e9
 """Context of the device with the programs that it has loaded (0.5 GB at once, 1.06 GB before the first exchange in NVIDIA/nccl issue 1685), and workspaces of products."""
@@ -74,7 +75,7 @@ def reserved_bytes(mapping: Mapping, hardware: Hardware | None = None) -> float:
         cp_exchanges=mapping.cp_method != "ring",
         sums_whole=mapping.sharding == "none",
         by_purpose=mapping.by_purpose,
-        rows="ep_etp" if mapping.overlap.ep in ("tiles", "fine", "auto") else "ep",
+        rows="ep_etp" if mapping.overlap.ep in TILE_WAYS else "ep",
     )
 
 

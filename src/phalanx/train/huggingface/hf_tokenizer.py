@@ -7,31 +7,24 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from phalanx.core.reading import load_json
-from phalanx.data import EOS, ByteTokenizer
+from phalanx.data import EOS, FileTokenizer
 from phalanx.train.setup import RunFolder
 
 
 def tokenizer_files(run: RunFolder, *, length: int) -> dict[str, bytes]:
     """tokenizer.json, tokenizer_config.json and generation_config.json. `length`: tokens that the model was trained on at once."""
     tokenizer, folder = run.read_tokenizer(), run.path / "tokenizer"
-    begins: dict[str, Any] = {}
-    if isinstance(tokenizer, ByteTokenizer):
-        content, eos = byte_tokenizer_json(), EOS
+    if isinstance(tokenizer, FileTokenizer):
+        content = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        eos, begin = tokenizer.eos_token, tokenizer.bos_token
     else:
-        content, told = (
-            (folder / "tokenizer.json").read_text(encoding="utf-8"),
-            load_json(folder / "tokenizer_meta.json"),
-        )
-        eos = str(told["eos_token"])
-        if tokenizer.bos_id is not None:
-            begins = {"bos_token": str(told["bos_token"]), "add_bos_token": True}
+        content, eos, begin = byte_tokenizer_json(), EOS, ""
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eos,
         "model_max_length": length,
         "clean_up_tokenization_spaces": False,
-        **begins,
+        **({"bos_token": begin, "add_bos_token": True} if begin else {}),
     }
     files: dict[str, Any] = {
         "tokenizer_config.json": config,

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from phalanx.core.clock import ANCHOR_S, now_s
 from phalanx.core.errors import PeerError
 from phalanx.core.events import ClockCompared
+from phalanx.core.files import draft_of
 from phalanx.core.process import peak_resident_bytes, resident_bytes
 from phalanx.core.processor import data_sheet_flops_per_s, this_processor
 from phalanx.core.reading import MalformedError, load_json, typed
@@ -90,7 +91,7 @@ def lasting_rate(measured: float, *, dtype: torch.dtype, device: torch.device, t
         known[key] = measured
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            temporary = path.with_name(f"{RATES_FILE}.{os.getpid()}.tmp")
+            temporary = draft_of(path)
             temporary.write_text(json.dumps(known, indent=1, sort_keys=True))
             os.replace(temporary, path)
     return known[key]
