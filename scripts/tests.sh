@@ -3,8 +3,8 @@
 #   core            what `make test` takes (the default)
 #   drawn MINUTES   processor minutes of the other tests, drawn by the seed of the day; the rest is named
 #   all             every test with every case
-# Tests that launch no ranks, then those that do, share the cores in two processes; then come those marked `alone`, which measure rates and shares of a
-# core: each says why.
+# Tests that launch no ranks, then those that do, share the cores in two processes, file by file, the dearest first (tests/conftest.py); then
+# come those marked `alone`, which measure rates and shares of a core: each says why.
 set -u
 cd "$(dirname "$0")/.."
 case "${1:-core}" in
@@ -21,14 +21,15 @@ tests() { # NAME WORDS...
     # shellcheck disable=SC2086  # a tier is several words
     .venv/bin/python -m pytest -q -o cache_dir=.pytest_cache/"$name" $tier "$@"
 }
+beside() { tests "$@" -n 2 --dist loadfile --no-loadscope-reorder; } # in two processes
 if [ "${1:-core}" = drawn ]; then # one draw over everything
-    tests drawn -m "not alone" || failed=$?
+    beside drawn -m "not alone" || failed=$?
     [ "$failed" != 5 ] || failed=0 # few minutes may be too few for any test; the other tiers always have some
 else
     echo "---- tests in one process"
-    tests unit -n 2 --dist loadfile -m "not alone and not ranks and not testbed" || failed=$?
+    beside unit -m "not alone and not ranks and not testbed" || failed=$?
     echo "---- tests that launch ranks, runs and emulated hosts"
-    tests ranks -n 2 --dist loadfile -m "not alone and (ranks or testbed)" tests/ranks tests/runs tests/lab || failed=$?
+    beside ranks -m "not alone and (ranks or testbed)" tests/ranks tests/runs tests/lab || failed=$?
     echo "---- tests that run alone"
     alone=$(grep -rl --include='test_*.py' '@pytest\.mark\.alone(' tests) # to collect all takes longer than they do
     # shellcheck disable=SC2086  # a list of files

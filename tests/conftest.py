@@ -83,9 +83,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         alone = item.get_closest_marker("alone")
         if alone is not None and not alone.args:
             raise pytest.UsageError(f"{item.nodeid}: `alone` needs its reason: @pytest.mark.alone('measures ...')")
-    if config.option.tier == "all":
-        return
     costs = tiers.Costs(of=tiers.stored_costs(), shared=shared)
+    if config.option.tier == "all":
+        dearest_file_first(items, costs)
+        return
 
     def is_marked(item: pytest.Item) -> bool:
         """To be in the core tier whatever its cost, or if its turn comes."""
@@ -115,6 +116,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept
+    dearest_file_first(items, costs)
+
+
+def dearest_file_first(items: list[pytest.Item], costs: tiers.Costs) -> None:
+    """Let processes that take file by file end together: what comes last is cheap."""
+    of_file = defaultdict[str, set[str]](set)
+    for item in items:
+        of_file[item.nodeid.partition("::")[0]].add(name_of(item))
+    cost = {file: costs.together(names) for file, names in of_file.items()}
+    items.sort(key=lambda item: -cost[item.nodeid.partition("::")[0]])
 
 
 class Spent:

@@ -16,7 +16,7 @@ import datetime
 import json
 import os
 import random
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -90,6 +90,11 @@ class Costs:
         return (
             None if own is None else own + sum(self.of.get(s, 0.0) for s in self.shared.get(name, ()) if s not in paid)
         )
+
+    def together(self, names: Collection[str]) -> float:
+        """Of several tests, with what they share once."""
+        each = set(names).union(*(self.shared.get(name, ()) for name in names))
+        return sum(self.of.get(name, 0.0) for name in each)
 
     def is_cheap(self, name: str, *, ranks: bool) -> bool:
         """Whether a test is in the core tier by its cost. One that was never measured is if it launches no ranks."""

@@ -46,6 +46,8 @@ class Case:
         return [{"settings": settings, "world": self.world, "rank": r, **self.more} for r in self.ranks]
 
 
+pytestmark = pytest.mark.timeout(900)  # the traces of all cases count with whichever test asks first
+
 ALL = (0, 1, 2, 3)
 EMPTY = {"samples": 7}
 """The last rank's second micro-batch has no sample."""

@@ -31,8 +31,10 @@ def _steps(
     holders: int,
     missing: bool,
     forgetful: bool = False,
+    in_place: bool = False,
 ) -> Found:
-    """Reduced gradients of each step; ids of collectives; buffers at most; parameters that are not finite in a last step, of which one rank has spoiled one."""
+    """Reduced gradients of each step; ids of collectives; buffers at most; parameters that are not finite in a last step, of which one rank has spoiled one.
+    `in_place`: by a reduce-scatter of the transport's own, as NCCL has one."""
     groups = build_groups(make_folding(world=4, **degrees), rank=rank, cache=cache)
     params = {s.name: torch.nn.Parameter(local(s, groups, logical(s.name, s.shape, "value"))) for s in TABLE}
     placed = plain_placement(NUM_EXPERTS, groups.folding)
@@ -45,6 +47,8 @@ def _steps(
     seen: list[Collective] = []
     comms = Collectives(emit=seen.append, trace=True, timeout_s=20)
     comms.synchronous = holders == 1  # messages are there at once, so that it is known how many buffers there are
+    if in_place:
+        comms.scatters = lambda x: True  # type: ignore[method-assign]
 
     def step(number: int, spoiled: bool = False) -> dict[str, torch.Tensor]:
         buffers.begin()
@@ -60,7 +64,11 @@ def _steps(
             factor = float("nan") if spoiled and rank == 2 and micro == 0 else 1.0
             (torch.stack(terms).sum() + (params["norm"] * factor).sum()).backward()
             buffers.pass_ends()
-        return {b.name: b.tensor.clone() for b in buffers.reduce(groups, comms).boxes()}
+        reduced = buffers.reduce(groups, comms).boxes()
+        if in_place:
+            flat = {part.flat.untyped_storage().data_ptr() for part in buffers._parts.values()}
+            assert {b.tensor.untyped_storage().data_ptr() for b in reduced} <= flat, "a shard takes memory of its own"
+        return {b.name: b.tensor.clone() for b in reduced}
 
     made = [step(number) for number in range(STEPS)]
     ids = [e.op_id for e in seen]
@@ -84,6 +92,21 @@ def test_shards_add_up_to_the_same_gradients(degrees: dict[str, int], holders: i
         assert found == spoiled
         shards = [i for i in ids if i.startswith("gradient/")]
         assert len(shards) > len(set(shards)), "nothing was reduced but at the end of a step"
+
+
+@pytest.mark.core
+@pytest.mark.ranks
+@pytest.mark.parametrize("degrees", [{"ep": 2}, {"tp": 2, "ep": 2, "etp": 2}], ids=str)
+def test_a_reduce_scatter_in_place_leaves_the_same_sums_and_names_the_rank_that_spoiled_one(
+    degrees: dict[str, int],
+) -> None:
+    whole = run_ranks(4, _steps, 1, degrees, 1, True)
+    parts = run_ranks(4, _steps, 1, degrees, 1, True, False, True)
+    for rank, ((want, _, _, spoiled), (got, _, _, found)) in enumerate(zip(whole, parts, strict=True)):
+        for a, b in zip(want, got, strict=True):
+            assert a.keys() == b.keys()
+            assert all(torch.allclose(a[name], b[name], rtol=1e-12, atol=1e-14) for name in a)
+        assert found == spoiled == (("norm",) if rank == 2 else ())
 
 
 @pytest.mark.ranks

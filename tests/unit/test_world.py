@@ -78,6 +78,9 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: f"properties of {device}")
     monkeypatch.setattr(world, "stay_near", taken.append)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", taken.append)
+    for name in world.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
     return taken
 
 
@@ -88,7 +91,17 @@ def test_a_rank_whose_launcher_bound_a_gpu_to_it_takes_that(one_gpu: list[object
     info = read_world(BOUND)
     assert info is not None and info.gpus_to_see == 1
     assert own_device(info, "cuda") == torch.device("cuda", 0)
-    assert one_gpu == ["properties of cuda:0", torch.device("cuda", 0)], "its context is made near it"
+    grown = "expandable_segments:True"
+    assert one_gpu == [grown, "properties of cuda:0", torch.device("cuda", 0)], "its context is made near it"
+
+
+@pytest.mark.parametrize("name", world.ALLOCATOR)
+def test_what_the_user_sets_of_the_allocator_stays(
+    one_gpu: list[object], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    own_device(WorldInfo(rank=0, world=1, local_rank=0, local_world=1), "cuda")
+    assert one_gpu == ["properties of cuda:0", torch.device("cuda", 0)]
 
 
 @pytest.mark.parametrize("visible", [None, "0,1"])

@@ -167,7 +167,7 @@ class Collectives:
         return x
 
     def reduce_scatter(self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = "") -> torch.Tensor:
-        """Sum the flat buffer, which is overwritten, over the axis; return shard number `axis.index` of `axis.size` equal ones (a view on a CPU and at size 1)."""
+        """Sum the flat buffer, which is overwritten, over the axis; return shard number `axis.index` of `axis.size` equal ones (a view of it, but where messages are checked)."""
         shard, exchange = self.start_reduce_scatter(x_flat, axis, op_id=op_id)
         exchange.wait()
         return shard
@@ -188,11 +188,10 @@ class Collectives:
             return self._start_own_part(x_flat, axis, "sum", op_id, totals)
         axis, length = self._own(axis), x_flat.numel() // axis.size
         call = Call(op_id, num_bytes(x_flat) - num_bytes(x_flat) // axis.size, not x_flat.is_cuda)
+        out = x_flat[axis.index * length : (axis.index + 1) * length]  # in place, as NCCL allows there alone
         if self.scatters(x_flat):
-            out = x_flat.new_empty(length)
             launch = partial(_reduce_scatter_into, out, x_flat, group=axis.group, async_op=True)
         else:
-            out = x_flat[axis.index * length : (axis.index + 1) * length]
             launch = partial(dist.all_reduce, x_flat, group=axis.group, async_op=True)
         return out, self._start("reduce_scatter", axis, call, launch)
 

@@ -239,9 +239,21 @@ def own_device(info: WorldInfo, device: str) -> torch.device:
     )
     if target.type == "cuda":
         raise_if(_gpu_problems(info, num_gpus=torch.cuda.device_count()), ConfigError, subject="the recipe")
+        _grow_segments()
         stay_near(torch.cuda.get_device_properties(target))  # before its context, and all pinned memory
         torch.cuda.set_device(target)
     return target
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Where a user sets torch's allocator."""
+
+
+def _grow_segments() -> None:
+    """Let torch's allocator grow its segments in place, where the user has not set it: experts have another number of rows in every step, which leaves holes between segments of fixed sizes.
+    Before the first tensor on the GPU."""
+    if not any(os.environ.get(name) for name in ALLOCATOR):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 LEFT_TO_RUN = {

@@ -51,7 +51,7 @@ from phalanx.runtime.state.boxes import BoxTensor, Segment
 from phalanx.runtime.state.holders import HolderSums
 from phalanx.runtime.state.shard_copies import ShardCopies
 from phalanx.runtime.state.shard_totals import ShardTotals
-from phalanx.runtime.state.sharded_gradients import Rooms, ShardedSums
+from phalanx.runtime.state.sharded_gradients import Rooms, ShardedSums, evidence_of
 
 NORM_BITS = 52
 """Binary places with which fixed-point gradients stay below 2^10, as their squares want them."""
@@ -402,7 +402,8 @@ class _Flat:
             self.sums_of_holders.begin()
         self.missing = len(self.seen)
         """Parameters whose last gradient of the step is not there."""
-        self.sums: list[torch.Tensor] | None = None
+        self.evidence: dict[int, torch.Tensor] = {}
+        """Sums of what was collected of parameters, by their place in the layout, where a reduction overwrites it."""
         self.started: Exchange | None = None
         self.shard: torch.Tensor | None = None
 
@@ -462,25 +463,27 @@ class _Flat:
         rule, axis, op_id = self.layout.rule, groups.step_axis(name), gradient_id(self.key, name)
         shards = name == rule.shard_over and name == rule.sum_over[-1] and self.layout.num_shards > 1
         scatters = comms.scatters(self.flat)
-        if not (shards and scatters):
-            self._keep_evidence()
         known = None
         if self.known is not None and shards and name == self._groups(groups)[0]:
             known = self.known.of_shards(self.seen)
         if shards and not sums_whole(self.layout.keepers, scatters=scatters):
+            self._keep_evidence(*(self.layout.shard_range() if scatters else ()))
             self.shard, exchange = comms.start_reduce_scatter(self.flat, axis, op_id=op_id, totals=known)
             return exchange
+        self._keep_evidence()
         return comms.start_all_reduce(self.flat, axis, op_id=op_id, totals=known)
 
-    def _keep_evidence(self) -> None:
-        """Notes, before an in-place reduction spreads a NaN to all ranks, which parameters have one here (no host sync)."""
-        if self.sums is None:
-            self.sums = [view.sum() for view in self.views]
+    def _keep_evidence(self, start: int = 0, stop: int | None = None) -> None:
+        """Notes, before a reduction overwrites this part of the buffer and spreads a NaN to all ranks, which of its parameters have one here (no host sync)."""
+        places = enumerate(zip(self.layout.params, self.layout.starts, strict=True))
+        stop = self.layout.length if stop is None else stop
+        new = [i for i, (p, at) in places if at < stop and start < at + p.num_elements and i not in self.evidence]
+        self.evidence |= dict(zip(new, evidence_of([self.views[i] for i in new]), strict=True))
 
     def non_finite(self) -> list[str]:
-        sums = [view.sum() for view in self.views] if self.sums is None else self.sums
-        pairs = zip(self.layout.params, sums, strict=True)
-        return [p.param.name for p, s in pairs if not torch.isfinite(s)]  # SYNC: of a step that is given up
+        self._keep_evidence()  # of what nothing has overwritten
+        pairs = ((local.param.name, self.evidence[i]) for i, local in enumerate(self.layout.params))
+        return [name for name, found in pairs if not torch.isfinite(found)]  # SYNC: of a step that is given up
 
     def release(self) -> None:
         pass
@@ -519,7 +522,7 @@ class _Fixed(_Flat):
             for s in super().finish(groups, comms)
         )
 
-    def _keep_evidence(self) -> None:
+    def _keep_evidence(self, start: int = 0, stop: int | None = None) -> None:
         pass  # the largest magnitudes are evidence
 
     def non_finite(self) -> list[str]:

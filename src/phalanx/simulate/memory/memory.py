@@ -21,7 +21,7 @@ from functools import cached_property
 from phalanx.core.config import Recipe
 from phalanx.core.processor import MULTIPLIES_BF16, Processor
 from phalanx.core.samples import num_rounds
-from phalanx.plan.layout import FlatLayout, HolderPlan, flat_layouts, publication, stage_params
+from phalanx.plan.layout import FlatLayout, HolderPlan, flat_layouts, publication, stage_params, sums_whole
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, plain_placement
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import deepep_bytes, dispatch_spec
@@ -497,15 +497,11 @@ class _Run:
                 "gradients": self._borrowed_bytes(moment.done) + self._rooms_bytes(moment.name, x),
             }
             yield self._moment(when + moment.name, terms, copy=copy)
-        apart = self.on_device and self.recipe.optim.zero < 2  # gloo's shard is a view
-        sharded = [y for y in self.layouts.values() if y.num_shards > 1 and apart]
-        own = [*sharded, *(y for y in self.layouts.values() if y.scattered)]
-        shards, item = sum(y.kept_length for y in own) * x.wide, x.wide
+        apart, item = sum(y.shard_length for y in self.layouts.values() if self._lies_apart(y)), x.wide
+        shards = (apart + self._copied_elements) * item
         if self.is_exact:  # read from fixed point, whether a family is sharded or not; copies of shards come as numbers
             item = FIXED_POINT_ITEM
-            shards = (
-                sum(y.shard_length for y in own) * item + sum(y.kept_length for y in self.layouts.values()) * x.wide
-            )
+            shards = apart * item + sum(y.kept_length for y in self.layouts.values()) * x.wide
         gradients = {"gradients": shards + self._borrowed_bytes(self.layers)}
         of_holders = [
             n * item for h in self._sums_of_holders for n in (h.sent_elements, h.received_elements, h.owned_elements)
@@ -519,6 +515,19 @@ class _Run:
         mapped = max((n for n in self._gathered_blocks if n >= LARGEST_HEAP_BLOCK), default=0)
         published = {"gradients": shards, "communication": mapped}
         yield self._moment(when + "publishing parameters", published, copy=copy, mapped=mapped)
+
+    def _lies_apart(self, layout: FlatLayout) -> bool:
+        """Whether a reduced shard is no part of its buffer: that of experts' holders, and that of checked messages on a device."""
+        checked = self.on_device and self.recipe.optim.zero < 2 and self.recipe.resilience.check != "off"
+        return layout.scattered is not None or (checked and layout.num_shards > 1)
+
+    @property
+    def _copied_elements(self) -> int:
+        """Reduced gradients of other ranks' shards, which come in messages of their own (of `zero = 2` they are counted with what it keeps)."""
+        if not self.on_device or self.recipe.optim.zero == 2:
+            return 0
+        sent = (y for y in self.layouts.values() if y.keepers and not sums_whole(y.keepers, scatters=True))
+        return sum(y.kept_length - y.shard_length for y in sent)
 
     def _passes(self, x: Local) -> Iterator[PassMoment]:
         """Passes in the rank's order, with as many micro-batches as a step of this run has."""
