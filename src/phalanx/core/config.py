@@ -409,7 +409,7 @@ class LaunchConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live: gloo between CPUs, NCCL between GPUs. `auto`: cuda where torch finds a GPU for every rank of this machine, cpu where it finds none, an error in between."""
     timeout_s: float = 600.0
-    """Longest wait of one collective."""
+    """Longest wait of one collective. On GPUs, whose work is begun ahead of time, longer than a step."""
     host: str | None = None
     """Name of this host in a run on several, the same whenever it comes back and no other's. Default: what the machine calls itself."""
     rack: str | None = None
