@@ -71,7 +71,7 @@ def test_without_the_lab_a_command_says_how_to_get_it(
 
 def test_the_lab_is_found_with_and_without_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lab._lab() is phalanx_lab
-    monkeypatch.setattr(lab.metadata, "entry_points", lambda **group: [])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **group: [])
     assert lab._lab() is phalanx_lab
     monkeypatch.setitem(sys.modules, "phalanx_lab", None)
     assert lab._lab() is None
@@ -377,6 +377,53 @@ def test_a_reader_that_has_seen_enough_is_no_failure(words: tuple[str, ...]) -> 
         command = [sys.executable, "-m", "phalanx", *words]
         done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=360)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [("settings",), ("train", "--dry-run", "--model.preset", "tiny")])
+def test_output_on_a_full_disk_is_a_line_and_no_traceback(words: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "phalanx", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=360)
+    assert done.returncode == 2 and done.stderr == f"phalanx {words[0]}: No space left on device\n"
+
+
+def test_a_run_whose_summary_cannot_be_written_has_ended_well() -> None:
+    """Its log lies on a disk that became full: the job was called failed, and a script started it again."""
+    code = (
+        "from pathlib import Path\nfrom phalanx.train.reporting import Outcome, RunEnd\n"
+        "known = dict(step=1, total_steps=1, reason='finished', tokens=1, loss=1.0, unigram_loss=1.0)\n"
+        "outcome = Outcome(**known, validation_loss=None, validation_step=None, sample=None, talks=False)\n"
+        "RunEnd(lambda event: None, lambda: 1).summarize(Path('runs/a'), outcome)\n"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=360)
+    assert done.returncode == 0, done.stderr
+    assert "the summary cannot be written ([Errno 28] No space left on device); the run is whole" in done.stderr
+
+
+@pytest.mark.parametrize("coding", ["latin-1", "ascii"])
+def test_a_locale_without_our_signs_shows_others(coding: str, tmp_path: Path) -> None:
+    """They were a traceback in `phalanx metrics`, and after the last step of a run."""
+    log = JsonlSink(tmp_path, rank=0)
+    for event in a_run(20):
+        log.write(event)
+    log.close()
+    command = [sys.executable, "-m", "phalanx", "metrics", str(tmp_path)]
+    environ = {**os.environ, "PYTHONIOENCODING": coding}
+    done = subprocess.run(command, capture_output=True, timeout=360, env=environ)
+    assert (done.returncode, done.stderr) == (0, b""), done.stderr
+    assert b"?" in done.stdout
+
+
+def test_a_wrong_setting_beside_a_resolved_recipe_is_answered_without_torch(tmp_path: Path) -> None:
+    """Importing it takes seconds."""
+    path = tmp_path / "mine.toml"
+    path.write_text('[launch]\ndevice = "cpu"\n[train]\ndtype = "float32"\n')
+    words = ["train", str(path), "--nonsense", "1"]
+    code = f"import sys\nfrom phalanx.cli.main import main\nassert main({words!r}) == 2\nsys.exit('torch' in sys.modules)\n"
+    environ = {name: word for name, word in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = python(code, env=environ)
+    assert done.returncode == 0 and "is not a setting" in done.stderr, done.stderr
 
 
 def test_too_few_open_files_are_refused_and_as_many_as_may_be_are_taken() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from phalanx.cli.train import changed_settings, with_learning_rate
 from phalanx.core.config import MOST_LR, FoldingConfig, LaunchConfig, Recipe, RunConfig, TrainConfig
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import dump_recipe, load_recipe
+from phalanx.core.rules import recipe_problems
 from phalanx.plan import choose_recovery, default_lr
 from phalanx.plan.mapping import resolve_mapping
 from phalanx.plan.model import PRESETS
@@ -50,6 +52,51 @@ def test_a_rate_is_told_kept_and_never_chosen_over_one_that_is_given(tmp_path: P
     (tmp_path / "a" / "recipe.toml").write_text(dump_recipe(kept))
     again, told = with_learning_rate(Recipe(run=run, train=TrainConfig(steps=10**6)))
     assert again.optim.lr == 7e-4 and "as the run began" in told[0]
+
+
+def test_the_recipe_of_a_copied_run_folder_does_not_train_the_run_that_it_was_copied_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on with the original, or began anew where that was elsewhere, and said nothing."""
+    monkeypatch.chdir(tmp_path)
+    for place in ("runs/mine", "runs/copy", "other/mine", "x y/z"):
+        Path(place).mkdir(parents=True)
+        Path(place, "run_state.json").write_text("{}")
+        Path(place, "recipe.toml").write_text('[run]\nname = "mine"\n[model]\npreset = "tiny"\n')
+
+    def read(place: str, *words: str) -> str:
+        try:
+            recipe = read_recipe(read_args([f"{place}/recipe.toml", *words]), world=None)
+        except ConfigError as err:
+            return str(err)
+        return f"{recipe.run.folder}/{recipe.run.name}"
+
+    assert read("runs/mine") == read(str(tmp_path / "runs" / "mine")) == "runs/mine"
+    assert "--run.name copy to go on in runs/copy, or --run.name mine to train runs/mine" in read("runs/copy")
+    assert "--run.folder other to go on in other/mine" in read("other/mine")
+    assert "--run.name z --run.folder 'x y' to go on in x y/z" in read("x y/z")
+    assert "runs/copy" in read("runs/copy", "--trust") and "runs/copy" in read("runs/copy", "--run.folder", "runs")
+    assert (
+        read("runs/copy", "--run.name", "copy") == "runs/copy" and read("runs/copy", "--run.name=mine") == "runs/mine"
+    )
+    assert read("other/mine", "--run.folder", "other") == "other/mine"
+    assert read("x y/z", "--run.name", "z", "--run.folder", "x y") == "x y/z"
+    shutil.rmtree("runs/mine")
+    assert "other/mine" in read("other/mine") and "to train runs/mine" in read("runs/copy")
+    Path("other/mine/run_state.json").unlink()  # a file that somebody called so
+    assert read("other/mine") == "runs/mine"
+    Path("link").symlink_to("runs")
+    Path("runs/copy").rename("runs/mine")
+    assert read("link/mine") == "runs/mine"
+
+
+def test_the_name_of_a_run_is_short_enough_for_a_folder() -> None:
+    said = []
+    for name in ("x" * 201, "\u00fc" * 101, "x" * 200):
+        found = recipe_problems(Recipe(run=RunConfig(name=name)))
+        said.append([str(problem) for problem in found if problem.where == "run.name"])
+    assert [len(found) for found in said] == [1, 1, 0]
+    assert "is 201 bytes long; 200 at most" in said[0][0] and "is 202 bytes long" in said[1][0]
 
 
 def test_what_changed_since_the_last_start_is_told_and_the_recipe_of_before_is_there(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ found by its entry point, or, where the project runs from its source folders, by
 from __future__ import annotations
 
 import importlib
-from importlib import metadata
 from typing import Any
 
 from phalanx.core.errors import RunError
@@ -27,6 +26,8 @@ def lab_part(name: str, *, needed_by: str) -> Any:
 
 
 def _lab() -> Any:
+    from importlib import metadata  # half of the time of `phalanx --help`
+
     for entry in metadata.entry_points(group=GROUP):
         return entry.load()
     try:

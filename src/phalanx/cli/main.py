@@ -7,18 +7,20 @@ Decides exit codes: 0 done, 1 a bug (with traceback), 2 an error that a person c
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
+import io
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import NoReturn
 
 from phalanx.cli.allocator import start_again
 from phalanx.cli.lab import lab_part
 from phalanx.core.errors import PhalanxError, nearest, printable
+from phalanx.core.process import drop_output, say
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ COMMANDS = (
     Command("settings", "list every setting of a recipe with its default and meaning"),
 )
 
+OF_THE_SYSTEM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG}
+"""What no command can help, wherever it comes up: a full disk, one that is not to be written, a path that is too long."""
 TRAINING = ("train", "bench")
 """Commands whose processes hold the tensors of steps."""
 
@@ -65,6 +69,12 @@ TRAINING = ("train", "bench")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `phalanx ARGV...` and return the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # of a locale without our signs (Latin-1, ASCII): another sign, and no traceback
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
     if not args or args[0] in ("-h", "--help", "help"):
         print(help_text())
         return 0
@@ -107,10 +117,16 @@ def run_command(name: str, args: Sequence[str], *, debug: bool) -> int:
     except KeyboardInterrupt:
         print(f"phalanx {name}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # the reader (head, less) has seen enough; the interpreter must not complain about it again when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        drop_output()
         return 0
+    except OSError as error:
+        if debug or error.errno not in OF_THE_SYSTEM:
+            raise
+        drop_output()
+        named = "" if error.filename is None else printable(f"{error.filename}: ")
+        say(f"phalanx {name}: {named}{error.strerror}")
+        return 2
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # rich ends so, and has silenced the output
             return 0
@@ -147,6 +163,8 @@ def help_text() -> str:
 
 def version_text() -> str:
     """Versions of what decides a run, read from the installed packages without importing them."""
+    from importlib import metadata  # half of the time of `phalanx --help`
+
     found = []
     for package in ("phalanx", "torch", "numpy"):
         try:

@@ -78,9 +78,7 @@ def _train(request: Request) -> int:
     if request.cluster is not None:
         _show_there(request, request.cluster)
         return 0
-    from phalanx.runtime.processes import read_world
-
-    launched = read_world()
+    launched = _launched(os.environ)
     several = launched is not None and launched.local_world < launched.world
     try:
         recipe = read_recipe(request, world=launched.world if launched else None, several_machines=several)
@@ -96,6 +94,15 @@ def _train(request: Request) -> int:
         _show(recipe, launched, request.card_gb)
         return 0
     return start(recipe, os.environ, force=request.force)
+
+
+def _launched(environ: Mapping[str, str]) -> WorldInfo | None:
+    """The place of this process among all, where a launcher started it. Without one a wrong setting is answered before torch is imported, which takes seconds."""
+    if not {"RANK", "WORLD_SIZE"} & environ.keys():
+        return None
+    from phalanx.runtime.processes import read_world
+
+    return read_world(environ)
 
 
 def _elsewhere(name: str) -> list[Problem]:

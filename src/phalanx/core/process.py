@@ -16,6 +16,14 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def drop_output() -> None:
+    """What is written to standard output from here on is lost, and so is what its buffer holds: it can be written nowhere, and the interpreter must not complain when it ends."""
+    with contextlib.suppress(OSError, ValueError):  # one that is no file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 def is_installed(module: str) -> bool:
     """Whether a module can be imported. A folder of its name in the present one is none: wandb and mlflow leave such folders where they ran."""
     found = find_spec(module)

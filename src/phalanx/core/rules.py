@@ -544,12 +544,19 @@ def _schedule_clashes(recipe: Recipe) -> list[_Clash]:
     return found
 
 
+MOST_NAME_BYTES = 200
+"""Of a run. Drafts of files have a longer name."""
+
+
 def _run_clashes(recipe: Recipe) -> list[_Clash]:
     found = []
     name = recipe.run.name
     if not name or name in (".", "..") or set(name) & set("/\\\0"):
         hint = f"use {name.strip('./').replace('/', '-') or 'run'}, and run.folder for where it lies"
         found.append(_clash("run.name", name, "must be the name of one folder, without slashes", hint))
+    elif (size := len(name.encode("utf-8", "replace"))) > MOST_NAME_BYTES:
+        rule = f"is {size} bytes long; {MOST_NAME_BYTES} at most, for file systems end names at 255"
+        found.append(_clash("run.name", name, rule, f"use {name[:20]}"))
     if not recipe.run.folder or "\0" in recipe.run.folder:
         found.append(_clash("run.folder", recipe.run.folder, "must be a path", "use runs"))
     traced = recipe.observe.trace_steps

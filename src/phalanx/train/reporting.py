@@ -28,6 +28,7 @@ from phalanx.core.events import (
     Validated,
 )
 from phalanx.core.messages import message
+from phalanx.core.process import drop_output, say
 from phalanx.data import MicroBatch, PreparedData
 from phalanx.observe import RunSummary, print_summary, program_name
 from phalanx.plan.mapping import AnyFolding, LayerPlacements, StagePlan
@@ -293,8 +294,12 @@ class RunEnd:
         self._tell(RunEnded(step=self._step(), reason=reason, seconds=self._seconds))
 
     def summarize(self, folder: Path, outcome: Outcome) -> None:
-        """Print the summary of a run in `folder`."""
-        print_summary(_summary(folder, outcome, seconds=self._seconds))
+        """Print the summary of a run in `folder`. Where it cannot be written (a log file on a full disk), the run has ended well all the same."""
+        try:
+            print_summary(_summary(folder, outcome, seconds=self._seconds))
+        except OSError as err:
+            say(f"phalanx: warning: the summary cannot be written ({err}); the run is whole")
+            drop_output()
 
     @property
     def _seconds(self) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -105,6 +106,7 @@ def read_recipe(
         auto_device=auto_device or _device_here, tell=tell,
     )  # fmt: skip
     raise_if(_launch_problems(request, recipe, world), ConfigError, subject="the recipe")
+    raise_if(moved_problems(request, recipe), ConfigError, subject="the recipe")
     raise_if(trust_problems(request, recipe), ConfigError, subject="the recipe")
     return recipe if world is None else replace(recipe, launch=replace(recipe.launch, ranks=world))
 
@@ -117,11 +119,33 @@ def _device_here(recipe: Recipe) -> Device:
     return device_here(launched.gpus_to_see if launched else recipe.launch.ranks)
 
 
+def _given(request: Request) -> set[str]:
+    """Names of the settings on the command line."""
+    return {word.split("=")[0].removeprefix("--") for word in request.overrides if word.startswith("--")}
+
+
+def moved_problems(request: Request, recipe: Recipe) -> list[Problem]:
+    """A run folder that was copied, renamed or moved still has a recipe that names another one: that one would be trained, from its beginning where it is not there."""
+    path, given = Path(request.recipe_path or ""), _given(request)
+    here, home = path.absolute().parent, Path(recipe.run.folder) / recipe.run.name
+    if path.name != "recipe.toml" or not os.path.exists(here / "run_state.json"):  # no run folder
+        return []
+    if os.path.exists(home) and home.samefile(here):
+        return []
+    if "run.name" in given or ("run.folder" in given and here.name == recipe.run.name):
+        return []
+    stays = {"run.name": (recipe.run.name, here.name), "run.folder": (recipe.run.folder, os.path.relpath(here.parent))}
+    here_words = " ".join(f"--{name} {shlex.quote(new)}" for name, (old, new) in stays.items() if new != old)
+    rule = f"is another folder than that of the recipe ({path.parent}), which was copied or renamed"
+    hint = f"add {here_words} to go on in {path.parent}, or --run.name {shlex.quote(recipe.run.name)} to train {home}"
+    return [Problem(where=f"{path}: run.name, run.folder", value=str(home), rule=rule, hint=hint)]
+
+
 def trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
     """A recipe file comes from anywhere: where it writes, whose run it joins, and who is told of it, is for the command line to say."""
     if request.recipe_path is None or request.trust:
         return []
-    given = {word.split("=")[0].removeprefix("--") for word in request.overrides if word.startswith("--")}
+    given = _given(request)
     run, observe = recipe.run, recipe.observe
     home = Path(run.folder) / run.name
     its_own = Path(request.recipe_path).resolve().parent == home.resolve()  # kept by its run
