@@ -16,6 +16,7 @@ from tokenizers import models, pre_tokenizers
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import CheckpointError, DataError
 from phalanx.data import corpus, store
+from phalanx.data.contents import what_changed
 from phalanx.data.loader import Loader
 from phalanx.data.preparation import prepare
 
@@ -257,6 +258,38 @@ def test_changed_data_cannot_be_resumed(tmp_path, corpus_file, texts):
     write_jsonl(corpus_file, texts[1:])
     with pytest.raises(CheckpointError, match=r"data = .*differs from the run that is to be resumed"):
         loader().check_state(state)
+
+
+def test_what_has_changed_since_a_run_began_is_named(tmp_path, texts):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(6):
+        write_jsonl(folder / f"{number}.jsonl", texts[number::6])
+    cache = tmp_path / "cache"
+
+    def now(**settings):
+        return prepare(config(tmp_path, folder, **{"tokenizer": "byte", **settings})).train.fingerprint
+
+    before = now()
+    assert what_changed(cache, before, now()) == ""
+    (folder / "0.jsonl").unlink()
+    write_jsonl(folder / "1.jsonl", texts[2::6])
+    write_jsonl(folder / "7.jsonl", texts[:4])
+    assert what_changed(cache, before, now()) == "; ".join(
+        f"{what}: {(folder / name).resolve()}"
+        for what, name in (("changed", "1.jsonl"), ("new", "7.jsonl"), ("gone", "0.jsonl"))
+    )
+    after = now()
+    told = what_changed(cache, after, now(tokenizer="bpe:300", validation_fraction=0.3))
+    assert told == "the tokenizer is another one; data.validation_fraction was 0.02"
+    for number in range(2, 6):
+        with (folder / f"{number}.jsonl").open("a") as file:
+            file.write(json.dumps({"text": "more"}) + "\n")
+    assert what_changed(cache, after, now()).endswith("4.jsonl and 1 more")
+    for strange in (None, 7, "../pins/x", "0" * 32):
+        assert what_changed(cache, strange, after) == ""
+    (cache / "contents" / f"{after}.json").write_text("{")
+    assert what_changed(cache, before, after) == ""
 
 
 def test_a_damaged_store_is_prepared_anew(tmp_path, corpus_file, texts):

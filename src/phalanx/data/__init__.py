@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         save_template as save_template,
         template_of as template_of,
     )
+    from phalanx.data.contents import what_changed as what_changed
     from phalanx.data.dataset import Dataset as Dataset
     from phalanx.data.loader import Loader as Loader, MicroBatch as MicroBatch, ValidationLoader as ValidationLoader
     from phalanx.data.prefetch import Prefetch as Prefetch

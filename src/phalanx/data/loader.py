@@ -11,7 +11,7 @@ Legend: b sequences of a micro-batch, S sequence length, G global batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +102,8 @@ class Loader:
             "data": self.dataset.fingerprint,
         }
 
-    def check_state(self, state: Mapping[str, Any]) -> int:
-        """The step to go on with. Raises CheckpointError where a run cannot go on with these samples, with everything that differs."""
+    def check_state(self, state: Mapping[str, Any], *, changed: Callable[[object, str], str] = lambda *_: "") -> int:
+        """The step to go on with. `changed` says what differs between the data of two fingerprints. Raises CheckpointError where a run cannot go on with these samples, with everything that differs."""
         hints = {
             "seed": ("train.seed", "keep the seed of the run"),
             "global_batch": ("train.global_batch", "keep it, so that no sample is lost or repeated"),
@@ -118,7 +118,8 @@ class Loader:
             Problem(
                 where=where,
                 value=here[key],
-                rule=f"differs from the run that is to be resumed ({state.get(key)!r})",
+                rule=f"differs from the run that is to be resumed ({state.get(key)!r})"
+                + (f": {told}" if key == "data" and (told := changed(state.get(key), here[key])) else ""),
                 hint=hint,
             )
             for key, (where, hint) in hints.items()

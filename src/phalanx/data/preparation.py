@@ -24,6 +24,7 @@ from phalanx.core.reading import MalformedError, load_json, typed
 from phalanx.data import store
 from phalanx.data.cache import CacheProgress, digest, ensure_folder, silent, write_atomically, writing
 from phalanx.data.chat import CHATML, chat_identity, template_of
+from phalanx.data.contents import remember
 from phalanx.data.dataset import Dataset
 from phalanx.data.formats import Document, read_documents
 from phalanx.data.pieces import LARGE_BYTES, SourcePieces
@@ -105,6 +106,7 @@ def prepare(
     keys = [folder.name for folder in folders]
     train, validation = (_dataset(side, config, sources, stores, keys, tokenizer) for side in SIDES)
     _pin(cache, train.fingerprint, sources)
+    remember(cache, train.fingerprint, config, sources, tokenizer)
     return PreparedData(
         train=train,
         validation=validation,

@@ -13,6 +13,8 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from phalanx.core.config import Recipe
@@ -20,7 +22,7 @@ from phalanx.core.errors import CheckpointError, ConfigError, Problem
 from phalanx.core.events import CheckpointSaved, Emit, Note
 from phalanx.core.reading import parse_table
 from phalanx.core.recipe import dump_recipe
-from phalanx.data import Loader
+from phalanx.data import Loader, what_changed
 from phalanx.plan.mapping import AnyFolding, to_json_dict
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager, RunState, Saved
@@ -186,7 +188,8 @@ def read_run_state(manager: CheckpointManager, recipe: Recipe, spec: ModelSpec, 
     Raises `CheckpointError` where it is damaged or another run's, `ConfigError` where the run has done more steps than it is to have.
     """
     state = manager.read_state(found, model=parse_table(spec.to_json(), where="the model"))
-    step = loader.check_state(state.loader) if state.loader else found  # an import drew no sample yet
+    changed = partial(what_changed, Path(recipe.data.cache))
+    step = loader.check_state(state.loader, changed=changed) if state.loader else found  # an import drew no sample yet
     if step > recipe.train.steps:
         rule = f"is less than the {step} steps that this run has done"
         hint = f"use {step} or more, or --checkpoint.step"
