@@ -77,12 +77,12 @@ QWEN = Model(
 MODELS = (
     Model(
         preset="olmoe-1b-7b", worlds=(8, 32), batch=1024,
-        settings={"train.steps": 1_216_000, "optim.lr": 4e-4, "optim.warmup_steps": 2000, "router.aux_loss": 0.01, "router.z_loss": 0.001},
+        settings={"train.steps": 1_216_000, "optim.lr": 4e-4, "optim.warmup_steps": 2000, "router.aux_loss": 0.000625, "router.z_loss": 7.8125e-06},
         comments={
             "train.steps": "5.1T tokens, as the paper", "train.global_batch": "4.2M tokens", "optim.lr": "falls to a tenth along a cosine",
-            "optim.warmup_steps": "8.4B tokens", "router.aux_loss": "the paper's", "router.z_loss": "the paper's",
+            "optim.warmup_steps": "8.4B tokens", "router.aux_loss": "0.01 there, of the mean over 16 layers: here each layer counts whole", "router.z_loss": "0.001 there, which its trainer divides by layers x top-k = 128",
         },
-        source=("arXiv 2409.02060 and its configuration (github.com/allenai/OLMoE, configs/olmoe-8x1b-newhp-newds-cx5-fine1-normreorder.yml):", "AdamW 0.9, 0.95, 1e-8, decay 0.1 (there of norms and embeddings too), clipped at 1, cosine to a tenth, batch, both router losses."),
+        source=("arXiv 2409.02060 and its configuration (github.com/allenai/OLMoE, configs/olmoe-8x1b-newhp-newds-cx5-fine1-normreorder.yml):", "AdamW 0.9, 0.95, 1e-8, decay 0.1 (there of norms and embeddings too), clipped at 1, cosine to a tenth, batch, both router losses", "as its trainer adds them up (github.com/Muennighoff/megablocks, branch olmoe, megablocks/layers/moe.py)."),
     ),
     MIXTRAL,
     replace(MIXTRAL, preset="mixtral-8x22b", worlds=(64, 128)),

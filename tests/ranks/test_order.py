@@ -56,6 +56,7 @@ class Way:
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
     dispatch: DispatchSpec = dataclasses.field(default_factory=DispatchSpec)
     recompute: str = "none"
+    kernels: Literal["fast", "reference"] = "fast"
     schedule: str = "1f1b"
     holders: int = 1
     zero: Literal[0, 1, 2] = 1
@@ -74,6 +75,7 @@ class Way:
             spec=small_model("order", router=router, **self.model),
             dispatch=self.dispatch,
             zero=self.zero,
+            kernels=self.kernels,
         )
 
 
@@ -85,6 +87,15 @@ WAYS = {
     "equal, pp": Way(world=4, samples=8, degrees={"pp": 2, "ep": 2}, schedule="zero_bubble"),
     "global counts": Way(world=4, samples=7, degrees={"ep": 4}, router={"aux_scope": "global_batch"}),
     "whole layers again": Way(world=4, samples=7, degrees={"ep": 4}, recompute="full"),
+    "whole layers again, plainly": Way(world=2, samples=3, degrees={"ep": 2}, recompute="full", kernels="reference"),
+    "whole layers and tokens again, a shared expert": Way(
+        world=2,
+        samples=3,
+        degrees={"ep": 2},
+        model={"shared_ffn": 48},
+        dispatch=DispatchSpec(transport="all_gather"),
+        recompute="full",
+    ),
     "tp": Way(world=4, samples=3, degrees={"tp": 2, "ep": 4}),
     "tp of all": Way(world=4, samples=1, degrees={"tp": 4, "ep": 4}),
     "etp": Way(world=4, samples=3, degrees={"tp": 2, "etp": 2, "ep": 2}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from moe_help import context, moe_spec, with_router
 
+from phalanx.cli.predicting.packaged import packaged_recipes
 from phalanx.core.errors import RunError
+from phalanx.core.recipe import load_recipe
 from phalanx.models.context import ForwardInfo
 from phalanx.models.router import Router, choose_experts, largest, routing_weights, update_expert_bias
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.model.model import RouterSpec
+from phalanx.plan.model.model import RouterSpec, resolve_model
 from phalanx.plan.moe.workload import forced_experts
 from ranks import run_ranks
 
@@ -271,6 +274,25 @@ def test_balance_loss_of_even_routing_is_the_coefficient():
     x = torch.eye(E, dtype=torch.float64).repeat(4, 1)
     got = router_of(RouterSpec(aux_loss=0.7), top_k=1)(x, ForwardInfo(), num_sequences=1)
     assert got.aux_loss.detach().item() == pytest.approx(0.7, rel=1e-14)
+
+
+def test_the_recipe_of_olmoe_has_the_losses_of_its_trainer():
+    """0.01 and 0.001 of its configuration, added up over layers as its trainer does (github.com/Muennighoff/megablocks, branch olmoe)."""
+    recipe = load_recipe(packaged_recipes()["olmoe-1b-7b-8"])
+    spec = resolve_model(recipe.model, recipe.router)
+    num_layers, e, k, n = spec.num_layers, spec.num_experts, spec.top_k, 32
+    x_LTE, ours = logits(3, (num_layers, n, e)), torch.zeros((), dtype=torch.float64)
+    router = Router(context(dataclasses.replace(spec, hidden=e)), 0)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(e))
+        for x_TE in x_LTE:
+            got = router(x_TE, ForwardInfo(), num_sequences=1)
+            ours += torch.stack([got.aux_loss, got.z_loss]).sum()
+    scores_LE = torch.softmax(x_LTE, -1).mean(1)
+    counts_LE = torch.tensor([free_counts(x_TE, k) for x_TE in x_LTE], dtype=torch.float64)
+    balance = 0.01 * e / (num_layers * n * k) * (counts_LE * scores_LE).sum()
+    z = 0.001 * torch.logsumexp(x_LTE, -1).square().sum() / (num_layers * n * k)
+    assert float(ours) == pytest.approx(float(balance + z), rel=1e-12)
 
 
 def test_global_balance_without_counts_is_an_error_where_it_would_be_wrong():

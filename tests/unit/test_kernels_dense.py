@@ -144,6 +144,13 @@ def test_embedding(lanes: int | str) -> None:
         )
 
 
+def test_the_plain_embedding_loses_no_frequent_token_either() -> None:
+    def plain(weight_VH: torch.Tensor) -> torch.Tensor:
+        return embed(torch.full((2000,), 3), weight_VH, impl="reference")
+
+    agree(plain, plain, [normal(13, 70)])
+
+
 def _maps(*, tokens: int, copies: int, fill: int, dropped: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Index maps of a random permutation with fill rows and, if asked, some dropped copies."""
     pairs = tokens * copies

@@ -104,9 +104,9 @@ class RouterConfig:
     group_score: Literal["sum_topk", "top2", "max"] | None = None
     """Score of a group: sum of its best top_k/group_topk scores (Megatron), of its best two (DeepSeek-V3), or its best one (V2)."""
     z_loss: float = 0.0
-    """Coefficient of the mean squared log-sum-exp of the logits (arXiv 2202.08906), 0 for none."""
+    """Coefficient of the mean squared log-sum-exp of each layer's logits (arXiv 2202.08906), 0 for none; layers are added up."""
     aux_loss: float = 0.01
-    """Coefficient of the load-balancing loss, 0 for none."""
+    """Coefficient of the load-balancing loss of each layer, which is 1 where all is balanced, 0 for none; layers are added up, as in Megatron-LM."""
     aux_scope: Literal["micro_batch", "sequence", "global_batch"] | None = None
     """Tokens over which balance is asked for. Default: micro_batch where aux_loss > 0."""
     bias_rate: float | None = None

@@ -16,6 +16,7 @@ from torch import nn
 from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
 from phalanx.models.layers import new_parameter
 from phalanx.models.mlp import SharedExpert
+from phalanx.models.recompute import Needed
 from phalanx.models.router import Router
 from phalanx.plan.program import op_id
 from phalanx.runtime.comm import traced
@@ -119,5 +120,7 @@ class MoE(nn.Module):
             op_prefix=op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase),
         )
         y_TH, dropped = self.routed(call)
+        if self.shared is not None:  # that of the others is behind the last message, also when a layer runs again
+            y_TH = Needed.apply(y_TH)
         nothing = weights_TK.new_zeros(())
         return y_TH, RoutingStats(nothing, nothing, balance_E, balance_E, dropped, nothing)

@@ -28,6 +28,20 @@ def again(run: Callable[..., torch.Tensor], info: ForwardInfo, *inputs: torch.Te
     return out
 
 
+class Needed(torch.autograd.Function):
+    """The identity, whose gradient needs a tensor that it kept, as that of a layer would: what is computed again then is so before the gradient of what comes before this, and up to here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (_,) = ctx.saved_tensors
+        return grad
+
+
 @contextmanager
 def normed_again(
     y_TH: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor], x_TH: torch.Tensor

@@ -19,8 +19,11 @@ def embed(
     tokens_T: torch.Tensor, weight_VH: torch.Tensor, *, impl: Impl = "fast", lanes: Lanes = SERIAL
 ) -> torch.Tensor:
     """(T, H) rows of `weight_VH`."""
-    if impl == "reference" or weight_VH.device.type != "cpu":
+    if weight_VH.device.type != "cpu":
         return F.embedding(tokens_T, weight_VH)
+    if impl == "reference":
+        wide = torch.promote_types(weight_VH.dtype, torch.float32)
+        return F.embedding(tokens_T, weight_VH.to(wide)).to(weight_VH.dtype)
     out: torch.Tensor = _CpuEmbedding.apply(tokens_T, weight_VH, lanes)
     return out
 

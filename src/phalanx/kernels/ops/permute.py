@@ -90,11 +90,10 @@ def sum_places(
 
 
 def _reference_take(x_TH: torch.Tensor, index_M: torch.Tensor) -> torch.Tensor:
-    """Rows of `x_TH`, zero where the index is -1."""
-    if x_TH.shape[0] == 0:
-        return x_TH.new_zeros(index_M.shape[0], x_TH.shape[1]) + 0 * x_TH.sum()
-    rows_MH = x_TH.index_select(0, index_M.clamp(min=0))
-    return torch.where((index_M >= 0).unsqueeze(-1), rows_MH, 0)
+    """Rows of `x_TH`, zero where the index is -1. Keeps the same however few rows there are: with full recomputation a second run ends behind the last tensor that is kept, and all ranks
+    must end theirs at one place among their messages."""
+    padded = torch.cat([x_TH, x_TH.new_zeros(1, x_TH.shape[1])])
+    return padded.index_select(0, torch.where(index_M < 0, len(x_TH), index_M))
 
 
 def _reference_sum(y_MH: torch.Tensor, rows_of_token_TK: torch.Tensor) -> torch.Tensor:
