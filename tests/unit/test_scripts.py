@@ -202,6 +202,7 @@ def test_locks_have_what_constraints_choose_and_no_packages_for_cuda() -> None:
         found = locked(name)
         assert not [p for p in found if p.startswith(("nvidia-", "cuda-", "torch"))]
         assert {p: v for p, v in chosen.items() if p in found and found[p] != {v}} == {}
+    assert locked("docs") and not locked("docs").keys() & locked("dev").keys()  # what builds the pages comes on top
     assert locked("cuda") and all(p.startswith(("nvidia-", "cuda-")) for p in locked("cuda"))
 
 
@@ -216,7 +217,7 @@ def test_a_wheel_with_one_wrong_byte_is_refused_by_name(tmp_path: Path) -> None:
     whole = wheel.read_bytes()
     lock.write_text(f"spoiled==1.0 \\\n    --hash=sha256:{hashlib.sha256(whole).hexdigest()}\n")
     words = re.search(
-        r"^\$pip (--no-deps --require-hashes --requirement) \"\$lock\"$",
+        r"^ +\$pip (--no-deps --require-hashes --requirement) \"requirements/\$lock.txt\"$",
         (ROOT / "scripts/make-env.sh").read_text(),
         re.MULTILINE,
     )
