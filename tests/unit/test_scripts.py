@@ -167,6 +167,9 @@ def test_what_tests_share_is_paid_once_by_those_that_are_drawn() -> None:
     assert costs.total("f.py::a") == 10.5 and costs.total("g.py::c") == 1.0 and costs.total("g.py::new") is None
     assert costs.is_cheap("g.py::c", ranks=False) and not costs.is_cheap("f.py::a", ranks=False)
     assert costs.is_cheap("g.py::new", ranks=False) and not costs.is_cheap("g.py::new", ranks=True)
+    assert [costs.is_nothing(name, ranks=False) for name in ("f.py::b", "g.py::c", "g.py::new")] == [False] * 3
+    little = Costs(of={"f.py::a": 0.2}, shared={})
+    assert little.is_nothing("f.py::a", ranks=False) and not little.is_nothing("f.py::a", ranks=True)
     assert [costs.takes_turns(name) for name in ("f.py::b", "g.py::c", "g.py::new")] == [True, False, True]
     for seed in range(20):
         assert costs.draw(costs.of.keys() - shared, budget_s=11.75, seed=seed) == {"f.py::a", "f.py::b", "g.py::c"}
