@@ -9,5 +9,5 @@ other=.against/$rev
 [ -d "$other" ] || git worktree add --detach "$other" "$rev"
 # Both run with the versions that this tree pins, so that only our code differs.
 cp constraints.txt "$other/constraints.txt"
-[ -x "$other/.venv/bin/phalanx" ] || sh "$other/scripts/make-env.sh" dev
+[ -x "$other/.venv/bin/phalanx" ] || sh "$other/scripts/make-env.sh"
 exec .venv/bin/python scripts/against.py "$other" --pairs "$pairs" --json "${3:-.against/$rev.json}"

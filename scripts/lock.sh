@@ -17,11 +17,15 @@ compile() { # the extras; prints the whole lock
 pick() { # "only" or "but", and a file
     awk -v only="$1" '/^[^ ]/ { keep = (/^(cuda|nvidia)-/ ? "only" : "but") == only } keep' "$2"
 }
+without() { # two locks: the second, but what the first has
+    awk '/^[^ ]/ { split($0, p, "=="); if (NR == FNR) there[p[1]]; keep = NR > FNR && !(p[1] in there) } keep' "$1" "$2"
+}
 write() { # a file of requirements/, from standard input
     { echo "# Made by \`make lock\`. Do not edit."; cat; } >"requirements/$1.txt"
 }
 compile --extra dev --extra bench --extra gpu --extra prometheus --extra service >"$folder/dev"
-compile --extra dev --extra docs >"$folder/docs"
+compile --extra dev --extra docs --constraint "$folder/dev" >"$folder/docs"
 pick but "$folder/dev" | write dev
 pick only "$folder/dev" | write cuda
-pick but "$folder/docs" | write docs
+pick but "$folder/docs" >"$folder/rest"
+without "$folder/dev" "$folder/rest" | write docs

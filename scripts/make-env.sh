@@ -1,9 +1,8 @@
 #!/bin/sh
-# Makes .venv of what requirements/ locks, each file by its hash, and of torch by exact version. Argument: which lock, dev (the default) or docs.
+# Makes .venv of what requirements/ locks, each file by its hash, and of torch by exact version. Argument: docs, for what builds the pages too.
 # Needs Python 3.11 or later with the venv module; on Debian as root, a missing venv package is installed.
 set -eu
 cd "$(dirname "$0")/.."
-lock=requirements/${1:-dev}.txt
 
 python=
 # The pinned torch wheel must exist for this Python; 3.11 is what CI runs.
@@ -39,7 +38,9 @@ case $(.venv/bin/python -c 'from importlib.metadata import requires, version; pr
 True*) $pip --no-deps --require-hashes --requirement requirements/cuda.txt ;;
 esac
 # All that is needed is in the lock (`pip check` below): nothing is looked for beside it.
-$pip --no-deps --require-hashes --requirement "$lock"
+for lock in dev "$@"; do
+    $pip --no-deps --require-hashes --requirement "requirements/$lock.txt"
+done
 # This project and its lab, built by the locked setuptools.
 $pip --no-deps --no-build-isolation --editable . --editable lab
 .venv/bin/python -m pip check

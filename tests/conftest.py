@@ -92,7 +92,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         """To be in the core tier whatever its cost, or if its turn comes."""
         return item.get_closest_marker("core") is not None and item.get_closest_marker("slow") is None
 
-    turns = {name_of(item) for item in items if is_marked(item) and costs.takes_turns(name_of(item))}
+    dear = {name for name in ranks if not costs.is_cheap(name, ranks=ranks[name])}
+    turns = {n for item in items if is_marked(item) and (n := name_of(item)) in dear and costs.takes_turns(n)}
     today = set[str]()
     for kind, budget_s in ((False, tiers.TURNS_UNIT_S), (True, tiers.TURNS_RANK_S)):
         today |= costs.draw((n for n in turns if ranks[n] is kind), budget_s=budget_s, seed=tiers.SEED)
@@ -101,7 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("slow"):
             return False
         name = name_of(item)
-        if item.get_closest_marker("alone") or costs.is_cheap(name, ranks=ranks[name]):
+        if item.get_closest_marker("alone") or name not in dear:
             return True
         return is_marked(item) and (name in today or name not in turns)
 
@@ -170,8 +171,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if config.option.store_durations:
         costs = config.stash[COSTS]
         whole = not any("::" in word for word in config.args)  # else the other tests of a file were not looked at
-        collected = {*config.stash[RANKS], *chain(*config.stash[SHARED].values())} if whole else ()
-        tiers.store_costs(costs, known={*costs, *tiers.still_there(tiers.stored_costs(), collected)})
+        ranks, shared, stored = config.stash[RANKS], config.stash[SHARED], tiers.stored_costs()
+        collected = {*ranks, *chain(*shared.values())} if whole else ()
+        every = tiers.Costs(of={**stored, **costs}, shared=shared)
+        nothing = {name for name in ranks if every.is_nothing(name, ranks=ranks[name])}
+        tiers.store_costs(costs, known={*costs, *tiers.still_there(stored, collected)} - nothing)
         terminalreporter.section("expensive tests: without ranks above 1, with ranks above 5 processor seconds")
         for line in tiers.expensive(costs, ranks=config.stash[RANKS]):
             terminalreporter.line(line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,7 +104,3 @@ def stage_layouts(shape: tuple[int, int], words: Sequence[str]) -> list[TensorLa
 
 def ranks_of(layouts: Sequence[TensorLayout]) -> int:
     return sum(len(layout.ranks) for layout in layouts)
-
-
-def volume(layout: TensorLayout) -> int:
-    return math.prod(layout.shape)

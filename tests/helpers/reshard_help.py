@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.plan.layout.parameters import Box
-from phalanx.plan.layout.tensors import Held
 from phalanx.plan.reshard.types import Hop, Hosts, Move, MovePart, Reduction
 from phalanx_lab.bench.reshard.drawn import DTYPES as DTYPES, SENTINEL as SENTINEL
 
@@ -38,7 +37,3 @@ def box(*runs):
 def equal_hosts(host_of_rank):
     count = max(host_of_rank) + 1
     return Hosts(host_of_rank=tuple(host_of_rank), send_bytes_per_s=(1.0,) * count, recv_bytes_per_s=(1.0,) * count)
-
-
-def held_whole(shape):
-    return Held(Box((0,) * len(shape), tuple(shape)), (0,) * len(shape))

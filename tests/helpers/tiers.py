@@ -7,7 +7,8 @@ others that fits into given minutes, by the same seed: `.ci/run` takes some of i
 
 Costs are processor seconds of a test's process and all that it starts, over the slowness of the machine (`speed_help.py`), summed over a test's cases. What several
 tests share (a fixture of a module or of the whole run) has a cost of its own, and each test that uses it counts with it: whichever is taken pays. `tests/durations.json`
-keeps them, `make durations` measures them again. The seed is today's date unless `PHALANX_SEED` says otherwise; every run prints it.
+keeps them, but those of tests without ranks that cost next to nothing (`NOTHING_S`), as one that was never measured does; `make durations` measures them again. The
+seed is today's date unless `PHALANX_SEED` says otherwise; every run prints it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ UNIT_S, RANK_S = 1.0, 5.0
 """Costs from which on a test without ranks, or with ranks, is named as expensive."""
 CORE_UNIT_S, CORE_RANK_S = 2.0, 1.0
 """Costs up to which a test without ranks, or with ranks, is in the core tier by itself."""
+NOTHING_S = 0.5
+"""Cost up to which that of a test without ranks is not stored."""
 TURN_S = 8.0
 """Cost up to which a test marked `core` is there every day."""
 TURNS_UNIT_S, TURNS_RANK_S = 90.0, 60.0
@@ -57,9 +60,9 @@ def stored_costs() -> dict[str, float]:
 
 
 def store_costs(measured: Mapping[str, float], *, known: Iterable[str]) -> None:
-    """Put measured costs in place of stored ones, and drop tests that are no more."""
-    costs = {**stored_costs(), **measured}
-    kept = {name: round(costs[name], 3) for name in sorted(costs) if name in set(known)}
+    """Put measured costs in place of stored ones, and drop those of tests that are not `known`."""
+    costs, names = {**stored_costs(), **measured}, set(known)
+    kept = {name: round(costs[name], 3) for name in sorted(costs) if name in names}
     DURATIONS.write_text("{\n" + ",\n".join(f"{json.dumps(n)}: {c}" for n, c in kept.items()) + "\n}\n")
 
 
@@ -95,6 +98,11 @@ class Costs:
         """Of several tests, with what they share once."""
         each = set(names).union(*(self.shared.get(name, ()) for name in names))
         return sum(self.of.get(name, 0.0) for name in each)
+
+    def is_nothing(self, name: str, *, ranks: bool) -> bool:
+        """Whether it need not be stored: without it a test is as cheap."""
+        cost = self.total(name)
+        return not ranks and cost is not None and cost <= NOTHING_S
 
     def is_cheap(self, name: str, *, ranks: bool) -> bool:
         """Whether a test is in the core tier by its cost. One that was never measured is if it launches no ranks."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from phalanx.core.errors import Problem
-from phalanx.plan.pipeline.boundary.edges import EdgePlan, Relay, Step
+from phalanx.plan.pipeline.boundary.edges import EdgePlan, Relay
 from phalanx.plan.pipeline.comm import PipelinePlan, Recv, Run
 from phalanx.plan.pipeline.schedule.clock import Edge
+
+Step = tuple[str, int, int, int]
+"""("send" or "recv", this rank, the other one, tag of the transfer); a pass is no step: it waits for nothing but earlier steps."""
 
 
 def rank_steps(plan: PipelinePlan, edges: Mapping[Edge, EdgePlan], *, rank: int, position: int) -> tuple[Step, ...]:

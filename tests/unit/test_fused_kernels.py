@@ -62,11 +62,6 @@ def test_a_layer_equals_one_rank(case: Case) -> None:
     assert_right(made, made.run())
 
 
-def test_a_copy_engine_may_bring_the_rows() -> None:
-    made = layer(Case(ranks=3, tokens=9))
-    assert_right(made, made.run(replace(SHAPE, copy_engine=True)))
-
-
 def test_the_plain_versions_agree() -> None:
     made = layer(Case(ranks=3, routing="drops"))
     assert_right(made, made.run(replace(SHAPE, impl="reference")))
@@ -85,7 +80,7 @@ def undisturbed() -> list[torch.Tensor]:
     some(
         [
             (replace(SHAPE, first_programs=5, send_programs=1), 5, 2),
-            (replace(SHAPE, division=Division(programs=1, senders=0), copy_engine=True), 2, 1),
+            (replace(SHAPE, division=Division(programs=1, senders=0)), 2, 1),
             (replace(SHAPE, division=Division(programs=5, senders=3, help=False)), 3, 2),
             (replace(SHAPE, first=replace(TILE, row_tiles=1), second=replace(TILE, row_tiles=1)), 2, 2),
         ],

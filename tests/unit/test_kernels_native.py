@@ -30,7 +30,7 @@ from phalanx.kernels.ops.grouped import expert_ffn
 from phalanx.kernels.ops.norm import residual_norm, rms_norm
 from phalanx.kernels.ops.permute import combine_rows
 from phalanx.kernels.ops.rope import RopeTable, apply_rope
-from phalanx.kernels.ops.square_sum import square_sum
+from phalanx.kernels.ops.square_sum import square_sums
 from phalanx.kernels.ops.swiglu import swiglu
 from phalanx.train.setup.rank import agreed_rows, name_of_rows
 
@@ -170,7 +170,7 @@ def kernels_on(x_MH: torch.Tensor, lanes: Lanes) -> list[torch.Tensor]:
     ]
     torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
     assert x.grad is not None
-    return [*(y.detach() for y in outputs), x.grad, square_sum(x.detach(), lanes=lanes)]
+    return [*(y.detach() for y in outputs), x.grad, square_sums([x.detach()], lanes=lanes)]
 
 
 @needs_compiler

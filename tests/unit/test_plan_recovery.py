@@ -49,14 +49,11 @@ def test_mappings_after_a_loss():
     assert not fit_problems(dataclasses.replace(same.folding, ep=1), SPEC, seq_len=64)
     fewer = choose_folding(replicated(8, tp=2, cp=2, pp=2), 7, LIMITS)
     assert fewer.folding.world < 8 and "no mapping with the degrees before fits 7 devices" in fewer.reason
-    freed = choose_folding(replicated(8, pp=4), 7, dataclasses.replace(LIMITS, fits=lambda f: f.pp >= 2))
-    assert (freed.folding.world, freed.folding.pp) == (6, 3)
-    assert freed.idle == 1
     plain = choose_folding(make_folding(world=8, ep=4), 6, dataclasses.replace(LIMITS, replicated=False))
     assert plain.folding.ep in (2,) and plain.folding.edp == 3
     few = choose_folding(replicated(8), 8, dataclasses.replace(LIMITS, num_samples=5))
     assert few.folding.world == 5 and "a step has 5 samples" in few.reason
-    assert choose_folding(replicated(2), 1, dataclasses.replace(LIMITS, fits=lambda f: f.world > 1)) is None
+    assert choose_folding(replicated(2), 1, dataclasses.replace(LIMITS, room=lambda f: f.world > 1)) is None
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.integers(1, 4))

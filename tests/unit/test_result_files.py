@@ -23,7 +23,6 @@ COMMANDS = {
     "bench predict": ("phalanx_lab.bench.predict.command", "measure"),
     "bench predict --recovery": ("phalanx_lab.bench.predict.command", "measure_recovery"),
     "bench kill": ("phalanx_lab.bench.kill", "kill_and_compare"),
-    "bench exact": ("phalanx_lab.bench.exact", "measure"),
     "bench storm": ("phalanx_lab.bench.storm.command", "run_storm"),
     "bench recovery": ("phalanx_lab.bench.recovery.command", "measure"),
     "bench storm-members": ("phalanx_lab.bench.storm.members", "storm"),

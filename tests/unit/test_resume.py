@@ -14,7 +14,7 @@ from checkpoint_help import run_state
 from phalanx.core.config import CheckpointConfig, LaunchConfig, Recipe
 from phalanx.core.errors import RunError
 from phalanx.core.events import CheckpointSaved, Note, RunEnded
-from phalanx.plan.mapping.stage_foldings import parse_stages, to_json_dict
+from phalanx.plan.mapping.stage_foldings import parse_stages
 from phalanx.runtime.checkpoint.folder import CheckpointFolder, parse_state
 from phalanx.runtime.checkpoint.manager import CheckpointManager, Saved
 from phalanx.runtime.comm.peers import Peers
@@ -128,6 +128,6 @@ def test_the_recipe_that_is_kept_goes_back_nowhere_and_names_no_host() -> None:
 
 
 def test_a_checkpoint_of_stages_with_foldings_of_their_own_is_read() -> None:
-    written = run_state(4, folding=to_json_dict(parse_stages(["tp1", "dp2.ep2"])))
+    written = run_state(4, folding=parse_stages(["tp1", "dp2.ep2"]).to_dict())
     read = parse_state(written.to_json(), where="run_state.json")
     assert read.folding["pp"] == 2 and read.folding["stages"][1]["ep"] == 2

@@ -167,6 +167,9 @@ def test_what_tests_share_is_paid_once_by_those_that_are_drawn() -> None:
     assert costs.total("f.py::a") == 10.5 and costs.total("g.py::c") == 1.0 and costs.total("g.py::new") is None
     assert costs.is_cheap("g.py::c", ranks=False) and not costs.is_cheap("f.py::a", ranks=False)
     assert costs.is_cheap("g.py::new", ranks=False) and not costs.is_cheap("g.py::new", ranks=True)
+    assert [costs.is_nothing(name, ranks=False) for name in ("f.py::b", "g.py::c", "g.py::new")] == [False] * 3
+    little = Costs(of={"f.py::a": 0.2}, shared={})
+    assert little.is_nothing("f.py::a", ranks=False) and not little.is_nothing("f.py::a", ranks=True)
     assert [costs.takes_turns(name) for name in ("f.py::b", "g.py::c", "g.py::new")] == [True, False, True]
     for seed in range(20):
         assert costs.draw(costs.of.keys() - shared, budget_s=11.75, seed=seed) == {"f.py::a", "f.py::b", "g.py::c"}
@@ -202,6 +205,7 @@ def test_locks_have_what_constraints_choose_and_no_packages_for_cuda() -> None:
         found = locked(name)
         assert not [p for p in found if p.startswith(("nvidia-", "cuda-", "torch"))]
         assert {p: v for p, v in chosen.items() if p in found and found[p] != {v}} == {}
+    assert locked("docs") and not locked("docs").keys() & locked("dev").keys()  # what builds the pages comes on top
     assert locked("cuda") and all(p.startswith(("nvidia-", "cuda-")) for p in locked("cuda"))
 
 
@@ -216,7 +220,7 @@ def test_a_wheel_with_one_wrong_byte_is_refused_by_name(tmp_path: Path) -> None:
     whole = wheel.read_bytes()
     lock.write_text(f"spoiled==1.0 \\\n    --hash=sha256:{hashlib.sha256(whole).hexdigest()}\n")
     words = re.search(
-        r"^\$pip (--no-deps --require-hashes --requirement) \"\$lock\"$",
+        r"^ +\$pip (--no-deps --require-hashes --requirement) \"requirements/\$lock.txt\"$",
         (ROOT / "scripts/make-env.sh").read_text(),
         re.MULTILINE,
     )

@@ -46,8 +46,10 @@ BENCHMARKS = {
         "storm.members",
         "faults of all kinds over members that train a toy: membership, votes, process groups",
     ),
-    "exact": ("exact", "what exact mode (resilience.mode) costs over fast mode, step by step in turn"),
-    "heal-cost": ("heal_cost", "what elastic recovery (resilience.heal) costs while nobody dies, step by step in turn"),
+    "heal-cost": (
+        "heal_cost",
+        "what elastic recovery (resilience.heal) costs while nobody dies, in fast and in exact mode, step by step in turn",
+    ),
     "fuzz": ("fuzz.command", "every file and message that Phalanx reads, changed at random: read, or refused in words"),
     "kill": ("kill", "kill a run again and again; nothing may be lost"),
 }

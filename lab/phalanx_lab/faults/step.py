@@ -20,7 +20,7 @@ from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder, DecoderOutput
 from phalanx.models.shard import part_of
 from phalanx.plan.attention.zigzag import make_layout
-from phalanx.plan.mapping.folding import Folding, to_dict
+from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.grid import Grid
 from phalanx.plan.mapping.stage_foldings import AnyFolding
 from phalanx.plan.mapping.stages import Stage
@@ -49,7 +49,7 @@ class EpFastest(Folding):
 def swapped_groups(folding: AnyFolding, rank: int, cache: GroupCache, table_ranks: Sequence[int]) -> Groups:
     """Groups in one order, weights laid out in the other."""
     assert isinstance(folding, Folding)  # planted where all stages are alike
-    degrees = {k: v for k, v in to_dict(folding).items() if k not in ("dp", "edp")}
+    degrees = {k: v for k, v in folding.to_dict().items() if k not in ("dp", "edp")}
     return dataclasses.replace(
         build_groups(EpFastest(**degrees), rank=rank, cache=cache, table_ranks=table_ranks), folding=folding
     )

@@ -6,16 +6,15 @@ numbers them. A *host* is the failure domain. The testbed builds an emulated clu
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from phalanx.core.errors import PlanError, Problem, ProblemsError, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.core.units import format_rate, format_seconds, read_rate
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterSpec:
+class ClusterSpec(Hashed):
     """`hosts` equal hosts with `ranks_per_host` ranks each, joined by one switch that is never the bottleneck."""
 
     hosts: int = 2
@@ -45,13 +44,6 @@ class ClusterSpec:
     def check(self) -> None:
         """Raise `PlanError` with all problems."""
         raise_if(cluster_problems(self), PlanError, subject="cluster")
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def explain(self) -> str:
         """The cluster in two lines that a person reads."""

@@ -24,16 +24,15 @@ an effect (a thaw of what is never frozen) is one of them.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import Problem, TestbedError, nearest, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.core.units import format_rate, format_seconds, read_rate
 from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.links import MAX_RATE, MIN_RATE
@@ -83,7 +82,7 @@ class ScenarioAction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scenario:
+class Scenario(Hashed):
     """Actions in the order of the file. Make it with `load_scenario` or `parse_scenario`, or by hand and `check` it."""
 
     actions: tuple[ScenarioAction, ...] = ()
@@ -92,13 +91,6 @@ class Scenario:
     def check(self, spec: ClusterSpec) -> None:
         """Raise `TestbedError` with all problems that this scenario has on this cluster."""
         raise_if(scenario_problems(self, spec=spec), TestbedError, subject="scenario")
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def explain(self) -> str:
         return "\n".join(a.explain() for a in self.actions) or "nothing happens"

@@ -30,7 +30,6 @@ START_S = 60.0
 LOOK_S = 0.02
 KILL_WAIT_S = 20
 """Seconds from SIGTERM to SIGKILL (SLURM's default is 30)."""
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL")
 
 
 def missing_programs() -> list[str]:

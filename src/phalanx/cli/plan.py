@@ -30,7 +30,6 @@ from phalanx.plan.mapping import (
     nearest_folding,
     parse_stages,
     staged_problems,
-    to_json_dict,
 )
 from phalanx.plan.model import PRESETS, ModelSpec, flops_per_token, parameters
 
@@ -149,7 +148,7 @@ def _staged(args: FoldingArgs, spec: ModelSpec | None) -> int:
         "problems": [str(p) for p in problems],
         "num_groups": len(groups),
         "seconds": seconds,
-        "folding": to_json_dict(mapping),
+        "folding": mapping.to_dict(),
         "hash": mapping.hash,
         "groups": {name: len(mapping.groups(name)) for name in mapping.group_names},
         "nearest": None,
@@ -183,10 +182,10 @@ def folding_result(
         "num_groups": len(groups),
         "seconds": seconds,
         "tiles": tiles,
-        "folding": to_json_dict(mapping) if mapping_is_positive(mapping) else None,
+        "folding": mapping.to_dict() if mapping_is_positive(mapping) else None,
         "hash": mapping.hash if tiles else None,
         "groups": {name: len(mapping.groups(name)) for name in mapping.group_names} if tiles else {},
-        "nearest": None if near is None else to_json_dict(near),
+        "nearest": None if near is None else near.to_dict(),
     }
 
 

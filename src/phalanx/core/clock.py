@@ -12,14 +12,6 @@ ANCHOR_S = time.time() - time.monotonic()
 """The epoch, as this process saw it when it began. A wall clock that is set later changes no time of ours."""
 
 
-def since_boot_s() -> float:
-    """Seconds of a clock that also counts while the machine is suspended, where the system has one (Linux); for what must be over by then, whoever slept."""
-    return time.clock_gettime(_SINCE_BOOT)
-
-
-_SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-
-
 def now_s() -> float:
     """Seconds since the epoch."""
     return ANCHOR_S + time.monotonic()

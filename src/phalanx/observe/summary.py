@@ -79,9 +79,7 @@ def program_name(typed: str) -> str:
     return "phalanx" if found and Path(found).resolve() == Path(typed).resolve() else shlex.quote(typed)
 
 
-def print_summary(
-    summary: RunSummary, *, console: Console | None = None, commands: Sequence[tuple[str, str]] | None = None
-) -> None:
+def print_summary(summary: RunSummary, *, console: Console | None = None) -> None:
     """Draw the summary: a panel on a terminal, the same words as plain lines elsewhere."""
     console = console if console is not None else Console()
     title = "finished" if summary.finished else f"stopped after step {summary.step} of {summary.total_steps}"
@@ -100,7 +98,7 @@ def print_summary(
             console.print(part, soft_wrap=True)
     # outside the frame, so that a long command can be copied whole
     width = console.width if console.is_terminal else PLAIN_WIDTH
-    for line in _commands(next_commands(summary) if commands is None else commands, width=width):
+    for line in _commands(next_commands(summary), width=width):
         console.print(line, soft_wrap=True)
 
 

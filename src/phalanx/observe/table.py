@@ -16,6 +16,7 @@ from rich.text import Text
 from phalanx.core.units import format_bytes, format_seconds
 
 BARS = "▁▂▃▄▅▆▇█"
+FULL_LOAD = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[round((m - low) / (high - low) * (len(BARS) - 1))] for m in means)
 
 
-def load_bar(load: float, *, full: float = 3.0) -> str:
-    """One character for max/mean load: an even layer is low, `full` times the mean is a full block."""
-    share = (load - 1.0) / (full - 1.0)
+def load_bar(load: float) -> str:
+    """One character for max/mean load: an even layer is low, `FULL_LOAD` times the mean is a full block."""
+    share = (load - 1.0) / (FULL_LOAD - 1.0)
     return BARS[max(0, min(len(BARS) - 1, round(share * (len(BARS) - 1))))]

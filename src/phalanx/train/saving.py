@@ -23,7 +23,7 @@ from phalanx.core.events import CheckpointSaved, Emit, Note
 from phalanx.core.reading import parse_table
 from phalanx.core.recipe import dump_recipe
 from phalanx.data import Loader, what_changed
-from phalanx.plan.mapping import AnyFolding, to_json_dict
+from phalanx.plan.mapping import AnyFolding
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager, RunState, Saved
 from phalanx.train.setup import versions
@@ -176,7 +176,7 @@ def run_state(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, loader: Load
         model=parse_table(spec.to_json(), where="the model"),
         model_hash=spec.hash,
         recipe_hash=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:16],
-        folding=to_json_dict(folding),
+        folding=folding.to_dict(),
         world=folding.world,
         versions=versions(),
     )

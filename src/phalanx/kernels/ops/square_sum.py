@@ -24,14 +24,9 @@ PIECE = 1 << 21
 """Elements of one piece of work for a lane."""
 
 
-def square_sum(x: torch.Tensor, *, impl: Impl = "fast", lanes: Lanes = SERIAL) -> torch.Tensor:
-    """0-d fp64 sum of the squares of contiguous `x`. NaN or infinite where an element is (or the sum overflows: fp64, on a GPU
-    without Triton fp32)."""
-    return square_sums([x], impl=impl, lanes=lanes)
-
-
 def square_sums(tensors: Sequence[torch.Tensor], *, impl: Impl = "fast", lanes: Lanes = SERIAL) -> torch.Tensor:
-    """0-d fp64 sum of the squares of all elements of contiguous `tensors`, which are shared out among the lanes in pieces."""
+    """0-d fp64 sum of the squares of all elements of contiguous `tensors`, which are shared out among the lanes in pieces. NaN or infinite where an element is (or the sum
+    overflows: fp64, on a GPU without Triton fp32)."""
     device = tensors[0].device
     if impl != "reference" and runs_programs(tensors[0]):
         return device_square_sums(tensors)

@@ -3,7 +3,7 @@
     route       routed slots -> what goes where                                     (send_index)
     told        the receivers learn the slots and weights of what comes             (exchange: small, fixed size)
     begin       order of the rows that come                                         (arrange)
-    send        entries to their ranks, flags behind them                           copy engine or programs, beside `compute`
+    send        entries to their ranks, flags behind them                           beside `compute`
     compute     first product as flags come, activation, second product by blocks,
                 each block sent back while the next is computed
     finish      add up the ranks
@@ -41,7 +41,6 @@ class LaunchShape:
     send_programs: int = 8
     patience: int = 20_000_000
     impl: Impl = "fast"
-    copy_engine: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +66,6 @@ def pack_weights(weights_TK: torch.Tensor, to: SendIndex) -> torch.Tensor:
     return torch.where(to.choice_PCK >= 0, weights_PCK, 0.0)
 
 
-def pack_entries(x_TH: torch.Tensor, to: SendIndex) -> torch.Tensor:
-    """(P, C, H): the entries for each rank, as a copy engine needs them."""
-    if x_TH.shape[0] == 0:
-        return x_TH.new_zeros(*to.token_of_entry_PC.shape, x_TH.shape[1])
-    return x_TH[to.token_of_entry_PC.clamp(min=0).long()]
-
-
 def begin(told: ArrivalCounts, arena: SymmetricMemory, *, shape: LaunchShape, max_rows: int | None = None) -> Arranged:
     """Order of the rows that come to this rank. Both products use it, so their problems must have the same rows. `max_rows`: how many there are, where the host knows."""
     if shape.first.problem_rows != shape.second.problem_rows:
@@ -92,13 +84,7 @@ def begin(told: ArrivalCounts, arena: SymmetricMemory, *, shape: LaunchShape, ma
 
 def send(x_TH: torch.Tensor, to: SendIndex, arena: SymmetricMemory, *, shape: LaunchShape) -> None:
     """Entries to their ranks, own rank first, then in the order in which the receivers expect them."""
-    if not shape.copy_engine:
-        send_entries(x_TH, to, arena, programs=shape.send_programs, shape=shape.send, impl=shape.impl)
-        return
-    packed_PCH = pack_entries(x_TH, to)
-    for stage in range(arena.spec.ranks):
-        for part in range(arena.spec.parts):
-            arena.copy_part(packed_PCH, stage, part)
+    send_entries(x_TH, to, arena, programs=shape.send_programs, shape=shape.send, impl=shape.impl)
 
 
 def row_weights(told: ArrivalCounts, order: Arranged) -> torch.Tensor:

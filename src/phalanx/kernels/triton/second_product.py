@@ -62,8 +62,7 @@ def send_entries(
     shape: SendShape | None = None,
     impl: Impl = "fast",
 ) -> None:
-    """Store the tokens that each rank needs into its receive buffer, and raise its flags part by part. One of the two producers; a copy engine
-    is the other (`SymmetricMemory.copy_part`)."""
+    """Store the tokens that each rank needs into its receive buffer, and raise its flags part by part."""
     shape = SendShape() if shape is None else shape
     spec = arena.spec
     places = part_places(spec.capacity, spec.parts)

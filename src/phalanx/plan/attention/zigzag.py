@@ -13,10 +13,8 @@ S sequence length, L = S/cp tokens of a rank. `segments` are the lengths of the 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -24,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import PlanError, Problem, nearest, raise_if
+from phalanx.core.hashed import Hashed
 
 LayoutName = Literal["zigzag", "contiguous"]
 CHUNKS = {"zigzag": 2, "contiguous": 1}
@@ -60,7 +59,7 @@ class _Piece(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceLayout:
+class SequenceLayout(Hashed):
     """A sequence of `seq_len` tokens over `cp` ranks. Construct with `make_layout`, which checks it."""
 
     name: LayoutName
@@ -98,13 +97,6 @@ class SequenceLayout:
     def check(self) -> None:
         """Raise `PlanError` with all problems."""
         raise_if(layout_problems(self.name, seq_len=self.seq_len, cp=self.cp), PlanError, subject="sequence layout")
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def explain(self) -> str:
         """The layout in a few lines that a person reads."""

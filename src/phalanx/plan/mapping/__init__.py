@@ -43,7 +43,6 @@ if TYPE_CHECKING:
         resolve_mapping as resolve_mapping,
         stage_text as stage_text,
         staged_problems as staged_problems,
-        to_json_dict as to_json_dict,
     )
     from phalanx.plan.mapping.stages import (
         Stage as Stage,

@@ -12,17 +12,16 @@ pipeline groups. (Listing 1 of arXiv 2504.14960 puts pp inside dp; in that order
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Protocol, TypeVar
 
 from phalanx.core.config import FoldingConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.core.rules import RANKS
 from phalanx.plan.mapping.grid import Grid, RankSet, pp_groups_equal
 from phalanx.plan.model import ModelSpec
@@ -98,7 +97,7 @@ Experts with replicas: edp is 1, and in its place the holders of each expert add
 
 
 @dataclass(frozen=True, kw_only=True)
-class Folding:
+class Folding(Hashed):
     """Degrees of both grids over `world` ranks. Construct with `make_folding`, which checks them."""
 
     world: int
@@ -211,12 +210,9 @@ class Folding:
         """Raise `PlanError` with all problems, if the degrees do not tile the world."""
         raise_if(folding_problems(self), PlanError, subject="folding")
 
-    def to_json(self) -> str:
-        return json.dumps(to_dict(self), sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+    def to_dict(self) -> dict[str, Any]:
+        """Degrees, derived ones included."""
+        return {**super().to_dict(), "dp": self.dp, "edp": self.edp}
 
     def explain(self) -> str:
         """The folding in a few lines that a person reads."""
@@ -259,11 +255,6 @@ def groups_of_both(folding: HasGroups, table_ranks: Sequence[int] | None) -> dic
     if table_ranks is not None:
         found["embedding"] = folding.embedding_groups(table_ranks)
     return {name: tuple(g for g in groups if len(g) > 1 and g in passes) for name, groups in found.items()}
-
-
-def to_dict(folding: Folding) -> dict[str, Any]:
-    """Degrees as a plain dict, derived ones included."""
-    return {**asdict(folding), "dp": folding.dp, "edp": folding.edp}
 
 
 def _ends(group: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -10,8 +10,6 @@ holds (`local_experts`) are therefore its different experts, and the slots of an
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -21,13 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.core.messages import message
 from phalanx.plan.mapping.folding import Folding
 
 
 @message
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class Placement(Hashed):
     """`slots[edp][ep]` = experts held there, in slot order. Every (edp, ep) has the same number of slots."""
 
     num_experts: int
@@ -80,13 +79,6 @@ class Placement:
         where = {name: known for name, known in (("hosts", self.hosts), ("racks", self.racks)) if known}
         return {"num_experts": self.num_experts, "slots": self.slots, **where}
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
-
     def explain(self) -> str:
         kind = "plain" if self.is_plain else "replicated"
         ep = len(self.slots[0])
@@ -98,7 +90,7 @@ class Placement:
 
 @message
 @dataclass(frozen=True, kw_only=True)
-class LayerPlacements:
+class LayerPlacements(Hashed):
     """A placement for each layer with experts that some rank of a pipeline stage holds, over the same ranks with the same number of slots."""
 
     layers: Mapping[int, Placement] = field(default_factory=dict)
@@ -112,12 +104,8 @@ class LayerPlacements:
     def is_plain(self) -> bool:
         return all(placement.is_plain for placement in self.layers.values())
 
-    def to_json(self) -> str:
-        return json.dumps({str(layer): placement.to_dict() for layer, placement in self.layers.items()}, sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+    def to_dict(self) -> dict[str, Any]:
+        return {str(layer): placement.to_dict() for layer, placement in self.layers.items()}
 
     def check(self) -> None:
         """Raise `PlanError` with all problems."""

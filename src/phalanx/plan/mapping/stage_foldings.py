@@ -12,8 +12,6 @@ the part of a rank. All ranks of a replica, of all stages, form one communicatio
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from bisect import bisect_right
@@ -25,6 +23,7 @@ from typing import Any
 
 from phalanx.core.config import FoldingConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.plan.mapping.folding import (
     GROUP_AXES,
     Folding,
@@ -32,7 +31,6 @@ from phalanx.plan.mapping.folding import (
     folding_problems,
     groups_of_both,
     resolve_folding,
-    to_dict,
 )
 from phalanx.plan.model import ModelSpec
 
@@ -44,7 +42,7 @@ _PART = re.compile(r"(?P<axis>[a-z]+)(?P<degree>\d{1,9})")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagedFolding:
+class StagedFolding(Hashed):
     """`stages[s]` is the folding of pipeline stage s over its own ranks, numbered from 0. Has the questions of `Folding`, asked of global ranks."""
 
     stages: tuple[Folding, ...]
@@ -144,12 +142,9 @@ class StagedFolding:
         problems = [problem for stage in self.stages for problem in folding_problems(stage)]
         raise_if(problems or _shape_problems(self), PlanError, subject="foldings of the stages")
 
-    def to_json(self) -> str:
-        return json.dumps(to_json_dict(self), sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+    def to_dict(self) -> dict[str, Any]:
+        """Degrees of each stage."""
+        return {"world": self.world, "pp": self.pp, "stages": [stage.to_dict() for stage in self.stages]}
 
     def label(self) -> str:
         """One word for tables: `tp1/tp2/tp4.ep2`."""
@@ -176,13 +171,6 @@ AnyFolding = Folding | StagedFolding
 def micro_axis(folding: AnyFolding) -> str:
     """The group of ranks that share a micro-batch: `tp_cp`, and more where a stage divides its sequences among dp."""
     return "tp_cp" if isinstance(folding, Folding) else "micro"
-
-
-def to_json_dict(folding: AnyFolding) -> dict[str, Any]:
-    """Degrees as plain data."""
-    if isinstance(folding, Folding):
-        return to_dict(folding)
-    return {"world": folding.world, "pp": folding.pp, "stages": [to_dict(stage) for stage in folding.stages]}
 
 
 def resolve_mapping(

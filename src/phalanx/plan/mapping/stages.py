@@ -13,17 +13,16 @@ that stages which are equally dear are equal on every machine.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.plan.model import ModelSpec, flops_per_token
 
 
@@ -59,7 +58,7 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagePlan:
+class StagePlan(Hashed):
     """The stages of a model in order. `tied`: the stage of the head uses the embedding's table too."""
 
     model: str
@@ -94,13 +93,6 @@ class StagePlan:
     def check(self) -> None:
         """Raise `PlanError` where the stages do not cover the model once and in order."""
         raise_if(stage_problems(self), PlanError, subject=f"stages of {self.model}")
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def explain(self) -> str:
         """A line for each stage: what it holds and its share of the work."""

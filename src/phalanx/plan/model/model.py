@@ -9,8 +9,6 @@ Shapes: V vocabulary, H hidden, A query heads, G key/value heads, D head dim, E 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from typing import Any, Literal
 
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem, nearest, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.core.rules import LIMITS, MOST_EXPERTS
 from phalanx.plan.model.rope import YarnSpec
 
@@ -60,7 +59,7 @@ class MlaSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec:
+class ModelSpec(Hashed):
     """A decoder: `num_layers` blocks of attention and experts (the first `dense_layers` with a dense MLP instead)."""
 
     name: str
@@ -122,17 +121,13 @@ class ModelSpec:
         """Dims of a head that the rotary embedding turns."""
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
-    def to_json(self) -> str:
+    def to_dict(self) -> dict[str, Any]:
         """All numbers but those of initial values, which a run has once it has begun; what checkpoints are older than only where it is another."""
         table = dataclasses.asdict(self)
         del table["init_std"]
         if self.ffn_matrices == 3:
             del table["ffn_matrices"]
-        return json.dumps(table, sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return table
 
     def check(self) -> None:
         """Raise `PlanError` with everything that is wrong with the shape."""

@@ -18,19 +18,18 @@ Shapes: P sources, E experts, G slots of the group, e slots of a rank.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from phalanx.core.config import DispatchConfig
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.hashed import Hashed
 
 Ints = NDArray[np.int64]
 
@@ -154,7 +153,7 @@ class Chunks:
 
 
 @dataclass(frozen=True, eq=False)
-class DispatchPlan:
+class DispatchPlan(Hashed):
     """Rows between all sources and slots of one expert-parallel group, for one batch."""
 
     slots_G: tuple[int, ...]
@@ -263,13 +262,9 @@ class DispatchPlan:
             f"  rows per slot {per_slot.min()} ... {per_slot.max()}, per ep rank {per_rank.min()} ... {per_rank.max()}"
         )
 
-    def to_json(self) -> str:
+    def to_dict(self) -> dict[str, Any]:
         fields = {"slots": self.slots_G, "ep": self.ep, "etp": self.etp, "rows": self.rows_PG.tolist()}
-        return json.dumps({**fields, "unit_rows": self.unit_rows}, sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return {**fields, "unit_rows": self.unit_rows}
 
 
 def _problems(plan: DispatchPlan, counts_PE: ArrayLike | None) -> list[Problem]:

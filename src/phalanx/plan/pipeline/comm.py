@@ -26,15 +26,14 @@ gives the gradients of the same, in the same orders. *Rank* means a place in the
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.plan.pipeline.schedule import Action, Edge, Pair, Schedule, ScheduleCosts, chain, in_order, simulate
 
 AHEAD = 2
@@ -100,7 +99,7 @@ RankOp = Run | Send | Recv
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelinePlan:
+class PipelinePlan(Hashed):
     """A schedule with its transfers. `programs[rank]` is what a rank does, in order; `transfers` all of them in the one order."""
 
     schedule: Schedule
@@ -151,16 +150,12 @@ class PipelinePlan:
         self.schedule.check()
         raise_if(pipeline_plan_problems(self), PlanError, subject=f"transfers of schedule {self.schedule.name}")
 
-    def to_json(self) -> str:
+    def to_dict(self) -> dict[str, Any]:
         programs = [[_written(op) for op in program] for program in self.programs]
-        plain: dict[str, object] = {"schedule": self.schedule.to_dict(), "programs": programs, "edges": self.edges}
+        plain: dict[str, Any] = {"schedule": self.schedule.to_dict(), "programs": programs, "edges": self.edges}
         if self.pairs:
             plain["pairs"] = [f"{first} {second}" for first, second in self.pairs]
-        return json.dumps(plain, sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return plain
 
     def explain(self) -> str:
         """The schedule, how much it sends, and the largest number of receives open at once."""

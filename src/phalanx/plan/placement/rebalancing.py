@@ -19,19 +19,17 @@ Shapes: L layers of a stage, E experts, N hosts.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.core.messages import message
-from phalanx.core.reading import parse_table
 from phalanx.core.units import format_bytes
 from phalanx.plan.mapping import LayerPlacements, Placement
 from phalanx.plan.placement.search import (
@@ -96,7 +94,7 @@ class Costs:
 
 @message
 @dataclass(frozen=True, kw_only=True)
-class Replacement:
+class Replacement(Hashed):
     """A decision. `migrations` has one for each stage with experts, none where `action` is keep; gain and cost are then those of the best that was found."""
 
     action: Action
@@ -139,16 +137,9 @@ class Replacement:
             migration.check()
         raise_if(_problems(self), PlanError, subject="replacement")
 
-    def to_json(self) -> str:
+    def to_dict(self) -> dict[str, Any]:
         fields = {n: getattr(self, n) for n in ("action", "before", "after", "gain_s", "cost_s", "interval")}
-        return json.dumps(
-            {**fields, "migrations": [parse_table(m.to_json(), where="a migration") for m in self.migrations]},
-            sort_keys=True,
-        )
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return {**fields, "migrations": [m.to_dict() for m in self.migrations]}
 
 
 def smoothed_loads(before: ArrayLike | None, counts_LE: ArrayLike, *, interval: int) -> Floats:

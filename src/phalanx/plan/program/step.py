@@ -20,14 +20,13 @@ where they have ended at the latest, behind the last pass, and say with what the
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.plan.layout import ExpertState, FlatLayout, flat_layouts, publication, stage_params
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, LayerPlacements, plain_placement
 from phalanx.plan.model import ModelSpec
@@ -56,7 +55,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepProgram:
+class StepProgram(Hashed):
     """The operations of `rank` in one step, in order."""
 
     rank: int
@@ -73,13 +72,6 @@ class StepProgram:
     def check(self) -> None:
         """Raise `PlanError` with all problems: ids that occur twice, collectives without an axis, messages to nobody."""
         raise_if(_problems(self), PlanError, subject="program")
-
-    def to_json(self) -> str:
-        return json.dumps({"rank": self.rank, "ops": [asdict(op) for op in self.ops]}, sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def explain(self) -> str:
         """One line for each operation."""

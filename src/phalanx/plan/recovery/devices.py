@@ -1,10 +1,8 @@
 """Decides after a loss: the mapping that the surviving devices can run, and which device takes which rank.
 
 Decides both. The mapping keeps tp, cp and etp (then results stay bitwise what they were) and pp, and uses as many devices as make
-whole groups of them. `fits`
-(a memory estimate, say) lets it also change pp, where that uses more devices. Where nothing with these degrees fits the survivors,
-the nearest legal mapping of
-the same axes is taken. With replicas, ep is what is left: one expert-parallel group of all ranks of a stage.
+whole groups of them. Where nothing with these degrees fits the survivors, the nearest legal mapping of the same axes is taken. With replicas,
+ep is what is left: one expert-parallel group of all ranks of a stage.
 
 Devices keep their coordinates where they can: a *block* (the tp x cp ranks of one data-parallel coordinate, or as many as share an
 expert) that lost nobody
@@ -57,18 +55,17 @@ class Limits:
     slots_per_rank: int | None = None
     """Replicas that an ep rank has room for; None: as many as it takes."""
     cp_method: str = "ring"
-    fits: Callable[[Folding], bool] | None = None
     floor: int = 1
     """Ranks that hold each expert where experts have no replicas, as far as there are as many."""
     runs: Callable[[Folding], bool] | None = None
-    """Whether the rest of the run can do with a mapping (its pipeline, say). Unlike `fits` it sets no degree free."""
+    """Whether the rest of the run can do with a mapping (its pipeline, say)."""
     room: Callable[[Folding], bool] | None = None
-    """Whether a rank has room for a mapping's state. Where not, devices are left idle rather; unlike `fits` it sets no degree free."""
+    """Whether a rank has room for a mapping's state. Where not, devices are left idle rather."""
 
 
 def choose_folding(old: Folding, num_devices: int, limits: Limits) -> FoldingChoice | None:
     """The mapping to continue with; None where not even one device makes a legal one."""
-    best = max(_same_degrees(old, num_devices, limits), key=lambda f: (f.world, -_distance(f, old)), default=None)
+    best = _same_degrees(old, num_devices, limits)
     if best is not None:
         return FoldingChoice(
             folding=best, idle=num_devices - best.world, reason=_why_idle(best, old, num_devices, limits)
@@ -96,20 +93,14 @@ def is_exact(new: Folding, old: Folding) -> bool:
     return all(new.degree(axis) == old.degree(axis) for axis in EXACT)
 
 
-def _same_degrees(old: Folding, num_devices: int, limits: Limits) -> list[Folding]:
-    """The largest legal mapping with tp, cp and etp as they are, for each pp that may be used."""
-    pps = [old.pp]
-    if limits.fits is not None and old.pp > 1:
-        pps = sorted(range(1, limits.spec.num_layers + 1), key=lambda pp: (abs(pp - old.pp), pp))
-    out = []
-    for pp in pps:
-        unit = pp * math.lcm(old.tp * old.cp, old.etp)
-        for world in range(num_devices - num_devices % unit, 0, -unit):
-            made = _with_experts(replace(old, world=world, pp=pp), old, limits)
-            if is_legal(made, limits):
-                out.append(made)
-                break
-    return out
+def _same_degrees(old: Folding, num_devices: int, limits: Limits) -> Folding | None:
+    """The largest legal mapping with tp, cp, etp and pp as they are."""
+    unit = old.pp * math.lcm(old.tp * old.cp, old.etp)
+    for world in range(num_devices - num_devices % unit, 0, -unit):
+        made = _with_experts(replace(old, world=world), old, limits)
+        if is_legal(made, limits):
+            return made
+    return None
 
 
 def _with_experts(folding: Folding, old: Folding, limits: Limits) -> Folding:
@@ -143,9 +134,7 @@ def is_legal(folding: Folding, limits: Limits) -> bool:
         return False
     if limits.runs is not None and not limits.runs(folding):
         return False
-    if limits.room is not None and not limits.room(folding):
-        return False
-    return limits.fits is None or limits.fits(folding)
+    return limits.room is None or limits.room(folding)
 
 
 def _nearest(old: Folding, num_devices: int, limits: Limits) -> Folding | None:
@@ -172,8 +161,6 @@ def _distance(folding: Folding, old: Folding) -> float:
 
 def _why_idle(folding: Folding, old: Folding, num_devices: int, limits: Limits) -> str:
     parts = []
-    if folding.pp != old.pp:
-        parts.append(f"pp {old.pp} -> {folding.pp}, to use {folding.world} devices")
     if folding.world < num_devices:
         shown = [f"{a} {folding.degree(a)}" for a in ("tp", "cp", "etp", "pp") if folding.degree(a) > 1]
         unit = folding.pp * math.lcm(folding.tp * folding.cp, folding.etp)
@@ -194,7 +181,7 @@ def _why_idle(folding: Folding, old: Folding, num_devices: int, limits: Limits) 
 def _roomless(folding: Folding, old: Folding, num_devices: int, limits: Limits) -> bool:
     """Whether more devices would be used if it were not for the memory."""
     more = _same_degrees(old, num_devices, replace(limits, room=None))
-    return any(f.pp == folding.pp and f.world > folding.world for f in more)
+    return more is not None and more.world > folding.world
 
 
 # ---- which device takes which rank ----------------------------------------------------------------------------------------------

@@ -16,8 +16,6 @@ from phalanx.core.errors import PhalanxError, PlanError, Problem
 from phalanx.core.reading import is_count, typed
 from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements, Placement
 
-EXPERT_AXES = ("etp", "ep", "pp")
-
 
 @dataclass(frozen=True, kw_only=True)
 class StateDescriptor:

@@ -59,13 +59,11 @@ def seconds(task: Flow, sender: int, hosts: Hosts) -> float:
     return task.num_bytes / rate
 
 
-def busy_times(
-    tasks: Sequence[Flow], hosts: Hosts, solution: Solution, *, weights: Sequence[float] | None = None
-) -> tuple[list[float], float]:
+def busy_times(tasks: Sequence[Flow], hosts: Hosts, solution: Solution) -> tuple[list[float], float]:
     """Beginning of each step of a solution, and the end of the last: `max(ready(sender), ready(receivers))`, hosts keep to the order.
 
     Sending and receiving sides are apart, as in a full-duplex link; a receiver that passes a slice on (all but the last) is busy on both, which shows where hosts
-    are sources and destinations. `weights` replace the sizes (to see what a scheduler believed).
+    are sources and destinations.
     """
     sends, receives = [0.0] * hosts.count, [0.0] * hosts.count
     starts = []
@@ -73,7 +71,7 @@ def busy_times(
         task = tasks[i]
         sending = (sender, *task.needers[:-1])
         begin = max(*(sends[h] for h in sending), *(receives[h] for h in task.needers))
-        end = begin + (seconds(task, sender, hosts) if weights is None else weights[i])
+        end = begin + seconds(task, sender, hosts)
         for host in sending:
             sends[host] = end
         for host in task.needers:
@@ -98,9 +96,7 @@ def size_balanced(tasks: Sequence[Flow], hosts: Hosts) -> Solution:
     return out
 
 
-def greedy(
-    tasks: Sequence[Flow], hosts: Hosts, *, weights: Sequence[float] | None = None, seed: int = 0, trials: int = TRIALS
-) -> Solution:
+def greedy(tasks: Sequence[Flow], hosts: Hosts, *, weights: Sequence[float] | None = None, seed: int = 0) -> Solution:
     """The paper's randomised greedy. `weights` replace the sizes of slices; the shipped code took those of whole source tiles."""
     sizes = [float(t.num_bytes) for t in tasks] if weights is None else list(weights)
     choose = random.Random(seed)
@@ -109,7 +105,7 @@ def greedy(
     out: Solution = []
     while left:
         best: tuple[int, float, Solution] | None = None
-        for _ in range(trials):
+        for _ in range(TRIALS):
             chosen = _maximal_set(tasks, left, load, choose)
             if best is not None and len(chosen) < best[0]:
                 continue
@@ -164,11 +160,11 @@ def _spread(
     return sum((value - mean) ** 2 for value in values)
 
 
-def depth_first(tasks: Sequence[Flow], hosts: Hosts, *, nodes: int = NODES) -> Solution:
+def depth_first(tasks: Sequence[Flow], hosts: Hosts) -> Solution:
     """Search with pruning, begun with the tile order; the best solution found when the nodes are used up."""
     best = size_balanced(tasks, hosts)
     best_s = busy_times(tasks, hosts, best)[1]
-    left = nodes
+    left = NODES
     stack: list[tuple[Solution, tuple[int, ...]]] = [([], tuple(crossing_tasks(tasks)))]
     while stack and left > 0:
         left -= 1

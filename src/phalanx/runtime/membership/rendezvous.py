@@ -263,12 +263,10 @@ def ready_keys(generation: Generation) -> list[str]:
     return [f"ready/{generation.number}/{uid}" for uid in generation.uids]
 
 
-def meet(
-    generation: Generation, keys: Keys, *, limit_s: float, newer: Callable[[], bool], look_s: float = LOOK_S
-) -> None:
+def meet(generation: Generation, keys: Keys, *, limit_s: float, newer: Callable[[], bool]) -> None:
     """The barrier: return when every member has reported. Raises `NewerGeneration`, or `PeerError` naming who is missing after `limit_s`."""
     wanted, end_s = ready_keys(generation), time.monotonic() + limit_s
-    last_look_s = max(LAST_LOOK_S, len(wanted) / ASKED_PER_S)
+    look_s, last_look_s = LOOK_S, max(LAST_LOOK_S, len(wanted) / ASKED_PER_S)
     while wanted:
         if keys.all_there(wanted[:READY_BLOCK]):
             wanted = wanted[READY_BLOCK:]

@@ -97,14 +97,11 @@ def run_pipeline(
         raise
 
 
-def agree_on(plan: PipelinePlan, *, axis: Axis, comms: Collectives, edges: Sequence[str] = ()) -> None:
-    """Raise `RunError` on all ranks of a pipeline where their plans differ. Collective, once before the first step.
-
-    `edges`: hashes of the plans of edges that all ranks of the axis know.
-    """
-    told = comms.gather_objects((plan.hash, *edges), axis)
+def agree_on(plan: PipelinePlan, *, axis: Axis, comms: Collectives) -> None:
+    """Raise `RunError` on all ranks of a pipeline where their plans differ. Collective, once before the first step."""
+    told = comms.gather_objects(plan.hash, axis)
     if len(set(told)) > 1:
-        found = ", ".join(f"{' '.join(value)} on rank {rank}" for rank, value in zip(axis.ranks, told, strict=True))
+        found = ", ".join(f"{value} on rank {rank}" for rank, value in zip(axis.ranks, told, strict=True))
         raise RunError(f"the ranks of a pipeline have different plans of {plan.schedule.name}: {found}")
 
 

@@ -107,8 +107,6 @@ class RankProgram:
     steps: tuple[Step, ...]
     copies: tuple[LocalCopy, ...]
     sums: tuple[SumPlace, ...]
-    entering: tuple[MovePart, ...]
-    """Parts that come from other hosts."""
     entering_steps: frozenset[int]
 
     @property
@@ -189,7 +187,6 @@ class _Placing:
 
     def program(self) -> RankProgram:
         steps: list[Step] = []
-        entering: list[MovePart] = []
         entering_steps = set()
         sent: dict[tuple[int, int], int] = defaultdict(int)
         hosts = self.plan.hosts.host_of_rank
@@ -198,14 +195,12 @@ class _Placing:
             sent[hop.src, hop.dst] += 1
             steps.append(self._send(hop, tag) if hop.src == self.rank else self._receive(hop, tag, len(steps)))
             if hop.dst == self.rank and hosts[hop.src] != hosts[hop.dst]:
-                entering += hop.parts
                 entering_steps.add(len(steps) - 1)
         return RankProgram(
             rank=self.rank,
             steps=tuple(steps),
             copies=tuple(c for part in self.plan.copies(self.rank) for c in self._copies(part)),
             sums=tuple(self._sum(number) for number in range(len(self.reductions))),
-            entering=tuple(entering),
             entering_steps=frozenset(entering_steps),
         )
 

@@ -5,7 +5,6 @@ Decides nothing: `program.py` says where everything lies. Must never change: sou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -130,7 +129,3 @@ class RankTensors:
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, without a copy. (One of one element may have any stride, which a view of bytes refuses.)"""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-
-
-def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize

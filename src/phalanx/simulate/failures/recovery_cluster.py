@@ -39,7 +39,7 @@ STATES = 3
 """Master weights and two moments."""
 
 
-def cluster_constants(hardware: Hardware, *, communicator_s: float = COMMUNICATOR_S) -> Constants:
+def cluster_constants(hardware: Hardware) -> Constants:
     """Units of a recovery on one kind of host. A rank has processors of its own."""
     copy_s = 2 / (hardware.memory_bytes_per_s * hardware.memory_efficiency)  # read and written
     return Constants(
@@ -49,9 +49,9 @@ def cluster_constants(hardware: Hardware, *, communicator_s: float = COMMUNICATO
         trip_s=2 * hardware.between_latency_s,
         look_s=0.01,  # `runtime/membership/keys.py: LAST_LOOK_S`
         drop_s=0.0,
-        meet_s=communicator_s,
+        meet_s=COMMUNICATOR_S,
         member_s=0.0,
-        group_s=communicator_s,
+        group_s=COMMUNICATOR_S,
         gather_s=2 * hardware.between_latency_s,
         plan_s=PLAN_S,
         tensor_s=TENSOR_S,
@@ -66,9 +66,7 @@ def cluster_constants(hardware: Hardware, *, communicator_s: float = COMMUNICATO
     )
 
 
-def host_lost(
-    prediction: Prediction, *, going_on: Folding | None = None, communicator_s: float = COMMUNICATOR_S
-) -> RecoveryTime:
+def host_lost(prediction: Prediction, *, going_on: Folding | None = None) -> RecoveryTime:
     """Seconds from when a host is known to be lost to the next step of the job without it. Of the fullest stage, for the others
     wait for it.
 
@@ -108,4 +106,4 @@ def host_lost(
         ranks=(rank,),
     )
     step_s = prediction.step.seconds * folding.world / (left if going_on is None else going_on.world)
-    return recovery_time(work, cluster_constants(hardware, communicator_s=communicator_s), step_s=step_s)
+    return recovery_time(work, cluster_constants(hardware), step_s=step_s)

@@ -7,18 +7,17 @@ emulated hosts and links are another thing.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.core.reading import MalformedError, is_count, parse_json, parse_toml, read_text
 from phalanx.core.rules import RANKS
 from phalanx.core.units import format_bytes, format_rate
@@ -108,7 +107,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuCluster:
+class GpuCluster(Hashed):
     """`world` ranks of one kind of hardware; consecutive ranks share a host, as torchrun numbers them."""
 
     hardware: Hardware
@@ -132,13 +131,6 @@ class GpuCluster:
     def check(self) -> None:
         """Raise `ConfigError` with all problems."""
         raise_if(cluster_problems(self), ConfigError, subject=f"cluster {self.name}")
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def explain(self) -> str:
         """The cluster in three lines that a person reads."""

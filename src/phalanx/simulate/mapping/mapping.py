@@ -6,12 +6,11 @@ everything about how it is spread. Words are those of a recipe where a recipe ha
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.core.samples import num_rounds
 from phalanx.plan.mapping import Folding, folding_problems
 from phalanx.plan.model import ModelSpec
@@ -62,7 +61,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mapping:
+class Mapping(Hashed):
     """How it is spread over ranks."""
 
     folding: Folding
@@ -188,9 +187,9 @@ class Mapping:
         """Raise `PlanError` with all problems."""
         raise_if(mapping_problems(self, job), PlanError, subject="mapping")
 
-    def to_json(self) -> str:
+    def to_dict(self) -> dict[str, Any]:
         """All choices; those that hashes are older than only where they are made."""
-        table = asdict(self)
+        table = super().to_dict()
         for part, name, default in (
             (table, "holders", 1),
             (table, "votes", False),
@@ -203,11 +202,7 @@ class Mapping:
         ):
             if part[name] == default:
                 del part[name]
-        return json.dumps(table, sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return table
 
     def label(self) -> str:
         """One line for tables."""

@@ -6,19 +6,17 @@ stage are those of a plain pipeline at that place; what crosses between stages i
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.core.reading import parse_table
+from phalanx.core.hashed import Hashed
 from phalanx.plan.mapping import StagedFolding
 from phalanx.simulate.mapping.mapping import Job, Mapping, mapping_problems
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagedMapping:
+class StagedMapping(Hashed):
     """`stages[s]` is the mapping of stage s as though all stages were like it; schedule, precision and the like are the same in all."""
 
     folding: StagedFolding
@@ -60,15 +58,9 @@ class StagedMapping:
                 found.setdefault((problem.where, str(problem.value), problem.rule), problem)
         raise_if(list(found.values()), PlanError, subject="mapping")
 
-    def to_json(self) -> str:
+    def to_dict(self) -> dict[str, Any]:
         """All choices of all stages."""
-        return json.dumps(
-            {"stages": [parse_table(stage.to_json(), where="a stage") for stage in self.stages]}, sort_keys=True
-        )
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return {"stages": [stage.to_dict() for stage in self.stages]}
 
     def label(self) -> str:
         """One line for tables."""

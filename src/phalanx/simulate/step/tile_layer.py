@@ -65,7 +65,6 @@ class TiledExperts:
             etp=f.etp,
             row_bytes=s.hidden * self.mapping.item_bytes,
             ranks_per_host=h.ranks_per_host,
-            host_limit=s.router.group_topk if s.router.num_groups > 1 else None,
             gateways=h.sms is None,
             most_blocks=most_blocks(s.hidden),
         )

@@ -97,8 +97,6 @@ class TileLayer:
     etp: int
     row_bytes: int
     ranks_per_host: int
-    host_limit: int | None = None
-    """Hosts that a token may reach, where routing is limited to groups."""
     gateways: bool = False
     """Ranks of a host may pass on what comes from other hosts: on processors."""
     most_blocks: int = MOST_BLOCKS

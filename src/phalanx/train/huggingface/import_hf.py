@@ -37,7 +37,7 @@ from phalanx.data import (
 from phalanx.models.families import NameLink, shapes_of
 from phalanx.plan import run_problems
 from phalanx.plan.layout import boxes_of_range
-from phalanx.plan.mapping import resolve_mapping, to_json_dict
+from phalanx.plan.mapping import resolve_mapping
 from phalanx.plan.model import ModelSpec, buffers, resolve_model, settings_for
 from phalanx.runtime.checkpoint import CheckpointManager, RunState
 from phalanx.runtime.comm import Peers, own_group
@@ -283,7 +283,7 @@ def _run_state(job: Import, info: WorldInfo) -> RunState:
         loader={},  # no sample was drawn: the first training run decides data and batch
         model=parse_table(job.spec.to_json(), where="the model"), model_hash=job.spec.hash,
         recipe_hash=hashlib.sha256(dump_recipe(job.recipe).encode()).hexdigest()[:16],
-        folding=to_json_dict(folding), world=info.world, versions=versions(),
+        folding=folding.to_dict(), world=info.world, versions=versions(),
     )  # fmt: skip
 
 

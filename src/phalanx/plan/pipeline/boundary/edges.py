@@ -246,7 +246,3 @@ def _shared(a: Box, b: Box) -> int:
     """Elements that two boxes have in common."""
     common = a.intersection(b)
     return common.num_elements if common is not None else 0
-
-
-Step = tuple[str, int, int, int]
-"""("send" or "recv", this rank, the other one, tag of the transfer); a pass is no step: it waits for nothing but earlier steps."""

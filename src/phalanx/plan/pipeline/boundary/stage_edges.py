@@ -69,10 +69,8 @@ def _edge(edge: Edge, src: TensorLayout, dst: TensorLayout, *, what: Activation,
     )
 
 
-def edges_for(
-    folding: AnyFolding, plan: PipelinePlan, *, rank: int, what: Activation, hosts: Hosts | None = None
-) -> dict[Edge, EdgePlan] | None:
-    """The edges of the pipeline that a rank is part of; None where all stages have one folding, and one rank sends to one. `hosts` None: all ranks share one."""
+def edges_for(folding: AnyFolding, plan: PipelinePlan, *, rank: int, what: Activation) -> dict[Edge, EdgePlan] | None:
+    """The edges of the pipeline that a rank is part of, as though all ranks shared a host; None where all stages have one folding, and one rank sends to one."""
     if not isinstance(folding, StagedFolding):
         return None
     return staged_edges(
@@ -81,7 +79,7 @@ def edges_for(
         folding,
         replica=folding.replica_of(rank),
         what=what,
-        hosts=hosts if hosts is not None else on_one_host(range(folding.world)),
+        hosts=on_one_host(range(folding.world)),
     )
 
 

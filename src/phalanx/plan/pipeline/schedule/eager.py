@@ -9,14 +9,14 @@ that has the same figures. Orders do not change sums, so no result of a run depe
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.pipeline.schedule.clock import ScheduleCosts, simulate
 from phalanx.plan.pipeline.schedule.make import make_schedule, most_extra, nearest_extra, schedule_problems
@@ -31,7 +31,7 @@ SEARCH_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmupChoice:
+class WarmupChoice(Hashed):
     """The forwards ahead that were chosen, and all that they were chosen from."""
 
     schedule: str
@@ -77,14 +77,10 @@ class WarmupChoice:
             problems.append(Problem(where="warmup.makespan_s", value=self.makespan_s, rule=rule))
         raise_if(problems, PlanError, subject="forwards ahead")
 
-    def to_json(self) -> str:
-        plain = asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        plain = super().to_dict()
         plain["costs"]["edge_p2p"] = sorted(self.costs.edge_p2p.items())
-        return json.dumps(plain, sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return plain
 
     def explain(self) -> str:
         """Why these numbers, in a few lines."""

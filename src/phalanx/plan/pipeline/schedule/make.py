@@ -20,8 +20,6 @@ p ranks, v virtual stages a rank, m microbatches; e further forwards of a rank. 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -30,6 +28,7 @@ from typing import Any
 
 from phalanx.core.errors import PlanError, Problem, nearest, raise_if
 from phalanx.core.extensions import extensions
+from phalanx.core.hashed import Hashed
 from phalanx.plan.pipeline.schedule.check import order_problems, peak_live, warmup_problems
 from phalanx.plan.pipeline.schedule.orders import (
     Action,
@@ -64,7 +63,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(Hashed):
     """Ordered actions of each pipeline rank. `max_live` promises how many activations a rank holds at most at once.
 
     One activation is what a (stage, microbatch) keeps from its F until its B or W has ended.
@@ -132,13 +131,6 @@ class Schedule:
             "extra_warmup": list(self.extra_warmup),
             "actions": [" ".join(map(str, order)) for order in self.actions],
         }
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def explain(self) -> str:
         """The schedule in a few lines that a person reads."""

@@ -7,9 +7,7 @@ ranks that make the same plan have the same bytes.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.core.messages import message
 from phalanx.plan.mapping import Placement
 from phalanx.plan.placement.search.host_pool import HostPool, pool_problems
@@ -30,7 +29,7 @@ Copies = NDArray[np.int64]
 
 @message
 @dataclass(frozen=True, kw_only=True)
-class HostPlacement:
+class HostPlacement(Hashed):
     """`slots[layer][host]` = experts there, in slot order."""
 
     num_experts: int
@@ -134,13 +133,6 @@ class HostPlacement:
             },
             "slots": self.slots,
         }  # fmt: skip
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def explain(self) -> str:
         """Replicas and the certificate, in a few lines."""

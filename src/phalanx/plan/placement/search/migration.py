@@ -14,16 +14,15 @@ reshard core, which chooses sources, order and messages.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.hashed import Hashed
 from phalanx.core.messages import message
 from phalanx.core.units import format_bytes
 from phalanx.plan.placement.search.hosts import HostPlacement, from_copies
@@ -46,7 +45,7 @@ class Fetch(NamedTuple):
 
 @message
 @dataclass(frozen=True, kw_only=True)
-class Migration:
+class Migration(Hashed):
     """`new` = the plan with hosts named and slots in place: an expert that stays keeps its slot where it can."""
 
     old: HostPlacement
@@ -77,21 +76,14 @@ class Migration:
         self.new.check()
         raise_if(_problems(self), PlanError, subject="migration")
 
-    def to_json(self) -> str:
-        return json.dumps(
-            {
-                "old": self.old.to_dict(),
-                "new": self.new.to_dict(),
-                "fetches": self.fetches,
-                "urgent": self.urgent,
-                "lost": self.lost,
-            },
-            sort_keys=True,
-        )
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "old": self.old.to_dict(),
+            "new": self.new.to_dict(),
+            "fetches": self.fetches,
+            "urgent": self.urgent,
+            "lost": self.lost,
+        }
 
     def explain(self, *, expert_bytes: int = 0) -> str:
         """What travels, in a few lines; in bytes where the state of an expert is known."""

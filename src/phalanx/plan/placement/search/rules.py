@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 Copies = NDArray[np.int64]
 """(E, N) replicas of each expert on each host."""
-Ints = NDArray[np.int64]
 
 
 def by_count(counts: Sequence[int]) -> list[int]:

@@ -27,10 +27,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-Ints = NDArray[np.int32]
 EMPTY = -1
 
 

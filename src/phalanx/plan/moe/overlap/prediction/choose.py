@@ -48,6 +48,8 @@ MARGIN = 0.03
 """The share of the serial time that a schedule must save to be taken."""
 HOT_MARGIN = 0.005
 """What another order of the slots must save to be taken: less is within the error of any prediction."""
+ABOUT_TILES = 2
+"""Batches whose counts differ by less than so many tiles share a choice."""
 Direction = Literal["forward", "backward"]
 
 
@@ -185,7 +187,7 @@ def compare_schedules(
 class Chooser:
     """`compare_schedules` for batch after batch of one layer: batches of about equal counts share one choice, that for the batch which stands for them all (`batches.py`).
 
-    Counts are about equal if the rows between all pairs of ranks, and the slots in use, are the same in steps of `step` tiles, and totals to a few binary digits. Holds up to `most` choices and
+    Counts are about equal if the rows between all pairs of ranks, and the slots in use, are the same in steps of `ABOUT_TILES`, and totals to a few binary digits. Holds up to `most` choices and
     forgets the oldest. Where the cost has changed, make another chooser.
     """
 
@@ -196,16 +198,11 @@ class Chooser:
         candidates: Sequence[TileSchedule],
         *,
         tile_rows: int,
-        direction: Direction = "forward",
-        host_of_rank: Sequence[int] | None = None,
-        margin: float = MARGIN,
         paired: float = 0.0,
-        step: int = 2,
         most: int = 256,
     ) -> None:
         self.shape, self.cost, self.candidates = shape, cost, tuple(candidates)
-        self.tile_rows, self.direction, self.hosts, self.margin = tile_rows, direction, host_of_rank, margin
-        self.paired, self.step, self.most = paired, step, most
+        self.tile_rows, self.paired, self.most = tile_rows, paired, most
         self._found: dict[About, ScheduleChoice] = {}
         self.num_computed = 0
 
@@ -215,7 +212,7 @@ class Chooser:
 
     def choice(self, dispatch: DispatchPlan, wire: WireBytes) -> ScheduleChoice:
         """Choice for a batch. The same for all whose counts are about equal, whichever of them comes first."""
-        key = about(dispatch, wire, step=self.step * self.tile_rows)
+        key = about(dispatch, wire, step=ABOUT_TILES * self.tile_rows)
         if key not in self._found:
             self.num_computed += 1
             if len(self._found) >= self.most:
@@ -228,9 +225,6 @@ class Chooser:
                 self.candidates,
                 wire=its_wire,
                 tile_rows=self.tile_rows,
-                direction=self.direction,
-                host_of_rank=self.hosts,
-                margin=self.margin,
                 paired=self.paired,
             )
         return self._found[key]

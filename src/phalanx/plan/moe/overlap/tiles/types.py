@@ -26,12 +26,11 @@ sums than without, so bits depend on the transport, and on which ranks share a h
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from phalanx.core.hashed import Hashed
 from phalanx.core.messages import message
 
 Transport = Literal["all_to_all", "all_gather", "dedup", "dedup_host"]
@@ -124,7 +123,7 @@ ALL = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPlan:
+class RankPlan(Hashed):
     """The operations of one rank for one layer and batch, in the order in which it carries them out. A topological order of what needs what."""
 
     rank: int
@@ -174,7 +173,7 @@ class RankPlan:
         return sum(tile.rows for tiles in self.tiles for tile in tiles if tile.slot == slot)
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole plan as plain data."""
+        """The whole plan as plain data, which `tests/oracles/overlap_check.py` reads back."""
         return {
             "rank": self.rank,
             "size": self.size,
@@ -190,14 +189,6 @@ class RankPlan:
             "joint_tiles": [[t.slot, t.rows, t.first_row] for t in self.joint_tiles],
             "ops": [[op.kind, op.peer, op.part, op.block] for op in self.ops],
         }
-
-    def to_json(self) -> str:
-        """What `tests/oracles/overlap_check.py` reads back."""
-        return json.dumps(self.to_dict(), sort_keys=True)
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def explain(self) -> str:
         """The plan as a person reads it: who brings how many rows in how many tiles and parts, then the operations in order."""
