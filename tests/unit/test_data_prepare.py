@@ -260,6 +260,18 @@ def test_changed_data_cannot_be_resumed(tmp_path, corpus_file, texts):
         loader().check_state(state)
 
 
+def test_files_of_a_folder_that_are_not_read_are_told(tmp_path, texts):
+    folder = tmp_path / "text"
+    (folder / "deep").mkdir(parents=True)
+    write_jsonl(folder / "a.jsonl", texts)
+    assert prepare(config(tmp_path, folder, tokenizer="byte")).notes == ()
+    for name in ("deep/b.csv", "c.csv", "README", ".hidden.md"):
+        (folder / name).write_text("x")
+    told = f"{str(folder)!r} in data.sources holds files that are not read (3: .csv, README)"
+    assert prepare(config(tmp_path, folder, tokenizer="byte")).notes == (told,)
+    assert prepare(config(tmp_path, folder / "a.jsonl", tokenizer="byte")).notes == ()
+
+
 def test_what_has_changed_since_a_run_began_is_named(tmp_path, texts):
     folder = tmp_path / "text"
     folder.mkdir()

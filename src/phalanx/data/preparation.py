@@ -30,7 +30,7 @@ from phalanx.data.formats import Document, read_documents
 from phalanx.data.pieces import LARGE_BYTES, SourcePieces
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sampling import permute
-from phalanx.data.sources import Source, documents, identify, resolve
+from phalanx.data.sources import Source, documents, identify, resolve, unread
 from phalanx.data.template import ChatTemplate
 from phalanx.data.tokenising import SIDES, is_validation
 from phalanx.data.tokenizer import (
@@ -118,11 +118,12 @@ def prepare(
         seconds=time.monotonic() - began,
         folders=tuple(folders),
         reused=not built,
-        notes=tuple(_notes(config, tokenizer, left_out=sum(s.left_out for s in stores))),
+        notes=tuple(_notes(config, sources, tokenizer, left_out=sum(s.left_out for s in stores))),
     )
 
 
-def _notes(config: DataConfig, tokenizer: Tokenizer, *, left_out: int) -> Iterator[str]:
+def _notes(config: DataConfig, sources: Sequence[Source], tokenizer: Tokenizer, *, left_out: int) -> Iterator[str]:
+    yield from filter(None, map(unread, sources))
     asked, found = parse_choice(config), tokenizer.vocab_size
     if isinstance(asked, int) and found < asked:
         yield f"data.tokenizer = {config.tokenizer!r} came out with {found} tokens: the text has no more to learn"

@@ -13,6 +13,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
@@ -250,6 +251,17 @@ def _in_folder(path: Path, spec: str, where: str) -> list[Path] | Problem:
         rule = f"is a folder without data files (it holds {seen})" if seen else "is an empty folder"
         return Problem(where=where, value=spec, rule=rule, hint=f"readable: {', '.join(_suffixes())}")
     return files
+
+
+def unread(source: Source) -> str:
+    """A sentence about files of a folder that are not read, for their names say no format that is; empty where there are none."""
+    path = Path(source.spec.rpartition("#")[0] if source.own_field else source.spec)
+    if source.kind == "builtin" or not path.is_dir() or is_saved(path):
+        return ""
+    inside = (p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+    other = Counter(p.suffix or p.name for p in inside if suffix_of(p) not in _suffixes())
+    kinds = ", ".join(name for name, _ in other.most_common(8))
+    return f"{source.spec!r} in data.sources holds files that are not read ({other.total()}: {kinds})" if other else ""
 
 
 def _typed(spec: str, where: str, files: list[Path]) -> Source | Problem:

@@ -39,6 +39,7 @@ from phalanx.core.service_address import parse_service
 from phalanx.core.units import read_bytes, read_rate
 from phalanx.data import store
 from phalanx.data.cache import silent
+from phalanx.data.contents import what_changed
 from phalanx.data.dataset import Dataset
 from phalanx.data.formats import ReadOptions, read_documents
 from phalanx.data.loader import Loader
@@ -535,6 +536,7 @@ def _stores(home: Path) -> list[FuzzReader]:
         *talks,
         *_megatron(home),
         _identities(home, config),
+        _contents(home),
     ]
 
 
@@ -549,6 +551,20 @@ def _identities(home: Path, config: DataConfig) -> FuzzReader:
         identify(resolve(config)[0], folder, silent)
 
     return FuzzReader(name="identity", seeds=[memo.read_bytes()], changes=(change_json, change_bytes), read=identity)
+
+
+def _contents(home: Path) -> FuzzReader:
+    """What the cache of `_stores` remembers of what its data was made of."""
+    (memo,) = (home / "cache" / "contents").glob("*.json")
+
+    def read(data: bytes, folder: Path) -> None:
+        before, now = (folder / "contents" / f"{name}.json" for name in ("before", "now"))
+        before.parent.mkdir(parents=True, exist_ok=True)
+        before.write_bytes(data)
+        now.write_bytes(memo.read_bytes())
+        what_changed(folder, "before", "now")
+
+    return FuzzReader(name="contents", seeds=[memo.read_bytes()], changes=(change_json, change_bytes), read=read)
 
 
 def _prepared_talks(home: Path) -> list[FuzzReader]:
