@@ -1,6 +1,6 @@
 """Which tests a command runs, and how many cases each draws.
 
-Three tiers. *core* is what `make test` takes: every cheap test (`CORE_UNIT_S`, `CORE_RANK_S`), those marked `core`, so that each executor has one or more, and
+Three tiers. *core* is what `make test` takes: every cheap test (`CORE_S`), those marked `core`, so that each executor has one or more, and
 those marked `alone`. Of the marked those that cost more (`TURN_S`) take turns: as many as fit into given minutes, by the seed of the day. *drawn* is a part of the
 others that fits into given minutes, by the same seed: `.ci/run` takes some of it at each landing. *all* is everything, with every case (`PHALANX_TESTS=all`,
 `make test-all`).
@@ -28,13 +28,13 @@ ALL = os.environ.get("PHALANX_TESTS") == "all"
 SEED = int(os.environ.get("PHALANX_SEED") or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d"))
 UNIT_S, RANK_S = 1.0, 5.0
 """Costs from which on a test without ranks, or with ranks, is named as expensive."""
-CORE_UNIT_S, CORE_RANK_S = 2.0, 1.0
-"""Costs up to which a test without ranks, or with ranks, is in the core tier by itself."""
+CORE_S = 1.0
+"""Cost up to which a test is in the core tier by itself."""
 NOTHING_S = 0.5
 """Cost up to which that of a test without ranks is not stored."""
 TURN_S = 8.0
 """Cost up to which a test marked `core` is there every day."""
-TURNS_UNIT_S, TURNS_RANK_S = 90.0, 60.0
+TURNS_UNIT_S, TURNS_RANK_S = 70.0, 45.0
 """What those of a day may cost together whose turn it is, without ranks and with ranks."""
 UNKNOWN_S = 15.0
 """What a test counts whose cost is not stored: most of these are whole runs."""
@@ -107,7 +107,7 @@ class Costs:
     def is_cheap(self, name: str, *, ranks: bool) -> bool:
         """Whether a test is in the core tier by its cost. One that was never measured is if it launches no ranks."""
         cost = self.total(name)
-        return not ranks if cost is None else cost <= (CORE_RANK_S if ranks else CORE_UNIT_S)
+        return not ranks if cost is None else cost <= CORE_S
 
     def takes_turns(self, name: str) -> bool:
         """Whether a test marked `core` costs too much for every day."""

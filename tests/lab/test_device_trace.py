@@ -165,12 +165,12 @@ def today(group: str, cases: dict[str, Case], few: int) -> dict[str, Case]:
 
 
 GROUPS = {
-    "order": today("order", ORDER, 5),
-    "runs": today("runs", RUNS, 5),
-    "families": today("families", FAMILIES, 3),
+    "order": today("order", ORDER, 3),
+    "runs": today("runs", RUNS, 3),
+    "families": today("families", FAMILIES, 2),
     "measured": MEASURED,
     "worlds": WORLDS,
-    "memory": today("memory", MEMORY, 6),
+    "memory": today("memory", MEMORY, 4),
 }
 
 
