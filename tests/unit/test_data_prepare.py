@@ -302,6 +302,9 @@ def test_what_has_changed_since_a_run_began_is_named(tmp_path, texts):
         assert what_changed(cache, strange, after) == ""
     (cache / "contents" / f"{after}.json").write_text("{")
     assert what_changed(cache, before, after) == ""
+    shutil.rmtree(cache / "contents")
+    (cache / "contents").write_text("nothing can be written here, as in a cache that is only read")
+    assert now() and what_changed(cache, before, after) == ""
 
 
 def test_a_damaged_store_is_prepared_anew(tmp_path, corpus_file, texts):

@@ -5,6 +5,7 @@ Decides nothing: whether data is the same is a matter of its content (`sources.i
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from phalanx.core.config import DataConfig
 from phalanx.core.reading import MalformedError, load_json, typed
-from phalanx.data.cache import write_atomically, writing
+from phalanx.data.cache import write_atomically
 from phalanx.data.sources import Source
 from phalanx.data.tokenizer import Tokenizer
 
@@ -37,16 +38,16 @@ class Contents:
 def remember(
     cache: Path, fingerprint: str, config: DataConfig, sources: Sequence[Source], tokenizer: Tokenizer
 ) -> None:
-    """Note what the train text of this fingerprint is made of, if nobody has."""
+    """Note what the train text of this fingerprint is made of, if nobody has. A cache that cannot be written, which may be complete, goes without."""
     path, found = _path(cache, fingerprint), [f for s in sources if s.kind != "builtin" for f in s.files]
     if path.exists() or len(found) > MOST_FILES:
         return
     settings = {
         name: repr(getattr(config, name)) for name in ("validation_fraction", "weights", "chat_template", "text_field")
     }
-    stats = {str(f.resolve()): f.stat() for f in found}
-    files = {name: (s.st_size, s.st_mtime_ns) for name, s in stats.items()}
-    with writing(cache):
+    with contextlib.suppress(OSError):
+        stats = {str(f.resolve()): f.stat() for f in found}
+        files = {name: (s.st_size, s.st_mtime_ns) for name, s in stats.items()}
         write_atomically(path, json.dumps(asdict(Contents(tokenizer.fingerprint, settings, files))).encode())
 
 

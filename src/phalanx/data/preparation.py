@@ -30,7 +30,7 @@ from phalanx.data.formats import Document, read_documents
 from phalanx.data.pieces import LARGE_BYTES, SourcePieces
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sampling import permute
-from phalanx.data.sources import Source, documents, identify, resolve, unread
+from phalanx.data.sources import Source, documents, identify, resolve
 from phalanx.data.template import ChatTemplate
 from phalanx.data.tokenising import SIDES, is_validation
 from phalanx.data.tokenizer import (
@@ -123,7 +123,7 @@ def prepare(
 
 
 def _notes(config: DataConfig, sources: Sequence[Source], tokenizer: Tokenizer, *, left_out: int) -> Iterator[str]:
-    yield from filter(None, map(unread, sources))
+    yield from (s.unread for s in sources if s.unread)
     asked, found = parse_choice(config), tokenizer.vocab_size
     if isinstance(asked, int) and found < asked:
         yield f"data.tokenizer = {config.tokenizer!r} came out with {found} tokens: the text has no more to learn"

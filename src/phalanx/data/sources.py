@@ -62,6 +62,8 @@ class Source:
     """Whether the entry itself names `text_field`."""
     builtin_bytes: int = corpus.DEFAULT_BYTES
     identity: str = ""
+    unread: str = ""
+    """A sentence about files of its folder that are not read, for their names say no format that is."""
 
     @property
     def num_bytes(self) -> int:
@@ -220,11 +222,12 @@ def _named(spec: str, where: str) -> Source | Problem:
         return Source(spec=spec, kind="builtin")
     if spec.startswith("builtin:"):
         return Problem(where=where, value=spec, rule="is not a built-in corpus", hint=nearest(spec, [BUILTIN]))
-    path = Path(spec)
+    path, unread = Path(spec), ""
     if path.is_dir():
-        files = saved_files(path, where) if is_saved(path) else _in_folder(path, spec, where)
-        if isinstance(files, Problem):
-            return files
+        inside = saved_files(path, where) if is_saved(path) else _in_folder(path, spec, where)
+        if isinstance(inside, Problem):
+            return inside
+        files, unread = inside if isinstance(inside, tuple) else (inside, "")
     elif glob.has_magic(spec) and not path.exists():
         files = sorted(Path(p) for p in glob.glob(spec, recursive=True) if Path(p).is_file())
         if not files:
@@ -235,11 +238,12 @@ def _named(spec: str, where: str) -> Source | Problem:
         files = [Path(f"{spec}.bin")]
     else:
         return Problem(where=where, value=spec, rule="does not exist", hint=_nearest_file(path))
-    return _typed(spec, where, files)
+    found = _typed(spec, where, files)
+    return replace(found, unread=unread) if isinstance(found, Source) else found
 
 
-def _in_folder(path: Path, spec: str, where: str) -> list[Path] | Problem:
-    """All data files below a folder that is no saved dataset."""
+def _in_folder(path: Path, spec: str, where: str) -> tuple[list[Path], str] | Problem:
+    """All data files below a folder that is no saved dataset, and a sentence about the others."""
     inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
     saved = next((p.parent for p in inside if p.name in MARKS and is_saved(p.parent)), None)
     if saved is not None:
@@ -250,18 +254,10 @@ def _in_folder(path: Path, spec: str, where: str) -> list[Path] | Problem:
         seen = ", ".join(sorted({p.suffix or p.name for p in inside})[:8])
         rule = f"is a folder without data files (it holds {seen})" if seen else "is an empty folder"
         return Problem(where=where, value=spec, rule=rule, hint=f"readable: {', '.join(_suffixes())}")
-    return files
-
-
-def unread(source: Source) -> str:
-    """A sentence about files of a folder that are not read, for their names say no format that is; empty where there are none."""
-    path = Path(source.spec.rpartition("#")[0] if source.own_field else source.spec)
-    if source.kind == "builtin" or not path.is_dir() or is_saved(path):
-        return ""
-    inside = (p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
     other = Counter(p.suffix or p.name for p in inside if suffix_of(p) not in _suffixes())
     kinds = ", ".join(name for name, _ in other.most_common(8))
-    return f"{source.spec!r} in data.sources holds files that are not read ({other.total()}: {kinds})" if other else ""
+    told = f"{spec!r} in data.sources holds files that are not read ({other.total()}: {kinds})" if other else ""
+    return files, told
 
 
 def _typed(spec: str, where: str, files: list[Path]) -> Source | Problem:
