@@ -18,7 +18,7 @@ def say(text: str) -> None:
 
 def drop_output() -> None:
     """What is written to standard output from here on is lost, and so is what its buffer holds: it can be written nowhere, and the interpreter must not complain when it ends."""
-    with contextlib.suppress(OSError, ValueError):  # one that is no file
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # one that is no file, or closed
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ def remember(
 ) -> None:
     """Note what the train text of this fingerprint is made of, if nobody has. A cache that cannot be written, which may be complete, goes without."""
     path, found = _path(cache, fingerprint), [f for s in sources if s.kind != "builtin" for f in s.files]
-    if path.exists() or len(found) > MOST_FILES:
+    if len(found) > MOST_FILES or os.path.exists(path):
         return
     settings = {
         name: repr(getattr(config, name)) for name in ("validation_fraction", "weights", "chat_template", "text_field")
