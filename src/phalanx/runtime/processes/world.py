@@ -14,7 +14,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -252,8 +252,9 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 def _grow_segments() -> None:
     """Let torch's allocator grow its segments in place, where the user has not set it: experts have another number of rows in every step, which leaves holes between segments of fixed sizes.
     Before the first tensor on the GPU."""
-    if not any(os.environ.get(name) for name in ALLOCATOR):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    change: Callable[[str], None] | None = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.13
+    if change is not None and not any(os.environ.get(name) for name in ALLOCATOR):
+        change("expandable_segments:True")
 
 
 LEFT_TO_RUN = {
