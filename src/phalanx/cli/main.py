@@ -69,10 +69,8 @@ TRAINING = ("train", "bench")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `phalanx ARGV...` and return the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # of a locale without our signs (Latin-1, ASCII): another sign, and no traceback
+    for stream in (sys.stdout, sys.stderr):
+        # of a locale without our signs (Latin-1, ASCII): another sign, and no traceback
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
     if not args or args[0] in ("-h", "--help", "help"):

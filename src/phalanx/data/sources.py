@@ -223,11 +223,10 @@ def _named(spec: str, where: str) -> Source | Problem:
     if spec.startswith("builtin:"):
         return Problem(where=where, value=spec, rule="is not a built-in corpus", hint=nearest(spec, [BUILTIN]))
     path, unread = Path(spec), ""
-    if path.is_dir():
-        inside = saved_files(path, where) if is_saved(path) else _in_folder(path, spec, where)
-        if isinstance(inside, Problem):
-            return inside
-        files, unread = inside if isinstance(inside, tuple) else (inside, "")
+    if path.is_dir() and is_saved(path):
+        files: list[Path] | Problem = saved_files(path, where)
+    elif path.is_dir():
+        files, unread = _in_folder(path, spec, where)
     elif glob.has_magic(spec) and not path.exists():
         files = sorted(Path(p) for p in glob.glob(spec, recursive=True) if Path(p).is_file())
         if not files:
@@ -238,22 +237,22 @@ def _named(spec: str, where: str) -> Source | Problem:
         files = [Path(f"{spec}.bin")]
     else:
         return Problem(where=where, value=spec, rule="does not exist", hint=_nearest_file(path))
-    found = _typed(spec, where, files)
+    found = files if isinstance(files, Problem) else _typed(spec, where, files)
     return replace(found, unread=unread) if isinstance(found, Source) else found
 
 
-def _in_folder(path: Path, spec: str, where: str) -> tuple[list[Path], str] | Problem:
+def _in_folder(path: Path, spec: str, where: str) -> tuple[list[Path] | Problem, str]:
     """All data files below a folder that is no saved dataset, and a sentence about the others."""
     inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
     saved = next((p.parent for p in inside if p.name in MARKS and is_saved(p.parent)), None)
     if saved is not None:
         rule = f"is a folder with a saved dataset in it ({saved.relative_to(path)})"
-        return Problem(where=where, value=spec, rule=rule, hint=f"list {saved} as a source of its own")
+        return Problem(where=where, value=spec, rule=rule, hint=f"list {saved} as a source of its own"), ""
     files = [p for p in inside if suffix_of(p) in _suffixes()]
     if not files:
         seen = ", ".join(sorted({p.suffix or p.name for p in inside})[:8])
         rule = f"is a folder without data files (it holds {seen})" if seen else "is an empty folder"
-        return Problem(where=where, value=spec, rule=rule, hint=f"readable: {', '.join(_suffixes())}")
+        return Problem(where=where, value=spec, rule=rule, hint=f"readable: {', '.join(_suffixes())}"), ""
     other = Counter(p.suffix or p.name for p in inside if suffix_of(p) not in _suffixes())
     kinds = ", ".join(name for name, _ in other.most_common(8))
     told = f"{spec!r} in data.sources holds files that are not read ({other.total()}: {kinds})" if other else ""
