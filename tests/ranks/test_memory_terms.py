@@ -18,8 +18,9 @@ from phalanx.plan.mapping.folding import Folding, make_folding
 from phalanx.plan.model.model import ModelSpec
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.processes import allocator
+from phalanx.simulate.mapping.routing import RouterModel
 from phalanx.simulate.memory import activations as act, kernel_facts as facts
-from phalanx.simulate.memory.balance import Balance, expected_balance, most_uneven
+from phalanx.simulate.memory.balance import Balance, expected_balance, fresh_load, most_uneven
 from phalanx.simulate.memory.generated import generated_code, num_expert_sizes
 from phalanx.simulate.memory.memory import TERMS, estimate_memory
 from phalanx.train import loop, warm
@@ -380,6 +381,17 @@ def test_a_copy_of_gloo_stays_from_the_first_step_on() -> None:
         assert all(m.terms["communication"] >= largest for m in moments[2:])
     alone = estimate_memory(small_recipe(), small_spec(), make_folding(world=1)).moments
     assert not any(m.terms["communication"] for m in alone)
+
+
+@pytest.mark.parametrize(
+    ("ep", "experts", "top_k"), [(1, 8, 2), (2, 8, 1), (4, 8, 2), (8, 8, 2), (8, 64, 8), (4, 4, 4)]
+)
+def test_searches_and_dry_runs_assume_the_same_of_a_fresh_router(ep: int, experts: int, top_k: int) -> None:
+    spec = small_spec(num_experts=experts, top_k=top_k)
+    balance = expected_balance(small_recipe(), spec, Folding(world=ep, ep=ep))
+    found = fresh_load(ep=ep, experts=experts, top_k=top_k)
+    assert found == pytest.approx(balance.alone_first or balance.first)
+    assert RouterModel(kind="learned").hottest(ep=ep, experts=experts, rows=1e6, top_k=top_k, worst=True) >= found
 
 
 def test_a_layer_alone_is_less_even_than_all_together() -> None:

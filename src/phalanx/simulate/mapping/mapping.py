@@ -172,15 +172,15 @@ class Mapping(Hashed):
         """Experts' worth of optimizer state of a rank in a layer, before it is sharded over edp."""
         return self.slots.kept if self.slots is not None else job.spec.num_experts / self.folding.ep
 
-    def load(self, job: Job, *, quantile: float = 0.5) -> float:
-        """Rows of the fullest expert-parallel rank over the mean of what is sent."""
+    def load(self, job: Job, *, worst: bool = False) -> float:
+        """Rows of the fullest expert-parallel rank over the mean of what is sent, in a layer of a typical pass; `worst`: what memory must hold."""
         s, f = job.spec, self.folding
         if self.slots is not None:
-            return self.slots.load if quantile <= 0.5 else self.slots.most
+            return self.slots.most if worst else self.slots.load
         if self.drop is not None and self.drop.is_static:
             return 1.0
         rows = self.tokens(job) * s.top_k * f.ep
-        hottest = self.routing.hottest(ep=f.ep, experts=s.num_experts, rows=rows, top_k=s.top_k, quantile=quantile)
+        hottest = self.routing.hottest(ep=f.ep, experts=s.num_experts, rows=rows, top_k=s.top_k, worst=worst)
         return hottest if self.drop is None else max(1.0, min(hottest, self._capacity(job)) / self.rows_share(job))
 
     def check(self, job: Job) -> None:

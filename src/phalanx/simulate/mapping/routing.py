@@ -6,8 +6,8 @@ of a rank has a mean of 1 and a variance of
 
     (EP - 1) / (E c + 1)  +  (EP - 1) / rows      popularity of its experts, and chance among the rows of a micro-batch
 
-and the fullest of EP ranks lies by the expected maximum of EP normal draws above it. Must never change: forced and
-capped routing have lambda 1, and more ranks or more skew never make it smaller.
+and the fullest of EP ranks lies by the expected maximum of EP normal draws above it. What memory must hold is more: also the first steps of
+a fresh router (`simulate/memory/balance.py`). Must never change: forced and capped routing have lambda 1, and more ranks or more skew never make it smaller.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from typing import Literal
 import numpy as np
 
 from phalanx.plan.moe import forced_experts
+from phalanx.simulate.memory import fresh_load
+
+BUFFER_QUANTILE = 0.999
+"""What memory holds is enough for all but one in a thousand passes of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +38,22 @@ class RouterModel:
     forced: tuple[float, float] | None = None
     """Load of the fullest rank in a typical layer and in the worst, where a recipe forces it (`forced_loads`)."""
 
-    def hottest(self, *, ep: int, experts: int, rows: float, top_k: int, quantile: float = 0.5) -> float:
+    def hottest(self, *, ep: int, experts: int, rows: float, top_k: int, worst: bool = False) -> float:
         """Load of the fullest of `ep` ranks over the even share; `rows` are all rows of the group in a micro-batch.
 
-        Quantile 0.5 is for time (a layer in a typical pass), a high one for buffers, which must hold the worst.
+        That of a layer in a typical pass, which time asks for; `worst` is what memory must hold, of a fresh router and of a trained one.
         """
         if ep <= 1 or not experts:
             return 1.0
         if self.forced is not None:
-            return self.forced[0] if quantile <= 0.5 else self.forced[1]
+            return self.forced[1 if worst else 0]
         if self.kind == "balanced":
             return 1.0
         popularity = (ep - 1) / (experts * self.concentration + 1)
         deviation = math.sqrt(popularity + (ep - 1) / max(rows, 1.0))
         most = min(float(ep), ep * min(top_k, experts // ep) / top_k if top_k else float(ep))
-        return max(1.0, min(most, 1.0 + deviation * _maximum(ep, quantile)))
+        trained = max(1.0, min(most, 1.0 + deviation * _maximum(ep, BUFFER_QUANTILE if worst else 0.5)))
+        return max(trained, fresh_load(ep=ep, experts=experts, top_k=top_k)) if worst else trained
 
 
 def _maximum(n: int, quantile: float) -> float:

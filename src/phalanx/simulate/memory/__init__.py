@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.simulate.memory.balance import worst_balance as worst_balance
+    from phalanx.simulate.memory.balance import fresh_load as fresh_load, worst_balance as worst_balance
     from phalanx.simulate.memory.kernel_facts import PREPARE_BYTES as PREPARE_BYTES
     from phalanx.simulate.memory.memory import (
         TERMS as TERMS,

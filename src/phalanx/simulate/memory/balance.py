@@ -75,6 +75,14 @@ def _deviation(spec: ModelSpec, folding: Folding, shares: Shares) -> float:
     return folding.ep / k * math.sqrt(k * (experts - k) / (experts - 1) * one)
 
 
+def fresh_load(*, ep: int, experts: int, top_k: int) -> float:
+    """Rows of the fullest rank over the even share in the first steps, in the layer where that is most: `Balance.alone_first` without replicas."""
+    if ep == 1 or experts <= 1:
+        return 1.0
+    deviation = math.sqrt((ep - 1) / top_k * (experts - top_k) / (experts - 1))
+    return max(1.0, min(ep * min(top_k, experts // ep) / top_k, 1.0 + DEVIATIONS_FIRST * deviation))
+
+
 def expected_balance(
     recipe: Recipe,
     spec: ModelSpec,

@@ -31,8 +31,6 @@ WASTE = 0.04
 UNNAMED = 0.037
 """Tensors that no formula here names, as a share of those that one does: Megatron-LM's golden values of allocated memory are 23.0, 17.7 and 19.7 GB
 where these formulas give 22.1, 17.4 and 18.7 (Mixtral-8x22B, Mixtral-8x7B, and a third functional test)."""
-BUFFER_QUANTILE = 0.999
-"""Dispatch buffers hold all but one in a thousand passes of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +155,7 @@ def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
 
 
 def _load(mapping: Mapping, job: Job) -> float:
-    return mapping.load(job, quantile=BUFFER_QUANTILE)
+    return mapping.load(job, worst=True)
 
 
 def _working_bytes(job: Job, mapping: Mapping) -> float:
