@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from phalanx.core.errors import CheckpointError
 from phalanx.plan.layout import Box
 from phalanx.runtime.checkpoint import planner
 from phalanx.runtime.checkpoint.manager import CheckpointManager, Saved
+from phalanx.runtime.checkpoint.table import BoxTable, SavedBox
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.comm.peers import own_group
 from phalanx.runtime.state.boxes import BoxTensor
@@ -253,35 +255,32 @@ def test_what_is_read_of_saved_boxes_is_what_the_plain_way_finds() -> None:
             [Box(*zip(*c, strict=True)) if shape else Box((), ()) for c in _tiles(shape, draw)] for _ in range(2)
         )
         draw.shuffle(saved)
-        entry = planner.TensorStorageMetadata(planner.TensorProperties(dtype=torch.int64), torch.Size(shape), [])
-        entry.chunks += [
-            planner.ChunkStorageMetadata(offsets=torch.Size(b.offsets), sizes=torch.Size(b.sizes)) for b in saved
-        ]
-        items = planner._read_items("x", entry, wanted)
-        assert len(items) == sum(s.intersection(w) is not None for s in saved for w in wanted)
+        found = list(planner._parts(_rows(shape, saved), wanted))
+        plain = [(s, w, both) for s, a in enumerate(saved) for w, b in enumerate(wanted) if (both := a.intersection(b))]
+        assert sorted(found, key=lambda part: part[:2]) == plain
         filled = [torch.full(b.sizes, -1) for b in wanted]
-        for item in items:
-            chunk = whole[next(b for b in saved if b.offsets == item.storage_index.offset).slices()]
-            part = chunk[Box(tuple(item.storage_offsets), tuple(item.lengths)).slices()]
-            assert item.dest_index.index is not None
-            filled[item.dest_index.index][Box(tuple(item.dest_offsets), tuple(item.lengths)).slices()] = part
-        assert all(torch.equal(found, whole[b.slices()]) for found, b in zip(filled, wanted, strict=True))
+        for _, i, part in found:
+            filled[i][part.shifted([-o for o in wanted[i].offsets]).slices()] = whole[part.slices()]
+        assert all(torch.equal(x, whole[b.slices()]) for x, b in zip(filled, wanted, strict=True))
+
+
+def _rows(shape: tuple[int, ...], saved: list[Box]) -> planner.Rows:
+    tensor = planner.SavedTensor("x", "float32", shape)
+    return BoxTable.of(SavedBox(tensor, b.offsets, b.sizes, "f", 0, 1) for b in saved).rows
 
 
 def test_the_plan_of_a_load_does_not_grow_as_chunks_times_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of many experts, saved and wanted one by one, whose rows are longer than their number."""
-    compared, real = [0], Box.intersection
+    compared, real = [0], planner._shared
 
-    def counted(box: Box, other: Box) -> Box | None:
-        compared[0] += 1
-        return real(box, other)
+    def counted(near: planner.Rows, *args: planner.Rows) -> Iterator[tuple[int, list[int], list[int]]]:
+        compared[0] += len(near)
+        return real(near, *args)
 
-    monkeypatch.setattr(Box, "intersection", counted)
+    monkeypatch.setattr(planner, "_shared", counted)
     boxes = [Box((i, 0, 0), (1, 1536, 4096)) for i in range(500)]
-    chunks = [planner.ChunkStorageMetadata(offsets=torch.Size(b.offsets), sizes=torch.Size(b.sizes)) for b in boxes]
-    properties = planner.TensorProperties(dtype=torch.float32)
-    entry = planner.TensorStorageMetadata(properties, torch.Size((500, 1536, 4096)), chunks)
-    assert len(planner._read_items("x", entry, boxes)) == 500 == compared[0]
+    rows = _rows((500, 1536, 4096), boxes)
+    assert len(list(planner._parts(rows, boxes))) == 500 == compared[0]
 
 
 def _tiles(shape: tuple[int, ...], draw: random.Random) -> list[tuple[tuple[int, int], ...]]:

@@ -86,3 +86,17 @@ def test_a_bug_alone_keeps_its_type() -> None:
 def test_first_error_wins_where_types_differ() -> None:
     errors: list[PhalanxError] = [RunError("first"), ConfigError([], subject="x")]
     assert joined(errors) is errors[0]
+
+
+def test_problems_that_thousands_of_ranks_have_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = [0]
+
+    def counted(mine: Problem, other: object) -> bool:
+        compared[0] += 1
+        return str(mine) == str(other)
+
+    monkeypatch.setattr(Problem, "__eq__", counted)
+    errors = [ConfigError([Problem(where=f"a{i}.{rank // 8}", value=[i], rule="is odd") for i in range(10)]) for rank in range(256)]  # fmt: skip
+    err = joined(errors)
+    assert isinstance(err, ConfigError) and len(err.problems) == 320 and compared[0] < 10 * 2560
+    assert [p.where for p in err.problems[9:12]] == ["a9.0", "a0.1", "a1.1"]

@@ -96,12 +96,11 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     run = base / "runs" / "run"
     manager = CheckpointManager(run / "checkpoints", asynchronous=False)
-    table = planner.read_table(manager.folder.of(1)).state_dict_metadata
     boxes = []
-    for name, entry in table.items():
-        shape = tuple(entry.size)
-        tensor = torch.empty(shape, dtype=entry.properties.dtype)
-        boxes.append(BoxTensor(name, shape, planner.Box((0,) * len(shape), shape), tensor, True))
+    for saved in planner.read_table(manager.folder.of(1)).tensors:
+        tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
+        whole = planner.Box((0,) * len(saved.shape), saved.shape)
+        boxes.append(BoxTensor(saved.name, saved.shape, whole, tensor, True))
     manager.load(boxes, step=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "PART_BYTES", 1 << 17)

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import io
 import os
 import pickle
+import pickletools
+import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 from phalanx.core.errors import CheckpointError
-from phalanx.runtime.checkpoint import planner
+from phalanx.plan.layout import Box
+from phalanx.runtime.checkpoint import planner, table_reader
 from phalanx.runtime.checkpoint.folder import file_entry
-from phalanx.runtime.checkpoint.planner import SavedBox, SavedShare, TrustlessReader, write_table
+from phalanx.runtime.checkpoint.planner import SavedShare, write_table
+from phalanx.runtime.checkpoint.table import BoxTable, SavedBox, SavedTensor, decode, encode, joined
 from phalanx.runtime.checkpoint.table_reader import TABLE_FILE, read_table
+from phalanx.runtime.state.boxes import BoxTensor
 
 pytestmark = pytest.mark.unit
-BOX = SavedBox(name="a", offsets=(0,), sizes=(4,), shape=(4,), dtype="float32", file="__0_0.distcp", at=0, length=10)
+BOX = SavedBox(SavedTensor("a", "float32", (4,)), (0,), (4,), "__0_0.distcp", 0, 10)
 
 
 class Evil:
@@ -34,7 +43,8 @@ class Evil:
 
 
 def table(folder: Path, **changed: Any) -> Metadata:
-    write_table(folder, [SavedShare(boxes=(BOX,), files={})])
+    """As torch writes one."""
+    write_table(folder, [SavedShare.of([BOX], {})])
     found: Metadata = pickle.loads((folder / TABLE_FILE).read_bytes())
     for name, value in changed.items():
         setattr(found, name, value)
@@ -42,11 +52,131 @@ def table(folder: Path, **changed: Any) -> Metadata:
     return found
 
 
-def test_what_we_write_is_read(tmp_path: Path) -> None:
-    table(tmp_path)
-    found = read_table(tmp_path)
-    assert list(found.state_dict_metadata) == ["a"] and len(found.storage_data) == 1
-    assert TrustlessReader(tmp_path).read_metadata().storage_meta is not None
+def drawn(seed: int) -> BoxTable:
+    """Tensors of several types, dims and ranks, in rows over files; with numbers of more than 32 bits, and names of other letters."""
+    draw = random.Random(seed)
+    shapes = [(), (6,), (4, 3), (2, 3, 5), (1 << 40, 2), (1 << 31,), (8, 1, 1, 7)]
+    boxes = []
+    for i, shape in enumerate(draw.sample(shapes, draw.randint(1, len(shapes)))):
+        tensor = SavedTensor(
+            f"w\u00e9/{i}" * draw.choice([1, 100]), draw.choice(["float32", "bfloat16", "int64"]), shape
+        )
+        cuts = sorted({0, *draw.sample(range(shape[0]), min(3, shape[0]))} | {shape[0]}) if shape else []
+        spans = [((a, *[0] * len(shape[1:])), (b - a, *shape[1:])) for a, b in pairwise(cuts)] if shape else [((), ())]
+        boxes += [
+            SavedBox(tensor, offsets, sizes, f"__{draw.randint(0, 300)}_0.distcp", draw.choice([0, 9, 1 << 40]), 10)
+            for offsets, sizes in spans
+        ]
+    draw.shuffle(boxes)
+    return BoxTable.of(boxes).sorted()
+
+
+def said(table: BoxTable) -> set[tuple[object, ...]]:
+    rows = table.rows.tolist()
+    return {(table.tensors[tensor], table.files[file], *rest) for tensor, file, *rest in rows}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_we_write_is_read_by_us_step_by_step_and_by_torch(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = drawn(seed)
+    whole.check()
+    (tmp_path / TABLE_FILE).write_bytes(data := encode(whole))
+    pickletools.dis(data, out=io.StringIO())  # raises for one that is not whole
+    by_torch = torch.distributed.checkpoint.FileSystemReader(tmp_path).read_metadata()
+    steps = table_reader._step_by_step(data)
+    with monkeypatch.context() as patch:
+        patch.setattr(table_reader, "_step_by_step", None)  # of 4,096 ranks it takes 50 s
+        assert said(read_table(tmp_path)) == said(steps) == said(whole)
+    assert by_torch.planner_data is None and by_torch.version == "1.0.0"
+    (tmp_path / TABLE_FILE).write_bytes(pickle.dumps(by_torch))  # as earlier versions wrote it
+    assert decode(pickle.dumps(by_torch)) is None and said(read_table(tmp_path)) == said(whole)
+
+
+def test_a_table_with_a_changed_byte_is_read_as_torch_reads_it_or_not() -> None:
+    data = encode(
+        BoxTable.of([BOX, BOX._replace(tensor=SavedTensor("b", "float32", (2, 6)), offsets=(1, 0), sizes=(1, 5))])
+    )
+    taken = 0
+    for at in range(len(data)):
+        changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        if (found := decode(changed)) is not None:
+            taken += 1
+            with contextlib.suppress(ValueError):  # it points outside of itself
+                found.check()
+                assert said(found) == said(table_reader._step_by_step(changed))
+    assert 0 < taken < len(data) / 4  # its numbers alone
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "rule"),
+    [
+        (0, 1, "no tensor"), (1, 1, "in no file"), (1, -1, "in no file"), (2, -1, "outside of a"), (3, -1, "outside of a"),
+        (4, 3, "outside of a"), (4, -1, "outside of a"), (5, 5, "outside of a"), (5, (1 << 63) - 1, "outside of a"),
+    ],
+)  # fmt: skip
+def test_numbers_that_point_outside_of_a_table_are_refused(column: int, value: int, rule: str) -> None:
+    whole = BoxTable.of([BOX])
+    whole.rows[0, column] = value
+    with pytest.raises(ValueError, match=rule):
+        whole.check()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [SavedTensor("a", "load", (4,)), SavedTensor("a", "float32\n", (4,)), SavedTensor("a", "float32", (1 << 31, 1 << 31)), SavedTensor("a", "float32", (1,) * 65)],
+)  # fmt: skip
+def test_a_tensor_that_none_can_be_is_refused(tensor: SavedTensor, tmp_path: Path) -> None:
+    shape = tensor.shape
+    (tmp_path / TABLE_FILE).write_bytes(encode(BoxTable.of([BOX._replace(tensor=tensor, offsets=(0,) * len(shape), sizes=shape)])))  # fmt: skip
+    with pytest.raises(CheckpointError, match="is no table of contents of a checkpoint"):
+        read_table(tmp_path)
+
+
+def test_a_table_that_says_that_it_has_many_boxes_gets_no_room_for_them() -> None:
+    data = encode(BoxTable.of([BOX]))
+    many = data.replace(b'"boxes":[1]', b'"boxes":[9]')
+    assert many != data and decode(many) is None
+    longer = data.replace(b'"boxes":[1]', b'"boxes":[1000000000000000]')
+    size = data.index(b"X", data.index(b"planner_data") + 12) + 1
+    told = int.from_bytes(data[size : size + 4], "little") + 15
+    assert decode(longer[:size] + told.to_bytes(4, "little") + longer[size + 4 :]) is None
+
+
+def test_ranks_that_disagree_about_a_tensor_are_told_all_at_once() -> None:
+    """And those that agree are joined, whatever dims the tensors of each have."""
+    flat, square = (SavedTensor(name, "float32", shape) for name, shape in (("b", (2, 2)), ("c", (4,))))
+    mine = BoxTable.of([BOX, BOX._replace(tensor=flat, offsets=(0, 0), sizes=(1, 2))])
+    theirs = BoxTable.of([BOX._replace(tensor=flat, offsets=(1, 0), sizes=(1, 2), file="__1_0.distcp")])
+    assert said(joined([mine, theirs])) == said(mine) | said(theirs)
+    other = BoxTable.of([BOX._replace(tensor=SavedTensor(n, "int64", (4,))) for n in "abc"])
+    with pytest.raises(CheckpointError, match="other ranks have") as info:
+        joined([mine, BoxTable.of([BOX._replace(tensor=square)]), other])
+    assert [p.where for p in info.value.problems] == ["a", "b", "c"]
+
+
+def test_of_thousands_of_tensors_some_are_named_and_the_others_counted(tmp_path: Path) -> None:
+    halves = [BOX._replace(tensor=SavedTensor(f"w{i}", "float32", (8,))) for i in range(3000)]
+    with pytest.raises(CheckpointError, match="its 1 boxes hold 4 of 8 elements") as info:
+        write_table(tmp_path, [SavedShare.of(halves, {})])
+    assert len(info.value.problems) == 51 and "2950 more: are not shown" in str(info.value)
+    write_table(tmp_path, [SavedShare.of([box._replace(sizes=(8,)) for box in halves], {})])
+    wanted = [BoxTensor(f"x{i}", (1,), Box((0,), (1,)), torch.zeros(1), True) for i in range(3000)]
+    with pytest.raises(CheckpointError) as info:
+        planner.CheckpointReader(tmp_path).fill(wanted, names={box.name for box in wanted})
+    assert str(info.value).count("2950 more: are not shown") == 2
+    assert "x0 = (1,): is not in the checkpoint" in str(info.value)
+    assert "w0 = (8,): this model has no such tensor" in str(info.value)
+
+
+def test_a_file_with_another_tensor_than_its_table_says_is_refused(tmp_path: Path) -> None:
+    torch.save(torch.zeros(5), tmp_path / "__0_0.distcp")
+    length = (tmp_path / "__0_0.distcp").stat().st_size
+    write_table(tmp_path, [SavedShare.of([BOX._replace(length=length)], {})])
+    box = BoxTensor("a", (4,), Box((0,), (4,)), torch.zeros(4), True)
+    with pytest.raises(ValueError, match=r"a: \(5,\) is saved, and \(4,\) is told"):
+        planner.CheckpointReader(tmp_path).fill([box])
 
 
 def test_a_table_that_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

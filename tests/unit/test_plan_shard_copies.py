@@ -15,7 +15,7 @@ from tiers import times
 from phalanx.core.config import ModelConfig, PipelineConfig, RouterConfig
 from phalanx.plan.layout.box_cells import cells, is_covered
 from phalanx.plan.layout.parameters import Box, flat_layouts, stage_params
-from phalanx.plan.layout.shard_copies import GATHER_SHARE, keepers_of, publication, shard_holders, sums_whole
+from phalanx.plan.layout.shard_copies import GATHER_SHARE, copies_of, keepers_of, publication, shard_holders, sums_whole
 from phalanx.plan.layout.state import StateLayouts
 from phalanx.plan.mapping.folding import GRADIENT_RULES, Folding, legal_foldings
 from phalanx.plan.mapping.placement import plain_placement
@@ -48,6 +48,19 @@ def test_hosts_of_one_size_share_the_copies_evenly(num_hosts: int, per_host: int
     hosts = tuple(r // per_host for r in range(num_hosts * per_host))
     kept = Counter(m for members in shard_holders(hosts, floor=floor) for m in members)
     assert set(kept.values()) == {min(floor, num_hosts)}
+
+
+def test_the_copies_of_each_member_are_worked_out_once_for_its_group() -> None:
+    """Each of thousands of ranks looked through all shards of its group."""
+    hosts = [member // 4 for member in range(24)]
+    copies_of.cache_clear()
+    for _ in hosts:
+        keepers = keepers_of(range(24), holders=3, hosts=hosts)
+        found = copies_of(keepers)
+    assert copies_of.cache_info().misses == 1
+    for me, shards in enumerate(found):
+        assert shards == tuple(i for i, members in enumerate(keepers) if i != me and me in members)
+    assert copies_of(()) == ()
 
 
 def test_ranks_that_are_hosts_make_a_ring() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 MOST_SHOWN = 1000
 """Characters of a value in a message."""
+MOST_ALIKE = 50
+"""Problems of one kind in a message: a model has thousands of tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,12 @@ def raise_if(problems: Sequence[Problem], error: type[ProblemsError], *, subject
     """Raise ``error`` with all ``problems``, if there are any."""
     if problems:
         raise error(problems, subject=subject)
+
+
+def few(problems: Sequence[Problem]) -> list[Problem]:
+    """The first of problems of one kind, and how many more there are."""
+    first, more = [*problems[:MOST_ALIKE]], len(problems) - MOST_ALIKE
+    return first if more <= 0 else [*first, Problem(where=f"{more} more", value=None, rule="are not shown")]
 
 
 def nearest(value: str, legal: Iterable[str]) -> str:

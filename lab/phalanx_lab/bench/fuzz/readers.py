@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import pickle
 import random
 import tempfile
 import zlib
@@ -66,7 +67,8 @@ from phalanx.plan.placement.search.hosts import from_copies
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.recovery.state_descriptor import StateDescriptor, StateReport, read_state_descriptor
 from phalanx.runtime.checkpoint.folder import CheckpointFolder, RunState
-from phalanx.runtime.checkpoint.planner import SavedBox, SavedShare, write_table
+from phalanx.runtime.checkpoint.planner import SavedShare, write_table
+from phalanx.runtime.checkpoint.table import SavedBox, SavedTensor
 from phalanx.runtime.checkpoint.table_reader import read_table
 from phalanx.runtime.membership.membership import Announcement, Generation, Member
 from phalanx.runtime.membership.store import Refused, read_request
@@ -330,12 +332,13 @@ def _checkpoints(home: Path) -> list[FuzzReader]:
     state = RunState(step=7, samples=70, tokens=700, seed=1, loader={"seed": 1, "step": 7}, model=json.loads(PRESETS["tiny"].to_json()), model_hash="a", recipe_hash="b", folding={"tp": 1}, world=2, versions={"torch": "2"})  # fmt: skip
     text = state.to_json().encode()
     boxes = [
-        SavedBox(name=f"param/{i}", offsets=(0,), sizes=(4,), shape=(4,), dtype="float32", file="__0_0.distcp", at=10 * i, length=10)
+        SavedBox(SavedTensor(f"param/{i}", "float32", (4,)), offsets=(0,), sizes=(4,), file="__0_0.distcp", at=10 * i, length=10)
         for i in range(3)
     ]  # fmt: skip
     home.mkdir(parents=True, exist_ok=True)
-    write_table(home, [SavedShare(boxes=tuple(boxes), files={})])
+    write_table(home, [SavedShare.of(boxes, {})])
     table = (home / ".metadata").read_bytes()
+    by_torch = pickle.dumps(torch.distributed.checkpoint.FileSystemReader(home).read_metadata())
 
     def newest(path: Path) -> object:
         folder = CheckpointFolder(path.parent.parent)
@@ -345,7 +348,7 @@ def _checkpoints(home: Path) -> list[FuzzReader]:
     return [
         FuzzReader(name="run state", seeds=[text], changes=(change_json, change_json, change_bytes, change_number, _signed), read=_file("step-00000007/run_state.json", newest)),
         FuzzReader(name="latest", seeds=[b"step-00000007\n"], changes=(change_bytes, change_number), read=_file("latest", lambda p: CheckpointFolder(p.parent).newest())),
-        FuzzReader(name="table of contents", seeds=[table], changes=(change_bytes,), read=_file(".metadata", lambda p: read_table(p.parent))),
+        FuzzReader(name="table of contents", seeds=[table, by_torch], changes=(change_bytes,), read=_file(".metadata", lambda p: read_table(p.parent))),
         FuzzReader(name="away", seeds=[b"1 3\n"], changes=(change_bytes, change_number), read=_file("away", lambda p: DrainedSlotsFile(p)())),
     ]  # fmt: skip
 
@@ -740,7 +743,7 @@ def _messages() -> list[FuzzReader]:
         {"a": [1, 2.5, None, True], ("b", 1): {1, 2}, "c": b"xyz", "d": Path("a/b")},
         np.arange(12, dtype=np.float32).reshape(3, 4),
         ConfigError([Problem(where="a.b", value=3, rule="must be 4")], subject="the recipe"),
-        [Box((0, 0), (2, 3)), SavedBox(name="a", offsets=(0,), sizes=(4,), shape=(4,), dtype="float32", file="f", at=0, length=10)],
+        [Box((0, 0), (2, 3)), SavedShare.of([SavedBox(SavedTensor("a", "float32", (4,)), offsets=(0,), sizes=(4,), file="f", at=0, length=10)], {})],
         from_copies(np.ones((1, 4, 2), np.int64), equal_pool(2, 4), floor=1),
     ]  # fmt: skip
     sent = [messages.encode(value) for value in values]

@@ -16,7 +16,7 @@ from functools import cached_property
 from phalanx.core.errors import PlanError, Problem
 from phalanx.core.messages import message
 from phalanx.plan.layout.holders import ExpertState, HolderBlock, HolderPlan, Run, plan_holders
-from phalanx.plan.layout.shard_copies import Keepers, keepers_of
+from phalanx.plan.layout.shard_copies import Keepers, copies_of, keepers_of
 from phalanx.plan.mapping import GRADIENT_RULES, AnyFolding, AnyPlacement, GradientRule, Stage
 from phalanx.plan.model import ModelSpec, ParamSpec, parameters
 
@@ -261,8 +261,7 @@ class FlatLayout:
     @cached_property
     def copies(self) -> tuple[int, ...]:
         """Shards of others that this rank keeps too."""
-        me = self.shard_index
-        return tuple(i for i, members in enumerate(self.keepers) if i != me and me in members)
+        return copies_of(self.keepers)[self.shard_index] if self.keepers else ()
 
     @property
     def kept_length(self) -> int:

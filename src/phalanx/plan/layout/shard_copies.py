@@ -60,6 +60,16 @@ def _in_turns(hosts: Sequence[int], racks: Sequence[int]) -> list[int]:
     )
 
 
+@lru_cache(maxsize=256)
+def copies_of(keepers: Keepers) -> Keepers:
+    """Shards that each member of a group keeps for others, ascending."""
+    out: list[list[int]] = [[] for _ in keepers]
+    for shard, (_, *others) in enumerate(keepers):
+        for member in others:
+            out[member].append(shard)
+    return tuple(map(tuple, out))
+
+
 def keepers_of(
     group: Sequence[int], *, holders: int, hosts: Sequence[int] | None, racks: Sequence[int] = ()
 ) -> Keepers:
@@ -69,8 +79,8 @@ def keepers_of(
     """
     if holders <= 1 or len(group) == 1:
         return ()
-    of_group = tuple(range(len(group))) if hosts is None else tuple(hosts[r] for r in group)
-    return shard_holders(of_group, floor=holders, racks=tuple(racks[r] for r in group) if racks else ())
+    of_group = tuple(range(len(group))) if hosts is None else tuple(map(hosts.__getitem__, group))
+    return shard_holders(of_group, floor=holders, racks=tuple(map(racks.__getitem__, group)) if racks else ())
 
 
 def sums_whole(keepers: Keepers, *, scatters: bool) -> bool:

@@ -68,9 +68,11 @@ class Grid:
 
     def _offsets(self, varying: Sequence[str]) -> NDArray[np.int64]:
         """Distances from a group's first rank to its members, ascending."""
-        slow_first = [name for name, _ in reversed(self.axes) if name in varying]
-        steps = [range(0, self.degrees[n] * self.strides[n], self.strides[n]) for n in slow_first]
-        return np.array([sum(step) for step in itertools.product(*steps)], dtype=np.int64)
+        found = np.zeros(1, np.int64)
+        for name, degree in reversed(self.axes):
+            if name in varying:
+                found = np.add.outer(found, np.arange(degree) * self.strides[name]).ravel()
+        return found
 
     def groups(self, varying: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All sets of ranks that differ on `varying` only, ranks ascending in each, ordered by their first rank."""

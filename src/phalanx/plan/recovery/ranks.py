@@ -82,7 +82,12 @@ def assigned(costs: ArrayLike) -> list[int]:
     table = whole * (size + 1) + ~np.eye(size, dtype=bool)
     row_price, column_price = np.zeros(size + 1, np.int64), np.zeros(size + 1, np.int64)
     row_of = np.full(size + 1, size)  # by column; number `size` stands for none
-    for row in range(size):
+    column_price[:size] = table.min(axis=0, initial=_FAR)
+    row_price[:size] = (table - column_price[:size]).min(axis=1, initial=_FAR)
+    # nowhere is cheaper for these, almost all of thousands of members: the method takes rows to the third power
+    stay = table.diagonal() == row_price[:size] + column_price[:size]
+    row_of[:size][stay] = np.flatnonzero(stay)
+    for row in np.flatnonzero(~stay).tolist():
         _augment(table, row, row_price, column_price, row_of)
     out = np.empty(size, np.int64)
     out[row_of[:size]] = np.arange(size)

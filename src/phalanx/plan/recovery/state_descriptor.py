@@ -61,13 +61,13 @@ class StateDescriptor:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for a report."""
+        """Plain data, for reports and orders: thousands of members say it of thousands of ranks, and each reads all."""
         return {
             "folding": asdict(self.folding),
             "rank": self.rank,
             "slots": [[layer, list(held)] for layer, held in self.slots],
-            "hosts": list(self.hosts),
-            "racks": list(self.racks),
+            "hosts": _runs(self.hosts),
+            "racks": _runs(self.racks),
             **({} if self.moved is None else {"moved": self.moved, "rest": self.rest and self.rest.to_dict()}),
         }
 
@@ -102,31 +102,31 @@ def read_state_descriptor(data: Mapping[str, Any]) -> StateDescriptor:
     return found
 
 
-def _runs(numbers: Sequence[int]) -> list[list[int]]:
-    """(number, how often) of equal ones next to each other, as ranks of a host are."""
-    return [[number, len(list(same))] for number, same in groupby(numbers)]
+@lru_cache(maxsize=64)
+def _runs(numbers: tuple[int, ...]) -> tuple[list[int], ...]:
+    """(number, how often, in how many next numbers too) of equal ones next to each other, as ranks of a host are, and hosts of a cluster."""
+    runs: list[list[int]] = []
+    for number, same in groupby(numbers):
+        count = len(list(same))
+        if runs and runs[-1][1] == count and number == runs[-1][0] + runs[-1][2]:
+            runs[-1][2] += 1
+        else:
+            runs.append([number, count, 1])
+    return tuple(runs)
 
 
 def _numbers(said: Sequence[int | Sequence[int]], *, most: int) -> tuple[int, ...]:
-    """Reads what `_runs` writes, and numbers themselves. Raises `ValueError` for more than `most`."""
-    pairs = ((each, 1) if isinstance(each, int) else each for each in said)
-    return _spread(tuple((int(number), int(count)) for number, count in pairs), most)
+    """Reads what `_runs` writes, and what earlier versions did: runs of one number, and numbers themselves. Raises `ValueError` for more than `most`."""
+    runs = ((each, 1, 1) if isinstance(each, int) else each if len(each) == 3 else (*each, 1) for each in said)
+    return _spread(tuple((int(number), int(count), int(more)) for number, count, more in runs), most)
 
 
 @lru_cache(maxsize=64)
-def _spread(runs: tuple[tuple[int, int], ...], most: int) -> tuple[int, ...]:
+def _spread(runs: tuple[tuple[int, int, int], ...], most: int) -> tuple[int, ...]:
     """One object for the reports of all members, which say the same: of 4,096 they would take 130 MB."""
-    if sum(max(0, count) for _, count in runs) > most:
+    if sum(max(0, count) * max(0, more) for _, count, more in runs) > most:
         raise ValueError(f"more than {most} numbers")
-    return tuple(number for number, count in runs for _ in range(count))
-
-
-def _in_report(at: StateDescriptor | None) -> dict[str, Any] | None:
-    """`StateDescriptor.to_dict` with hosts and racks in runs: all members read what all say of all ranks."""
-    if at is None:
-        return None
-    rest = {} if at.moved is None else {"rest": _in_report(at.rest)}
-    return {**at.to_dict(), "hosts": _runs(at.hosts), "racks": _runs(at.racks), **rest}
+    return tuple(number + i for number, count, more in runs if count > 0 for i in range(more) for _ in range(count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,8 @@ class StateReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a report."""
         rest = asdict(replace(self, descriptor=None, then=None))
-        return {**rest, "descriptor": _in_report(self.descriptor), "then": _in_report(self.then)}
+        descriptor, then = (None if at is None else at.to_dict() for at in (self.descriptor, self.then))
+        return {**rest, "descriptor": descriptor, "then": then}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StateReport:

@@ -117,12 +117,12 @@ def flush_folder(path: Path) -> None:
         os.close(handle)
 
 
-def write_flushed(path: Path, text: str) -> None:
+def write_flushed(path: Path, text: str | bytes) -> None:
     """Replace `path` by `text` in one step, on the disk when this returns."""
     temporary = draft_of(path)
     try:
-        with temporary.open("w") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(text if isinstance(text, bytes) else text.encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from phalanx.core.errors import CheckpointError, PeerError, Problem, raise_if
+from phalanx.core.errors import CheckpointError, PeerError, Problem, first_line, raise_if
 from phalanx.core.units import format_bytes
 from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure, write_failure
 from phalanx.runtime.checkpoint.folder import (
@@ -43,7 +43,7 @@ from phalanx.runtime.comm import AbortableCall, Peers, run_abortable
 from phalanx.runtime.state import BoxTensor
 
 if TYPE_CHECKING:
-    from phalanx.runtime.checkpoint.planner import SavedShare, TrustlessReader
+    from phalanx.runtime.checkpoint.planner import CheckpointReader, SavedShare
 
 T = TypeVar("T")
 Fill = Callable[[Sequence[BoxTensor]], None]
@@ -115,7 +115,7 @@ class CheckpointManager:
         self._outcomes: list[Saved | CheckpointError] = []
         self._copies = HostCopies()
         self._opens_later = False
-        self._reader: TrustlessReader | None = None
+        self._reader: CheckpointReader | None = None
         """Of the checkpoint of which parts were asked for last."""
 
     def open(self) -> list[str]:
@@ -307,7 +307,7 @@ class CheckpointManager:
             failures = {rank: share for rank, share in enumerate(told) if isinstance(share, Exception)}
             if failures or isinstance(mine, Exception):
                 raise TensorsFailed(failures)
-            shares = self._peers.to_first(mine)  # 230 MB of 16,384 ranks, which only who writes the table needs
+            shares = self._peers.to_first(mine)  # which only who writes the table needs
             table = self._first(lambda: write_table(path, list(shares)))
             state = with_files(job.state, [*told, table], created=datetime.now(UTC).isoformat(timespec="seconds"))
             self._first(lambda: str(self.folder.commit(state)))
@@ -415,15 +415,12 @@ class CheckpointManager:
         names = None if partial else set[str]().union(*self._peers.gather({b.name for b in boxes}))
 
         def work() -> None:
-            from phalanx.runtime.checkpoint.planner import read_boxes
-
             try:
-                read_boxes(boxes, self._reader_of(step, keep=partial), names=names)
-            except TensorsFailed as err:
-                cause = next(iter(err.failures.values()))
-                if isinstance(cause, CheckpointError):
-                    raise cause from None
-                rule = f"cannot be read: {type(cause).__name__}: {cause}".splitlines()[0]
+                self._reader_of(step, keep=partial).fill(boxes, names=names)
+            except CheckpointError:
+                raise
+            except Exception as err:  # whatever a damaged file leads to
+                rule = f"cannot be read: {type(err).__name__}: {first_line(err)}"
                 problem = Problem(
                     where=str(self.folder.of(step)), value=step, rule=rule, hint=self.folder.way_out(step)
                 )
@@ -435,12 +432,12 @@ class CheckpointManager:
         """Bytes of the largest box as which one of these tensors was saved. Raises `CheckpointError` where the checkpoint has no table of contents that can be read."""
         return self._reader_of(step, keep=True).largest_box(names)
 
-    def _reader_of(self, step: int, *, keep: bool) -> TrustlessReader:
-        """`keep`: its table of contents is wanted again. That of a large model takes seconds to read, and 100 MB."""
-        from phalanx.runtime.checkpoint.planner import TrustlessReader
+    def _reader_of(self, step: int, *, keep: bool) -> CheckpointReader:
+        """`keep`: its table of contents is wanted again. That of a large model takes 100 MB."""
+        from phalanx.runtime.checkpoint.planner import CheckpointReader
 
         path, known = self.folder.of(step), self._reader
-        reader = known if known is not None and Path(known.path) == path else TrustlessReader(path)
+        reader = known if known is not None and known.path == path else CheckpointReader(path)
         self._reader = reader if keep else None
         return reader
 

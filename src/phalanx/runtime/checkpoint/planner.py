@@ -10,64 +10,40 @@ reader needs memory for a whole tensor.
 
 from __future__ import annotations
 
-import io
+import json
 import math
 import threading
 import time
 import warnings
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple, cast
 
+import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import FileSystemWriter, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
-from phalanx.core.errors import CheckpointError, Problem, raise_if
+from phalanx.core.errors import CheckpointError, Problem, few, raise_if
 from phalanx.core.messages import message
+from phalanx.core.reading import parse_json, typed
 from phalanx.plan.layout import Box
-from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure, write_failure
-from phalanx.runtime.checkpoint.folder import FileEntry, file_entry
+from phalanx.runtime.checkpoint.failures import WriteFailure, write_failure
+from phalanx.runtime.checkpoint.folder import FileEntry, file_entry, write_flushed
+from phalanx.runtime.checkpoint.table import DIMS, TENSOR, BoxTable, Rows, SavedBox, SavedTensor, encode, filled, joined
 from phalanx.runtime.checkpoint.table_reader import TABLE_BYTES, TABLE_FILE, read_table
 from phalanx.runtime.state import BoxTensor
 
 PART_BYTES = 64 << 20
-"""Most that is written as one item. A checkpoint of 235B parameters has 57,000 of them, which take 5 s to read in its table of contents."""
-
-
-@message
-@dataclass(frozen=True, kw_only=True)
-class SavedBox:
-    """Where a box of a tensor is in a file."""
-
-    name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    dtype: str
-    file: str
-    at: int
-    """Byte at which it begins."""
-    length: int
-    """In bytes, as torch writes a tensor."""
+"""Most that is written as one item. A checkpoint of 235B parameters has 57,000 of them."""
 
 
 @message
@@ -75,8 +51,29 @@ class SavedBox:
 class SavedShare:
     """What one rank wrote of a checkpoint; crosses the process group."""
 
-    boxes: tuple[SavedBox, ...]
+    tensors: tuple[str, ...]
+    """As JSON: the first rank gets 120 from each, and reads each text once."""
+    names: tuple[str, ...]
+    """Of the files with boxes."""
+    rows: np.ndarray[Any, Any]
+    """As in `BoxTable`."""
     files: Mapping[str, FileEntry]
+
+    @classmethod
+    def of(cls, boxes: Iterable[SavedBox], files: Mapping[str, FileEntry]) -> SavedShare:
+        table = BoxTable.of(boxes)
+        texts = tuple(json.dumps(astuple(tensor)) for tensor in table.tensors)
+        return cls(tensors=texts, names=table.files, rows=table.rows, files=files)
+
+    def table(self) -> BoxTable:
+        """Raises `MalformedError`."""
+        return BoxTable(tensors=tuple(map(_read_tensor, self.tensors)), files=self.names, rows=self.rows)
+
+
+@lru_cache(maxsize=1 << 16)
+def _read_tensor(text: str) -> SavedTensor:
+    said = typed(parse_json(text, where="a tensor"), tuple[str, str, tuple[int, ...]], where="a tensor")
+    return SavedTensor(*said)
 
 
 def write_boxes(
@@ -103,59 +100,44 @@ def write_boxes(
     except OSError as err:
         raise write_failure(err, path) from None
     places = {r.index: r.storage_data for r in results}
-    saved = tuple(_saved(part, places[_index(part)]) for part in planner.parts)
-    return SavedShare(boxes=saved, files=files)
+    return SavedShare.of((_saved(part, places[_index(part)]) for part in planner.parts), files)
 
 
 def _saved(box: BoxTensor, place: _StorageInfo) -> SavedBox:
-    return SavedBox(
-        name=box.name, offsets=tuple(box.box.offsets), sizes=tuple(box.box.sizes), shape=tuple(box.shape), dtype=str(box.tensor.dtype).removeprefix("torch."),
-        file=place.relative_path, at=place.offset, length=place.length,
-    )  # fmt: skip
+    tensor = SavedTensor(box.name, str(box.tensor.dtype).removeprefix("torch."), tuple(box.shape))
+    return SavedBox(tensor, box.box.offsets, box.box.sizes, place.relative_path, place.offset, place.length)
 
 
 def write_table(path: Path, shares: Sequence[SavedShare]) -> dict[str, FileEntry]:
     """What is where in the files that all ranks wrote; the entry of its own file. By one rank. Raises `CheckpointError` where the shares are not each element once."""
-    table = _table([box for share in shares for box in share.boxes])
+    table = joined([share.table() for share in shares])
+    table.check()
     raise_if(coverage_problems(table), CheckpointError, subject="the boxes to be saved")
-    writer = BoxWriter(path)
-    writer.set_up_storage_writer(True)
-    writer.finish(Metadata(dict(table)), [[_result(box) for box in share.boxes] for share in shares])
-    written = file_entry(path / TABLE_FILE)
-    if written.bytes > TABLE_BYTES:
-        rule = f"has {written.bytes >> 20} MiB, and at most {TABLE_BYTES >> 20} MiB are read again: there are too many boxes"
-        problem = Problem(
-            where=TABLE_FILE, value=sum(len(share.boxes) for share in shares), rule=rule, hint="use fewer ranks"
+    data = encode(table)
+    if len(data) > TABLE_BYTES:
+        rule = (
+            f"has {len(data) >> 20} MiB, and at most {TABLE_BYTES >> 20} MiB are read again: there are too many boxes"
         )
+        problem = Problem(where=TABLE_FILE, value=len(table.rows), rule=rule, hint="use fewer ranks")
         raise CheckpointError([problem], subject="the boxes to be saved")
-    return {TABLE_FILE: written}
+    write_flushed(path / TABLE_FILE, data)
+    return {TABLE_FILE: file_entry(path / TABLE_FILE)}
 
 
-def _table(boxes: Sequence[SavedBox]) -> dict[str, TensorStorageMetadata]:
-    table: dict[str, TensorStorageMetadata] = {}
-    for box in boxes:
-        dtype, shape = getattr(torch, box.dtype), torch.Size(box.shape)
-        entry = table.setdefault(box.name, TensorStorageMetadata(TensorProperties(dtype=dtype), shape, []))
-        if (entry.size, entry.properties.dtype) != (shape, dtype):
-            raise ValueError(f"{box.name}: ranks disagree about its shape or type")
-        entry.chunks.append(ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)))
-    return table
-
-
-def _result(box: SavedBox) -> WriteResult:
-    place = _StorageInfo(relative_path=box.file, offset=box.at, length=box.length)
-    return WriteResult(
-        index=MetadataIndex(box.name, torch.Size(box.offsets)), size_in_bytes=box.length, storage_data=place
-    )
-
-
-def read_boxes(boxes: Sequence[BoxTensor], reader: TrustlessReader, *, names: Collection[str] | None) -> None:
-    """Fill `boxes` in place; `names` as in `BoxLoadPlanner`. Raises `TensorsFailed`."""
-    _quiet()
-    try:
-        dcp.load({}, storage_reader=reader, planner=BoxLoadPlanner(boxes, names=names), no_dist=True)
-    except CheckpointException as err:
-        raise TensorsFailed({rank: cause for rank, (cause, _) in err.failures.items()}) from err
+def coverage_problems(table: BoxTable) -> list[Problem]:
+    """Tensors whose boxes are not each element exactly once (a lost or doubled `primary`)."""
+    tensor, count = table.rows[:, TENSOR], len(table.tensors)
+    held, doubled = np.zeros(count, np.int64), np.zeros(count, bool)
+    np.add.at(held, tensor, table.sizes.prod(axis=1))
+    places = np.column_stack([tensor, table.offsets])[np.lexsort([*table.offsets.T, tensor])]
+    doubled[places[1:][(places[1:] == places[:-1]).all(axis=1), 0]] = True
+    boxes = np.bincount(tensor, minlength=count)
+    rules = {
+        t: f"its {boxes[i]} boxes hold {held[i]} of {whole} elements{', some twice' if doubled[i] else ''}"
+        for i, t in enumerate(table.tensors)
+        if held[i] != (whole := math.prod(t.shape)) or doubled[i]
+    }
+    return few([Problem(where=t.name, value=t.shape, rule=rule) for t, rule in rules.items()])
 
 
 def _quiet() -> None:
@@ -256,175 +238,124 @@ def _write_item(box: BoxTensor) -> WriteItem:
     return WriteItem(index=_index(box), type=WriteItemType.SHARD, tensor_data=data)
 
 
-def coverage_problems(table: Mapping[str, TensorStorageMetadata]) -> list[Problem]:
-    """Tensors whose chunks are not each element exactly once (a lost or doubled `primary`)."""
-    out = []
-    for name, entry in table.items():
-        held, whole = sum(math.prod(c.sizes) for c in entry.chunks), math.prod(entry.size)
-        doubled = len({tuple(c.offsets) for c in entry.chunks}) < len(entry.chunks)
-        if held != whole or doubled:
-            rule = f"its {len(entry.chunks)} boxes hold {held} of {whole} elements" + (
-                ", some twice" if doubled else ""
-            )
-            out.append(Problem(where=name, value=tuple(entry.size), rule=rule))
-    return out
+class CheckpointReader:
+    """Reads the boxes of a checkpoint of a stranger from whatever boxes were saved: nothing in its files is executed."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._kept: tuple[object, BoxTable] | None = None
+        """Table of contents that was read, and what tells its file from others."""
 
-class BoxLoadPlanner(LoadPlanner):
-    """Fills the tensors of `boxes` in place from whatever chunks were saved.
-
-    `names` are the tensors that all ranks together ask for; the checkpoint must hold no others. None: it may (generation leaves the
-    moments on the disk).
-    """
-
-    def __init__(self, boxes: Sequence[BoxTensor], *, names: Collection[str] | None = None) -> None:
-        self._names = names
-        self._wanted: dict[str, list[BoxTensor]] = {}
-        self._metadata: Metadata | None = None
-        for box in boxes:
-            if box.box.num_elements:
-                self._wanted.setdefault(box.name, []).append(box)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self._metadata = metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        if self._metadata is None:
-            raise ValueError("a load plan needs the checkpoint's metadata")
-        saved = self._metadata.state_dict_metadata
-        raise_if(self._problems(saved), CheckpointError, subject="tensors of the checkpoint")
-        items: list[ReadItem] = []
-        for name, boxes in self._wanted.items():
-            entry = saved[name]
-            if not isinstance(entry, TensorStorageMetadata):
-                continue  # reported above
-            found = _read_items(name, entry, [b.box for b in boxes])
-            if sum(math.prod(i.lengths) for i in found) != sum(b.box.num_elements for b in boxes):
-                rule = "the saved chunks do not cover the boxes of this rank"
-                raise CheckpointError([Problem(where=name, value=len(found), rule=rule)], subject="checkpoint")
-            items += found
-        return LoadPlan(items)
-
-    def _problems(self, saved: Mapping[str, Any]) -> list[Problem]:
-        out = [_fit(boxes[0], saved.get(name)) for name, boxes in self._wanted.items()]
-        extra = [] if self._names is None else sorted(saved.keys() - set(self._names))
-        unknown = [Problem(where=n, value=tuple(saved[n].size), rule="this model has no such tensor") for n in extra]
-        return [p for p in out if p is not None] + unknown
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise TypeError(f"{read_item.storage_index.fqn}: checkpoints of boxes hold no bytes")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        index = read_item.dest_index
-        if index.index is None:
-            raise ValueError(f"{index.fqn}: a read item must say which box it fills")
-        tensor = self._wanted[index.fqn][index.index].tensor
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing: `resolve_tensor` gave a view of the destination."""
-
-
-def _read_items(name: str, entry: TensorStorageMetadata, boxes: Sequence[Box]) -> list[ReadItem]:
-    """What to read of the saved chunks for each of `boxes`. Those that a box may meet are found by their places along dim 0: of a layer's experts there may be
-    hundreds of chunks, and as many boxes."""
-    chunks = sorted((Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks), key=lambda c: c.offsets)
-    spans = [_span(c) for c in chunks]
-    starts, reached = [start for start, _ in spans], list(accumulate((stop for _, stop in spans), max))
-    items = []
-    for i, box in enumerate(boxes):
-        start, stop = _span(box)
-        for chunk in chunks[bisect_right(reached, start) : bisect_left(starts, stop)]:
-            shared = chunk.intersection(box)
-            if shared is None:
-                continue
-            there, here = (shared.shifted([-o for o in of.offsets]).offsets for of in (chunk, box))
-            item = ReadItem(
-                type=LoadItemType.TENSOR, lengths=torch.Size(shared.sizes),
-                storage_index=MetadataIndex(name, torch.Size(chunk.offsets)), storage_offsets=torch.Size(there),
-                dest_index=MetadataIndex(name, torch.Size(box.offsets), i), dest_offsets=torch.Size(here),
-            )  # fmt: skip
-            items.append(item)
-    return items
-
-
-def _span(box: Box) -> tuple[int, int]:
-    """Its rows."""
-    return (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
-
-
-def _fit(box: BoxTensor, entry: Any) -> Problem | None:
-    if not isinstance(entry, TensorStorageMetadata):
-        return Problem(where=box.name, value=box.shape, rule="is not in the checkpoint")
-    if tuple(entry.size) != box.shape:
-        return Problem(where=box.name, value=box.shape, rule=f"the checkpoint has shape {tuple(entry.size)}")
-    if entry.properties.dtype != box.tensor.dtype:
-        rule = f"the checkpoint has {entry.properties.dtype}; state is never converted"
-        return Problem(
-            where=box.name,
-            value=str(box.tensor.dtype),
-            rule=rule,
-            hint="use the train.dtype and optim.state_dtype it was saved with",
-        )
-    return None
-
-
-class TrustlessReader(dcp.FileSystemReader):
-    """Reads checkpoints of strangers: nothing in their files is executed."""
-
-    _kept: tuple[object, Metadata] | None = None
-    """Table of contents that was read, and what tells its file from others."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def table(self) -> BoxTable:
         """Read anew where the file is another one: a sync reads parts of one checkpoint thousands of times."""
-        file = _identity(Path(self.path) / TABLE_FILE)
+        file = _identity(self.path / TABLE_FILE)
         if self._kept is None or self._kept[0] != file:
-            self._kept = file, read_table(Path(self.path))
-        found = self._kept[1]
-        found.storage_meta = StorageMeta(load_id=self.load_id)
-        return found
+            self._kept = file, read_table(self.path)
+        return self._kept[1]
 
     def largest_box(self, names: Collection[str]) -> int:
         """Bytes of the largest saved box of these tensors."""
-        saved = self.read_metadata().state_dict_metadata
-        entries = [e for name in names if isinstance(e := saved.get(name), TensorStorageMetadata)]
-        sizes = (math.prod(c.sizes) * e.properties.dtype.itemsize for e in entries for c in e.chunks)
-        return max(sizes, default=0)
+        table = self.table()
+        numbers = [i for name in names if (i := table.numbers.get(name)) is not None]
+        return max((_most_elements(table, i) * table.tensors[i].torch_dtype.itemsize for i in numbers), default=0)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Each saved box is read once, in the order of the files, whatever parts of it are wanted: torch reads it anew for each part, and of a layer's experts each may be one."""
-        wanted: dict[tuple[str, int], list[ReadItem]] = {}
-        for item in plan.items:
-            saved = self.storage_data[item.storage_index]
-            wanted.setdefault((saved.relative_path, saved.offset), []).append(item)
-        for _, items in sorted(wanted.items(), key=lambda found: found[0]):
-            self._read_box(items, planner)  # which is gone before the next one is read
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    def fill(self, boxes: Sequence[BoxTensor], *, names: Collection[str] | None = None) -> None:
+        """Fill `boxes` in place. `names` are the tensors that all ranks together ask for; the checkpoint must hold no others. None: it may (generation leaves the moments on the disk).
 
-    def _read_box(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        place = self.storage_data[items[0].storage_index]
-        with open(Path(self.path) / place.relative_path, "rb") as file:
-            box = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
-        for item in items:
-            target = planner.resolve_tensor(item).detach()
-            part = narrow_tensor_by_index(box, item.storage_offsets, item.lengths)
-            if part.shape != target.shape:
-                raise AssertionError(
-                    f"{item.storage_index}: {tuple(part.shape)} is saved, {tuple(target.shape)} wanted"
-                )
-            target.copy_(part)
+        Each saved box is read once, in the order of the files, whatever parts of it are wanted: of a layer's experts each may be one. Raises `CheckpointError`, and what reading a damaged file raises."""
+        table, wanted = self.table(), dict[str, list[BoxTensor]]()
+        for box in boxes:
+            if box.box.num_elements:
+                wanted.setdefault(box.name, []).append(box)
+        raise_if(_misfits(table, wanted, names), CheckpointError, subject="tensors of the checkpoint")
+        places: dict[tuple[str, int, int], list[_Part]] = {}
+        for name, targets in wanted.items():
+            rows = table.rows_of(table.numbers[name])
+            found = list(_parts(rows, [b.box for b in targets]))
+            if sum(math.prod(part.sizes) for *_, part in found) != sum(b.box.num_elements for b in targets):
+                rule = "the saved chunks do not cover the boxes of this rank"
+                raise CheckpointError([Problem(where=name, value=len(found), rule=rule)], subject="checkpoint")
+            for row, i, part in found:
+                _, file, at, length, *_ = rows[row].tolist()
+                saved = _box_of(rows[row], len(part.sizes))
+                places.setdefault((table.files[file], at, length), []).append(_Part(targets[i], saved, part))
+        for place, parts in sorted(places.items(), key=lambda found: found[0]):
+            self._read(place, parts)  # which is gone before the next one is read
+
+    def _read(self, place: tuple[str, int, int], parts: Sequence[_Part]) -> None:
+        name, at, length = place
+        with open(self.path / name, "rb") as file:
+            found = torch.load(
+                cast(IO[bytes], _create_file_view(file, at, length)), map_location="cpu", weights_only=True
+            )
+        for target, saved, part in parts:
+            if found.shape != saved.sizes:
+                raise ValueError(f"{target.name}: {tuple(found.shape)} is saved, and {saved.sizes} is told")
+            there, here = (part.shifted([-o for o in of.offsets]).slices() for of in (saved, target.box))
+            target.tensor.detach()[here].copy_(found[there])
+
+
+class _Part(NamedTuple):
+    """What a box of this rank has from a saved one."""
+
+    target: BoxTensor
+    saved: Box
+    both: Box
+
+
+def _most_elements(table: BoxTable, number: int) -> int:
+    return int(table.rows_of(number)[:, DIMS + table.dims :].prod(axis=1).max(initial=0))
+
+
+def _parts(rows: Rows, boxes: Sequence[Box]) -> Iterator[tuple[int, int, Box]]:
+    """(row, number of the box, what both have) of the saved boxes of a tensor. Those that a box may meet are found by their places along dim 0: of a layer's experts there may be
+    hundreds, and as many boxes."""
+    dims = (rows.shape[1] - DIMS) // 2
+    offsets, ends = rows[:, DIMS : DIMS + dims], rows[:, DIMS : DIMS + dims] + rows[:, DIMS + dims :]
+    order = np.argsort(offsets[:, 0], kind="stable")
+    starts, reached = offsets[order, 0], np.maximum.accumulate(ends[order, 0])
+    for i, box in enumerate(boxes):
+        start = np.array(filled(box.offsets, dims, 0), np.int64)
+        end = start + filled(box.sizes, dims, 1)
+        near = order[np.searchsorted(reached, start[0], "right") : np.searchsorted(starts, end[0])]
+        for row, low, size in _shared(near, offsets[near], ends[near], start, end):
+            yield row, i, Box(tuple(low[: len(box.sizes)]), tuple(size[: len(box.sizes)]))
+
+
+def _shared(
+    near: Rows, offsets: Rows, ends: Rows, start: Rows, end: Rows
+) -> Iterator[tuple[int, list[int], list[int]]]:
+    """(row, offsets, sizes) of what each of the rows `near` has of the box from `start` to `end`, if anything."""
+    low, size = np.maximum(offsets, start), np.minimum(ends, end) - np.maximum(offsets, start)
+    met = (size > 0).all(axis=1)
+    yield from zip(near[met].tolist(), low[met].tolist(), size[met].tolist(), strict=True)
+
+
+def _box_of(row: Rows, dims: int) -> Box:
+    at = (len(row) + DIMS) // 2
+    return Box(tuple(row[DIMS : DIMS + dims].tolist()), tuple(row[at : at + dims].tolist()))
+
+
+def _misfits(
+    table: BoxTable, wanted: Mapping[str, Sequence[BoxTensor]], names: Collection[str] | None
+) -> list[Problem]:
+    saved = {tensor.name: tensor for tensor in table.tensors}
+    out = [_misfit(boxes[0], saved.get(name)) for name, boxes in wanted.items()]
+    extra = [] if names is None else sorted(saved.keys() - set(names))
+    unknown = [Problem(where=n, value=saved[n].shape, rule="this model has no such tensor") for n in extra]
+    return few([p for p in out if p is not None]) + few(unknown)
+
+
+def _misfit(box: BoxTensor, saved: SavedTensor | None) -> Problem | None:
+    if saved is None:
+        return Problem(where=box.name, value=box.shape, rule="is not in the checkpoint")
+    if saved.shape != tuple(box.shape):
+        return Problem(where=box.name, value=box.shape, rule=f"the checkpoint has shape {saved.shape}")
+    if saved.torch_dtype != box.tensor.dtype:
+        rule = f"the checkpoint has {saved.torch_dtype}; state is never converted"
+        hint = "use the train.dtype and optim.state_dtype it was saved with"
+        return Problem(where=box.name, value=str(box.tensor.dtype), rule=rule, hint=hint)
+    return None
 
 
 def _identity(file: Path) -> object:

@@ -1,6 +1,6 @@
 """Reads the table of contents of a checkpoint of a stranger. torch writes it as a pickle, a program that may name and call anything, and by which a few hundred bytes may become more than memory holds.
 
-Of that program only what torch's tables consist of is run (`_DISPATCH`), over values that stay as small as the bytes they came in: no call returns more than a few words, no object takes a state of
+What `table.encode` wrote is read as columns (`table.decode`), without a step of that program. Of any other program only what torch's tables consist of is run (`_DISPATCH`), over values that stay as small as the bytes they came in: no call returns more than a few words, no object takes a state of
 more than its fields, and keys, which Python hashes and compares, are flat.
 """
 
@@ -28,13 +28,12 @@ from torch.serialization import _get_layout
 
 from phalanx.core.errors import CheckpointError, Problem, first_line
 from phalanx.core.reading import read_file
+from phalanx.runtime.checkpoint.table import MOST_DIMS, BoxTable, SavedBox, SavedTensor, decode
 
 TABLE_FILE = ".metadata"
 """`torch.distributed.checkpoint` calls it so."""
 TABLE_BYTES = 512 << 20
 """About 2.6 million pieces of tensors, of 200 bytes each (DeepSeek-V3 on 16,384 ranks has 1.5 million). It bounds the steps too: each has a byte at least, takes 0.4 us and makes 100 bytes of memory at most."""
-MOST_DIMS = 64
-"""Of a tensor: torch's own limit."""
 MOST_PARTS, MOST_PART = 256, 4096
 """Of the path of the folder that a table was written to, and characters of each part."""
 
@@ -186,27 +185,46 @@ _DISPATCH: dict[int, Callable[[Any], None]] = {
 _TableReader.dispatch = cast("Any", _DISPATCH)
 
 
-def read_table(path: Path) -> Metadata:
-    """The table of contents in the folder `path`, from wherever it came. Raises `CheckpointError` where it is none, or names a file outside of the folder."""
-    file, rule, found = path / TABLE_FILE, "", None
+def read_table(path: Path) -> BoxTable:
+    """The table of contents in the folder `path`, from wherever it came, `sorted`. Raises `CheckpointError` where it is none, or names a file outside of the folder."""
+    file, rule = path / TABLE_FILE, ""
     try:
-        found = _TableReader(io.BytesIO(read_file(file, most=TABLE_BYTES))).load()
-        if not _is_table(found):
-            rule = "is no table of contents of a checkpoint"
-        else:
-            names = {_file_of(info) for info in found.storage_data.values()}
-            strange = [n for n in sorted(names) if n in ("", ".", "..") or Path(n).name != n or (path / n).is_symlink()]
-            rule = f"names the file {strange[0][:200]!r}, which is not one of its folder" if strange else ""
+        data = read_file(file, most=TABLE_BYTES)
+        found = decode(data) or _step_by_step(data)
+        found.check()
+        strange = [
+            n for n in sorted(found.files) if n in ("", ".", "..") or Path(n).name != n or (path / n).is_symlink()
+        ]
+        if not strange:
+            return found
+        rule = f"names the file {strange[0][:200]!r}, which is not one of its folder"
     except OSError as err:
         rule = f"cannot be read: {err.strerror}"
     except KeyError as err:  # a step that is not among ours, or a value that was never kept
         rule = f"is no table of contents of a checkpoint: it has the step {err}, which none has"
     except Exception as err:  # whatever a strange pickle leads to
         rule = f"is no table of contents of a checkpoint: {first_line(err)}"
-    if rule or not isinstance(found, Metadata):
-        problem = Problem(where=str(file), value=None, rule=rule, hint="use another checkpoint")
-        raise CheckpointError([problem], subject="the checkpoint")
-    return found
+    raise CheckpointError(
+        [Problem(where=str(file), value=None, rule=rule, hint="use another checkpoint")], subject="the checkpoint"
+    )
+
+
+def _step_by_step(data: bytes) -> BoxTable:
+    """Of a pickle that torch wrote, as checkpoints of earlier versions have."""
+    found = _TableReader(io.BytesIO(data)).load()
+    if not _is_table(found):
+        raise ValueError("it has other parts")
+    places = {(key.fqn, key.offset): info for key, info in found.storage_data.items()}
+    boxes = []
+    for name, entry in found.state_dict_metadata.items():
+        tensor = SavedTensor(name, str(entry.properties.dtype).removeprefix("torch."), tuple(entry.size))
+        for chunk in entry.chunks:
+            if (info := places.get((name, chunk.offsets))) is None or not len(chunk.offsets) == len(chunk.sizes) == len(
+                entry.size
+            ):
+                raise ValueError(f"it has no place for a box of {name[:200]}")
+            boxes.append(SavedBox(tensor, chunk.offsets, chunk.sizes, _file_of(info), info.offset, info.length))
+    return BoxTable.of(boxes).sorted()
 
 
 def _is_table(found: Any) -> bool:

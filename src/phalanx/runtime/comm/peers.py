@@ -139,5 +139,5 @@ def joined(errors: Sequence[PhalanxError]) -> PhalanxError:
     if not isinstance(first, ProblemsError):
         return first
     problems = [p for err in errors if isinstance(err, type(first)) for p in err.problems]
-    unique = [p for i, p in enumerate(problems) if p not in problems[:i]]
-    return type(first)(unique, subject=first.subject)
+    unique = {str(p): p for p in problems}  # thousands of ranks may have the same ones
+    return type(first)([*unique.values()], subject=first.subject)
