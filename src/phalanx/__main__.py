@@ -1,8 +1,17 @@
-"""`python -m phalanx` is the program `phalanx`."""
+"""The program `phalanx`, which `python -m phalanx` is too. Ctrl-C while it is still imported ends it as later on."""
 
 import sys
 
-from phalanx.cli.main import main
+
+def run() -> int:
+    """The exit status of the command that the words of this process name."""
+    try:
+        from phalanx.cli.main import main
+
+        return main()
+    except KeyboardInterrupt:
+        return 130
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -75,6 +75,18 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         {"head_dim": 8, "intermediate_size": 16, "num_local_experts": 4, "rope_parameters": {**_YARN, "mscale": None}},
     ),
+    "qwen3_moe with attention_factor": (
+        "qwen3_moe",
+        {
+            **_EXPERTS,
+            "head_dim": 8,
+            "rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "attention_factor": 1.0},
+        },
+    ),
+    "deepseek_v3 with attention_factor": (
+        "deepseek_v3",
+        {**_LATENT, "moe_layer_freq": [0, 1, 1], "rope_parameters": {**_YARN, "attention_factor": 1.3}},
+    ),
     "qwen2_moe without biases": (
         "qwen2_moe",
         {**_EXPERTS, "shared_expert_intermediate_size": 24, "qkv_bias": False, "norm_topk_prob": True},

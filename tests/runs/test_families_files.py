@@ -543,7 +543,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), ["must be a JSON table"]),
     "unknown architecture": (
         lambda f: _edit_config(f, model_type="mixtrall"),
-        ["'mixtrall': is not an architecture", "did you mean 'mixtral'"],
+        ["'mixtrall': is not an architecture", "those are deepseek_v2, deepseek_v3, mixtral"],
     ),
     "missing shard": (
         lambda f: sorted(f.glob("*.safetensors"))[1].unlink(),

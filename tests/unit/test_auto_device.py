@@ -13,6 +13,7 @@ from phalanx.cli.launching import Request, read_recipe
 from phalanx.core.config import LaunchConfig, Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import Device, dump_recipe, load_recipe
+from phalanx.plan import run_problems
 from phalanx.runtime.processes import device_here
 from phalanx.train.resume import recipe_to_keep
 
@@ -67,6 +68,27 @@ def test_its_problem_comes_with_the_others() -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe(None, words, auto_device=none)
     assert {p.where for p in caught.value.problems} == {"--train.steps", "launch.device"}
+
+
+def test_nobody_looks_where_a_word_is_wrong_and_nothing_is_said_of_what_depends_on_it() -> None:
+    def looks(recipe: Recipe) -> Device:
+        raise AssertionError
+
+    words = [
+        "--nonsense",
+        "1",
+        "--dispatch.overlap",
+        "fused",
+        "--folding.ep",
+        "2",
+        "--optim.bucket_mb",
+        "0",
+        "--kernels.compiled",
+        "false",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(None, words, check=lambda r: run_problems(r, world=2), auto_device=looks)
+    assert [p.where for p in caught.value.problems] == ["--nonsense"]
 
 
 def test_nobody_has_looked(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -387,6 +388,59 @@ def test_output_on_a_full_disk_is_a_line_and_no_traceback(words: tuple[str, ...]
     assert done.returncode == 2 and done.stderr == f"phalanx {words[0]}: No space left on device\n"
 
 
+def test_an_error_of_another_file_leaves_what_was_said(tmp_path: Path) -> None:
+    code = (
+        "import errno, sys\nfrom types import SimpleNamespace\nfrom phalanx.cli.main import main\n"
+        "def body(args):\n    print('said before')\n    raise OSError(errno.ENOSPC, 'full', 'other.json')\n"
+        "sys.modules['phalanx.cli.runs'] = SimpleNamespace(main=body)\nsys.exit(main(['runs']))\n"
+    )
+    done = python(code, env={name: word for name, word in os.environ.items() if name != "PYTHONUNBUFFERED"})
+    assert (done.returncode, done.stdout, done.stderr) == (2, "said before\n", "phalanx runs: other.json: full\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_what_is_closed_at_the_start_is_read_from_nowhere_and_written_nowhere(closed: str, tmp_path: Path) -> None:
+    """Errors were told on standard output, and standard output was an AttributeError; a file that was opened had its number. Programs that this one starts have it too."""
+    told = tmp_path / "told"
+    code = (
+        "import os, subprocess, sys\nfrom phalanx.cli.main import main\ncodes = main(['settings']), main(['nonsense'])\n"
+        f"place = os.open({str(told)!r}, os.O_CREAT | os.O_WRONLY)\nassert place > 2 and not subprocess.run([sys.executable, '-c', 'import sys; sys.stdout.flush(); sys.stderr.flush()']).returncode\n"
+        "os.write(place, repr(codes).encode())\n"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" "$@" {closed}', sys.executable, "-c", code], capture_output=True, text=True, timeout=360
+    )
+    assert told.read_text() == "(0, 2)" and done.returncode == 0, done.stderr
+    assert "nonsense" not in done.stdout and (done.stderr == "" or closed == ">&-")
+
+
+@pytest.mark.parametrize(
+    "start", ["runpy.run_module('phalanx', run_name='__main__')", "sys.exit(pkgutil.resolve_name(entry)())"]
+)
+def test_ctrl_c_while_the_program_is_imported_is_a_code(start: str) -> None:
+    """It was a traceback."""
+    entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["phalanx"]
+    code = (
+        f"import os, pkgutil, runpy, signal, sys\nentry = {entry!r}\n"
+        "class Pressed:\n    def find_spec(self, name, *_):\n        if name == 'phalanx.core.errors':\n            os.kill(os.getpid(), signal.SIGINT)\n"
+        f"sys.meta_path.insert(0, Pressed())\n{start}\n"
+    )
+    done = python(code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_files_of_the_present_folder_hide_no_module_from_programs_that_this_one_starts(tmp_path: Path) -> None:
+    """Of `phalanx`, whose own modules they do not hide; `python -m phalanx` looks there first, as Python has it."""
+    for name in ("json", "random"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('hidden')\n")
+    code = (
+        "from phalanx.api.programs import start\nfrom phalanx.core.pipes import start_program\n"
+        "print(start_program('builtins:print').communicate()[0], start(['settings', 'train.seed']).wait())\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=360, cwd=tmp_path)
+    assert done.stdout == "b'[]\\n' 0\n", done.stderr
+
+
 def test_a_run_whose_summary_cannot_be_written_has_ended_well() -> None:
     """Its log lies on a disk that became full: the job was called failed, and a script started it again."""
     code = (
@@ -415,15 +469,15 @@ def test_a_locale_without_our_signs_shows_others(coding: str, tmp_path: Path) ->
     assert b"?" in done.stdout
 
 
-def test_a_wrong_setting_beside_a_resolved_recipe_is_answered_without_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [("tiny", "--nonsense", "1"), ("tiny", "--nonsense"), ("tiny", "--launch.ranks", "x"), ("tyni",)]
+)
+def test_a_wrong_word_is_answered_without_torch(words: tuple[str, ...], tmp_path: Path) -> None:
     """Importing it takes seconds."""
-    path = tmp_path / "mine.toml"
-    path.write_text('[launch]\ndevice = "cpu"\n[train]\ndtype = "float32"\n')
-    words = ["train", str(path), "--nonsense", "1"]
-    code = f"import sys\nfrom phalanx.cli.main import main\nassert main({words!r}) == 2\nsys.exit('torch' in sys.modules)\n"
+    code = f"import sys\nfrom phalanx.cli.main import main\nassert main({['train', *words]!r}) == 2\nsys.exit('torch' in sys.modules)\n"
     environ = {name: word for name, word in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = python(code, env=environ)
-    assert done.returncode == 0 and "is not a setting" in done.stderr, done.stderr
+    done = python(code, env=environ, cwd=tmp_path)
+    assert done.returncode == 0 and "1 problem with the recipe" in done.stderr, done.stderr
 
 
 def test_too_few_open_files_are_refused_and_as_many_as_may_be_are_taken() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import open_run
 from phalanx.cli import train as command
 from phalanx.cli.launching import Request, read_args, read_recipe
 from phalanx.cli.predicting import room
@@ -88,6 +89,29 @@ def test_the_recipe_of_a_copied_run_folder_does_not_train_the_run_that_it_was_co
     Path("link").symlink_to("runs")
     Path("runs/copy").rename("runs/mine")
     assert read("link/mine") == "runs/mine"
+    monkeypatch.chdir("other")
+    said = read("../runs/mine", "--trust")
+    assert (
+        "copied or renamed, or begun elsewhere than in the present folder" in said
+        and "add --run.folder ../runs to go on in ../runs/mine" in said
+    )
+
+
+def test_the_recipe_of_a_run_that_is_opened_names_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Python the recipe of a copied run trained the one that it was copied from."""
+    monkeypatch.chdir(tmp_path)
+    for place in ("runs/mine", "runs/copy"):
+        Path(place).mkdir(parents=True)
+        Path(place, "recipe.toml").write_text('[run]\nname = "mine"\n[model]\npreset = "tiny"\n[train]\nsteps = 7\n')
+
+    def named(folder: str) -> tuple[str, str, int]:
+        recipe = open_run(folder).recipe
+        return recipe.run.folder, recipe.run.name, recipe.train.steps
+
+    assert named("runs/mine") == named(str(tmp_path / "runs" / "mine")) == ("runs", "mine", 7)
+    assert named("runs/copy") == ("runs", "copy", 7)
+    monkeypatch.chdir("runs/copy")
+    assert named(".") == named("../copy/") == ("..", "copy", 7) and named("../mine") == ("..", "mine", 7)
 
 
 def test_the_name_of_a_run_is_short_enough_for_a_folder() -> None:

@@ -31,7 +31,7 @@ class ProgramError(RunError):
 def start(words: Sequence[str]) -> Program:
     """`phalanx WORDS...`, in a session of its own: a Ctrl-C of the terminal goes to the caller alone. Standard output and errors are piped."""
     return subprocess.Popen(
-        [sys.executable, "-m", "phalanx.api.child", *words],
+        [sys.executable, "-P", "-m", "phalanx.api.child", *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

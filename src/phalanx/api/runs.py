@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.cli.launching import is_run_of
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.events import Event
@@ -26,10 +28,14 @@ class RunHandle:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that the run was last started with."""
+        """The recipe that the run was last started with. It names this folder, also where that was copied or moved: training goes on here."""
         from phalanx.train.setup import RunFolder
 
-        return RunFolder(self.folder).read_recipe()
+        recipe = RunFolder(self.folder).read_recipe()
+        if is_run_of(self.folder, recipe):
+            return recipe
+        here = self.folder.resolve()
+        return replace(recipe, run=replace(recipe.run, name=here.name, folder=os.path.relpath(here.parent)))
 
     @property
     def status(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import NoReturn
 from phalanx.cli.allocator import start_again
 from phalanx.cli.lab import lab_part
 from phalanx.core.errors import PhalanxError, nearest, printable
-from phalanx.core.process import drop_output, say
+from phalanx.core.process import flush_or_drop_output, open_closed_streams, say
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ TRAINING = ("train", "bench")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `phalanx ARGV...` and return the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # of a locale without our signs (Latin-1, ASCII): another sign, and no traceback
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -116,12 +117,12 @@ def run_command(name: str, args: Sequence[str], *, debug: bool) -> int:
         print(f"phalanx {name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        drop_output()
+        flush_or_drop_output()
         return 0
     except OSError as error:
         if debug or error.errno not in OF_THE_SYSTEM:
             raise
-        drop_output()
+        flush_or_drop_output()
         named = "" if error.filename is None else printable(f"{error.filename}: ")
         say(f"phalanx {name}: {named}{error.strerror}")
         return 2

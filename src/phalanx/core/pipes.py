@@ -29,7 +29,7 @@ def start_program(
     module, _, function = serve.partition(":")
     few = "" if threads is None else f"import os; os.environ.update({_environment(threads)}); "
     program = f"{few}import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import {function}; {function}(sys.argv[2:])"
-    command = [sys.executable, *(["-I"] if isolated else []), "-c", program, json.dumps(sys.path), *words]
+    command = [sys.executable, "-I" if isolated else "-P", "-c", program, json.dumps(sys.path), *words]
     pipe, errors = subprocess.PIPE, subprocess.DEVNULL if isolated else None
     # a session of its own: Ctrl-C is for this process, which ends the other in good order
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True)

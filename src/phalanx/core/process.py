@@ -16,12 +16,26 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def drop_output() -> None:
-    """What is written to standard output from here on is lost, and so is what its buffer holds: it can be written nowhere, and the interpreter must not complain when it ends."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # one that is no file, or closed
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+def open_closed_streams() -> None:
+    """Where this process was started without standard input, output or errors (`>&-`), each comes from nowhere and goes nowhere from now on, here and in processes that it starts.
+    Python has None for such a stream, and the next file that is opened would have its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free is that of the stream
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, mode))
+
+
+def flush_or_drop_output() -> None:
+    """After an error that may be of standard output. What its buffer holds is written; where that is not possible it is lost, and so is what comes from here on: the interpreter must not
+    complain when it ends."""
+    with contextlib.suppress(ValueError, AttributeError):  # one that is closed, or no file
+        try:
+            sys.stdout.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
 
 
 def is_installed(module: str) -> bool:

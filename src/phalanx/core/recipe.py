@@ -95,11 +95,13 @@ def load_recipe(
 
 
 def _with_device(reading: _Reading, recipe: Recipe, auto_device: AutoDevice) -> Recipe:
-    """The recipe with the device that "auto" is; as it stands where that is a problem, which is kept."""
-    if recipe.launch.device != "auto" or "launch.ranks" in reading.broken:
+    """The recipe with the device that "auto" is; as it stands where that is a problem, which is kept. Where there are problems nobody looks, which takes seconds: it may be GPUs."""
+    if recipe.launch.device != "auto":
         return recipe
+    if reading.problems:
+        reading.broken.add("launch.device")
     try:
-        device = auto_device(recipe)
+        device: Device = "cuda" if reading.problems else auto_device(recipe)
     except ConfigError as error:
         reading.problems += error.problems
         return recipe

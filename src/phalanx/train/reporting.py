@@ -28,7 +28,7 @@ from phalanx.core.events import (
     Validated,
 )
 from phalanx.core.messages import message
-from phalanx.core.process import drop_output, say
+from phalanx.core.process import flush_or_drop_output, say
 from phalanx.data import MicroBatch, PreparedData
 from phalanx.observe import RunSummary, print_summary, program_name
 from phalanx.plan.mapping import AnyFolding, LayerPlacements, StagePlan
@@ -299,7 +299,7 @@ class RunEnd:
             print_summary(_summary(folder, outcome, seconds=self._seconds))
         except OSError as err:
             say(f"phalanx: warning: the summary cannot be written ({err}); the run is whole")
-            drop_output()
+            flush_or_drop_output()
 
     @property
     def _seconds(self) -> float:

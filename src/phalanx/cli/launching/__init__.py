@@ -11,6 +11,7 @@ from phalanx.cli.launching.choice import (
 )
 from phalanx.cli.launching.request import (
     Request as Request,
+    is_run_of as is_run_of,
     read_args as read_args,
     read_recipe as read_recipe,
     trust_problems as trust_problems,

@@ -91,9 +91,7 @@ def read_recipe(
 
     def run_dtype(recipe: Recipe) -> Dtype:
         """That of the run, where it has begun: it may go on on another machine."""
-        from phalanx.train.setup import RECIPE_FILE
-
-        kept = Path(recipe.run.folder) / recipe.run.name / RECIPE_FILE
+        kept = Path(recipe.run.folder) / recipe.run.name / "recipe.toml"
         if kept.is_file():
             return cast("Dtype", load_recipe(kept).train.dtype)
         return "bfloat16" if several_machines else native_dtype(recipe)
@@ -124,19 +122,23 @@ def _given(request: Request) -> set[str]:
     return {word.split("=")[0].removeprefix("--") for word in request.overrides if word.startswith("--")}
 
 
+def is_run_of(folder: Path, recipe: Recipe) -> bool:
+    """Whether `folder` is that of the run of `recipe`. It is another where it was copied or renamed, or where the present folder is not the one that the run began in."""
+    home = Path(recipe.run.folder) / recipe.run.name
+    return os.path.exists(home) and os.path.exists(folder) and os.path.samefile(home, folder)
+
+
 def moved_problems(request: Request, recipe: Recipe) -> list[Problem]:
-    """A run folder that was copied, renamed or moved still has a recipe that names another one: that one would be trained, from its beginning where it is not there."""
+    """The recipe in a run folder may name another one: that one would be trained, from its beginning where it is not there."""
     path, given = Path(request.recipe_path or ""), _given(request)
     here, home = path.absolute().parent, Path(recipe.run.folder) / recipe.run.name
     if path.name != "recipe.toml" or not os.path.exists(here / "run_state.json"):  # no run folder
         return []
-    if os.path.exists(home) and home.samefile(here):
-        return []
-    if "run.name" in given or ("run.folder" in given and here.name == recipe.run.name):
+    if is_run_of(here, recipe) or "run.name" in given or ("run.folder" in given and here.name == recipe.run.name):
         return []
     stays = {"run.name": (recipe.run.name, here.name), "run.folder": (recipe.run.folder, os.path.relpath(here.parent))}
     here_words = " ".join(f"--{name} {shlex.quote(new)}" for name, (old, new) in stays.items() if new != old)
-    rule = f"is another folder than that of the recipe ({path.parent}), which was copied or renamed"
+    rule = f"is another folder than that of the recipe ({path.parent}), which was copied or renamed, or begun elsewhere than in the present folder"
     hint = f"add {here_words} to go on in {path.parent}, or --run.name {shlex.quote(recipe.run.name)} to train {home}"
     return [Problem(where=f"{path}: run.name, run.folder", value=str(home), rule=rule, hint=hint)]
 
@@ -148,7 +150,7 @@ def trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
     given = _given(request)
     run, observe = recipe.run, recipe.observe
     home = Path(run.folder) / run.name
-    its_own = Path(request.recipe_path).resolve().parent == home.resolve()  # kept by its run
+    its_own = is_run_of(Path(request.recipe_path).parent, recipe)
     named, place = (
         ("run.name", run.name) if _is_below(run.folder) else ("run.folder", run.folder)
     )  # a name may be a link

@@ -23,7 +23,6 @@ KEYS: Mapping[str, str] = {"num_experts": "n_routed_experts", "dense_layers": "f
 def latent_shape(options: Options, *, interleaved: bool) -> dict[str, Any]:
     """Arguments of `ModelSpec` that both DeepSeek families have; their losses, where the config tells of them."""
     options.only("attention_bias", False, why="biases of latent attention are not there")
-    options.only("moe_layer_freq", 1, why="every layer after the dense ones has experts")
     shape = common(options, latent=True)
     heads = options.whole("num_attention_heads")
     if options.whole("num_key_value_heads", null=heads) != heads:
@@ -41,6 +40,8 @@ def latent_shape(options: Options, *, interleaved: bool) -> dict[str, Any]:
     )
     ffn = options.whole("moe_intermediate_size")
     dense = min(options.whole("first_k_dense_replace", least=0), shape["num_layers"])
+    if options.get("moe_layer_freq") != [0] * dense + [1] * (shape["num_layers"] - dense):
+        options.only("moe_layer_freq", 1, why="every layer after the first_k_dense_replace dense ones has experts")
     return {
         **shape,
         "num_kv_heads": heads,

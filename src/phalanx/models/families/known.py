@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from phalanx.core.errors import Problem, nearest
+from phalanx.core.errors import Problem
 from phalanx.core.extensions import extensions
 from phalanx.models.families.deepseek_v2 import DEEPSEEK_V2
 from phalanx.models.families.deepseek_v3 import DEEPSEEK_V3
@@ -32,7 +32,7 @@ def find_family(model_type: object) -> Family | Problem:
     found = next((f for f in families() if f.model_type == model_type), None)
     if found is not None:
         return found
-    hint = nearest(str(model_type), [f.model_type for f in families()])
+    hint = "those are " + ", ".join(sorted(f.model_type for f in families()))
     if str(model_type) in SAME_AS:
         hint = f"its tensors are those of {SAME_AS[str(model_type)]!r}: write that in its place"
     rule = "is not an architecture that can be imported"

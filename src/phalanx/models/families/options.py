@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from phalanx.core.errors import Problem
 from phalanx.core.rules import COUNT, LAYERS, POSITIVE
-from phalanx.plan.model import ModelSpec, RouterSpec, YarnSpec
+from phalanx.plan.model import ModelSpec, RouterSpec, YarnSpec, amplitude
 
 DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -223,7 +223,9 @@ def sparse_layers(options: Options, num_layers: int) -> int:
     return 0
 
 
-_IGNORED_ROPE = {"rope_theta", "rope_type", "type", "finetuned", "partial_rotary_factor", "max_position_embeddings"}
+_OTHER_ROPE = {
+    "rope_theta", "rope_type", "type", "finetuned", "partial_rotary_factor", "max_position_embeddings", "attention_factor",
+}  # fmt: skip
 _YARN = {
     "factor": "factor",
     "original_max_position_embeddings": "original_length",
@@ -252,7 +254,7 @@ def _rope(options: Options, *, latent: bool) -> tuple[float, YarnSpec | None]:
         options.refuse(where, "a rotary embedding on a part of each head is not supported")
     if kind == "default":
         return theta, None
-    unknown = sorted(k for k, v in rope.items() if k not in _IGNORED_ROPE | _YARN.keys() and v is not None)
+    unknown = sorted(k for k, v in rope.items() if k not in _OTHER_ROPE | _YARN.keys() and v is not None)
     unknown = [k for k in unknown if (k, rope[k]) != ("truncate", True)]  # it is what we do
     if kind != "yarn" or unknown:
         what = f"rope_type {kind!r}" if kind != "yarn" else ", ".join(unknown)
@@ -288,7 +290,23 @@ def _yarn(options: Options, key: str, rope: Mapping[str, Any], *, theta: float, 
         not yarn.mscale or not yarn.mscale_all_dim
     ):  # the first counts beside the second only, the second alone in latent attention
         yarn = dataclasses.replace(yarn, mscale=0.0, mscale_all_dim=yarn.mscale_all_dim if latent else 0.0)
+    if rope.get("attention_factor") is not None:
+        yarn = _with_amplitude(options, key, yarn, rope["attention_factor"], latent=latent)
     return yarn if factor > 1 else None
+
+
+def _with_amplitude(options: Options, key: str, yarn: YarnSpec, given: object, *, latent: bool) -> YarnSpec:
+    """YaRN with `attention_factor`, the factor on cosine and sine, by an `mscale` that comes to it. Beside that `mscale_all_dim` has to be there, which is in the softmax of latent attention as well."""
+    wanted, growth = finite(given) or 0.0, 0.1 * math.log(yarn.factor)
+    if math.isclose(wanted, amplitude(yarn), rel_tol=1e-12):
+        return yarn
+    scores = yarn.mscale_all_dim or (0.0 if latent else 1.0)
+    own = scores + (wanted - 1) * (1 + growth * scores) / growth if scores and growth else 0.0
+    if own > 0:
+        return dataclasses.replace(yarn, mscale=own, mscale_all_dim=scores)
+    rule = f"attention_factor {given!r} is a factor on cosine and sine that no mscale beside these keys comes to"
+    options.refuse(key, rule, f"leave it out for {amplitude(yarn):.6g}")
+    return yarn
 
 
 # ---- the way back ---------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         resolve_pipeline as resolve_pipeline,
     )
     from phalanx.train.setup.run_folder import (
-        RECIPE_FILE as RECIPE_FILE,
         RunFolder as RunFolder,
         RunLock as RunLock,
         RunStatus as RunStatus,
