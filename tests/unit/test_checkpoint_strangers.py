@@ -144,6 +144,21 @@ def test_a_table_that_says_that_it_has_many_boxes_gets_no_room_for_them() -> Non
     assert decode(longer[:size] + told.to_bytes(4, "little") + longer[size + 4 :]) is None
 
 
+def test_a_table_that_ends_behind_what_it_says_of_its_tensors_is_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, real = [0], planner.BoxTable.rows_of
+
+    def counted(table: BoxTable, number: int) -> Any:
+        made[0] += 1
+        return real(table, number)
+
+    shapes = [(1,) * dims for dims in range(50)]
+    data = encode(BoxTable.of([BOX._replace(tensor=SavedTensor(f"w{len(s)}", "float32", s), offsets=(0,) * len(s), sizes=s) for s in shapes]))  # fmt: skip
+    monkeypatch.setattr(BoxTable, "rows_of", counted)
+    assert decode(data) is not None and made[0] == 100
+    made[0], begin = 0, data.index(b"state_dict_metadata")
+    assert decode(data[:begin] + b"." * (len(data) - begin)) is None and made[0] == 0
+
+
 def test_ranks_that_disagree_about_a_tensor_are_told_all_at_once() -> None:
     """And those that agree are joined, whatever dims the tensors of each have."""
     flat, square = (SavedTensor(name, "float32", shape) for name, shape in (("b", (2, 2)), ("c", (4,))))
@@ -170,13 +185,24 @@ def test_of_thousands_of_tensors_some_are_named_and_the_others_counted(tmp_path:
     assert "w0 = (8,): this model has no such tensor" in str(info.value)
 
 
-def test_a_file_with_another_tensor_than_its_table_says_is_refused(tmp_path: Path) -> None:
-    torch.save(torch.zeros(5), tmp_path / "__0_0.distcp")
+@pytest.mark.parametrize(
+    ("found", "rule"), [(torch.zeros(5), r"\(5,\) of"), (torch.zeros(4).bfloat16(), "of torch.bfloat16")]
+)
+def test_a_file_with_another_tensor_than_its_table_says_is_refused(
+    found: torch.Tensor, rule: str, tmp_path: Path
+) -> None:
+    torch.save(found, tmp_path / "__0_0.distcp")
     length = (tmp_path / "__0_0.distcp").stat().st_size
     write_table(tmp_path, [SavedShare.of([BOX._replace(length=length)], {})])
     box = BoxTensor("a", (4,), Box((0,), (4,)), torch.zeros(4), True)
-    with pytest.raises(ValueError, match=r"a: \(5,\) is saved, and \(4,\) is told"):
+    with pytest.raises(ValueError, match=rf"a: .*{rule}.* is saved, and \(4,\) of torch.float32 is told"):
         planner.CheckpointReader(tmp_path).fill([box])
+
+
+def test_a_box_outside_of_its_tensor_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="it has a box outside of a"):
+        write_table(tmp_path, [SavedShare.of([BOX._replace(sizes=(5,))], {})])
+    assert not (tmp_path / TABLE_FILE).exists()
 
 
 def test_a_table_that_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

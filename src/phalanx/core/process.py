@@ -29,7 +29,7 @@ def open_closed_streams() -> None:
 def flush_or_drop_output() -> None:
     """After an error that may be of standard output. What its buffer holds is written; where that is not possible it is lost, and so is what comes from here on: the interpreter must not
     complain when it ends."""
-    with contextlib.suppress(ValueError, AttributeError):  # one that is closed, or no file
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # one that is closed, or no file
         try:
             sys.stdout.flush()
         except OSError:

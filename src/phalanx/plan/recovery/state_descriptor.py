@@ -103,7 +103,7 @@ def read_state_descriptor(data: Mapping[str, Any]) -> StateDescriptor:
 
 
 @lru_cache(maxsize=64)
-def _runs(numbers: tuple[int, ...]) -> tuple[list[int], ...]:
+def _runs(numbers: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     """(number, how often, in how many next numbers too) of equal ones next to each other, as ranks of a host are, and hosts of a cluster."""
     runs: list[list[int]] = []
     for number, same in groupby(numbers):
@@ -112,7 +112,7 @@ def _runs(numbers: tuple[int, ...]) -> tuple[list[int], ...]:
             runs[-1][2] += 1
         else:
             runs.append([number, count, 1])
-    return tuple(runs)
+    return tuple((number, count, more) for number, count, more in runs)
 
 
 def _numbers(said: Sequence[int | Sequence[int]], *, most: int) -> tuple[int, ...]:

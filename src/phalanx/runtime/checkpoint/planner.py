@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
-from phalanx.core.errors import CheckpointError, Problem, few, raise_if
+from phalanx.core.errors import CheckpointError, Problem, few, first_line, raise_if
 from phalanx.core.messages import message
 from phalanx.core.reading import parse_json, typed
 from phalanx.plan.layout import Box
@@ -110,8 +110,12 @@ def _saved(box: BoxTensor, place: _StorageInfo) -> SavedBox:
 
 def write_table(path: Path, shares: Sequence[SavedShare]) -> dict[str, FileEntry]:
     """What is where in the files that all ranks wrote; the entry of its own file. By one rank. Raises `CheckpointError` where the shares are not each element once."""
-    table = joined([share.table() for share in shares])
-    table.check()
+    try:
+        table = joined([share.table() for share in shares])
+        table.check()
+    except ValueError as err:
+        problem = Problem(where=TABLE_FILE, value=None, rule=f"cannot be written: {first_line(err)}")
+        raise CheckpointError([problem], subject="the boxes to be saved") from err
     raise_if(coverage_problems(table), CheckpointError, subject="the boxes to be saved")
     data = encode(table)
     if len(data) > TABLE_BYTES:
@@ -289,8 +293,9 @@ class CheckpointReader:
                 cast(IO[bytes], _create_file_view(file, at, length)), map_location="cpu", weights_only=True
             )
         for target, saved, part in parts:
-            if found.shape != saved.sizes:
-                raise ValueError(f"{target.name}: {tuple(found.shape)} is saved, and {saved.sizes} is told")
+            if (found.shape, found.dtype) != (saved.sizes, target.tensor.dtype):
+                rule = f"{tuple(found.shape)} of {found.dtype} is saved, and {saved.sizes} of {target.tensor.dtype} is told"
+                raise ValueError(f"{target.name}: {rule}")
             there, here = (part.shifted([-o for o in of.offsets]).slices() for of in (saved, target.box))
             target.tensor.detach()[here].copy_(found[there])
 

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from phalanx.core.errors import CheckpointError, Problem, raise_if
+from phalanx.core.errors import CheckpointError, Problem, few, raise_if
 from phalanx.core.reading import MalformedError, parse_json, typed
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 MOST_DIMS = 64
 """Of a tensor: torch's own limit."""
-LEAST_BYTES = 50
-"""A box takes more of a table."""
+BOX_BYTES, TENSOR_BYTES = 50, 30
+"""A box, and what is said of a tensor, take more of a table."""
 TENSOR, FILE, AT, LENGTH, DIMS = range(5)
 """Columns of a row; from `DIMS` on offsets, then sizes."""
 
@@ -42,7 +42,9 @@ class SavedTensor:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Raises `ValueError`."""
-        if not isinstance(dtype := getattr(torch, self.dtype, None), torch.dtype):
+        if not isinstance(
+            dtype := vars(torch).get(self.dtype), torch.dtype
+        ):  # what is no attribute yet torch would import
             raise ValueError(f"{self.name[:200]} is of the unknown type {self.dtype[:60]!r}")
         return dtype
 
@@ -152,7 +154,7 @@ def joined(tables: Sequence[BoxTable]) -> BoxTable:
         Problem(where=t.name, value=t.shape, rule=f"other ranks have {first[t.name].shape} of {first[t.name].dtype}, this one has {t.dtype}")
         for t in tensors if first[t.name] != t
     ]  # fmt: skip
-    raise_if(problems, CheckpointError, subject="the boxes to be saved")
+    raise_if(few(problems), CheckpointError, subject="the boxes to be saved")
     dims, parts = _dims(tensors), []
     for table in tables:
         table.check_numbers()
@@ -186,12 +188,18 @@ def filled(numbers: Sequence[int], dims: int, value: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Summary:
-    """What the records are of; stands in front of them, and readers of torch's classes drop it."""
+    """What the records are of; stands in front of them, and readers of torch's classes drop it. Of each tensor name, type, shape and number of boxes."""
 
-    tensors: tuple[SavedTensor, ...]
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     boxes: tuple[int, ...]
-    """Of each tensor."""
     files: tuple[str, ...]
+
+    def tensors(self) -> tuple[SavedTensor, ...]:
+        """Raises `ValueError`."""
+        each = zip(self.names, self.dtypes, self.shapes, self.boxes, strict=True)
+        return tuple(SavedTensor(name, dtype, shape) for name, dtype, shape, _ in each)
 
 
 class _Number(NamedTuple):
@@ -204,11 +212,9 @@ class _Number(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Records:
-    """Bytes for each box of tensor `number`, alike but for the `numbers` at some places."""
+class _Record:
+    """Bytes for each box, alike but for the `numbers` at some places."""
 
-    number: int
-    count: int
     alike: bytes
     numbers: tuple[tuple[int, _Number], ...]
     columns: range
@@ -243,9 +249,9 @@ _FIELDS = ("properties", "size", "chunks", "offsets", "sizes", "fqn", "offset", 
 def encode(table: BoxTable) -> bytes:
     """A table that is `sorted`, as bytes of which a `pickle` makes torch's `Metadata`."""
     boxes = tuple(len(table.rows_of(i)) for i in range(len(table.tensors)))
-    summary = _Summary(table.tensors, boxes, table.files)
-    pieces = _pieces(summary)
-    return b"".join(p if isinstance(p, bytes) else p.written(table.rows_of(p.number)).tobytes() for p in pieces)
+    names, dtypes, shapes = (tuple(getattr(t, of) for t in table.tensors) for of in ("name", "dtype", "shape"))
+    pieces = _pieces(_Summary(names, dtypes, shapes, boxes, table.files), table.tensors)
+    return b"".join(p if isinstance(p, bytes) else p[1].written(table.rows_of(p[0])).tobytes() for p in pieces)
 
 
 def decode(data: bytes) -> BoxTable | None:
@@ -254,32 +260,34 @@ def decode(data: bytes) -> BoxTable | None:
     try:
         said = parse_json(data[len(_HEAD) + 5 : len(_HEAD) + 5 + size], where="a table of contents")
         summary: _Summary = typed(said, _Summary, where="a table of contents")
-        count, dims = sum(summary.boxes), _dims(summary.tensors)
-        if min(summary.boxes, default=0) < 0 or count * LEAST_BYTES > len(data) or dims > MOST_DIMS:
+        tensors = summary.tensors()
+        count, dims = sum(summary.boxes), _dims(tensors)
+        least = count * BOX_BYTES + len(tensors) * TENSOR_BYTES
+        if min(summary.boxes, default=0) < 0 or least > len(data) - size or dims > MOST_DIMS:
             return None  # before there is room for so many
         rows = np.zeros((count, DIMS + 2 * dims), np.int64)
         rows[:, DIMS + dims :] = 1
-        rows[:, TENSOR] = np.repeat(np.arange(len(summary.tensors)), summary.boxes)
-        table = BoxTable(tensors=summary.tensors, files=summary.files, rows=rows)
+        rows[:, TENSOR] = np.repeat(np.arange(len(tensors)), summary.boxes)
+        table = BoxTable(tensors=tensors, files=summary.files, rows=rows)
         at = 0
-        for piece in _pieces(summary):
+        for piece in _pieces(summary, tensors):
             at = _taken(piece, data, at, table)
     except (MalformedError, ValueError, OverflowError):
         return None
     return table if at == len(data) else None
 
 
-def _taken(piece: bytes | _Records, data: bytes, at: int, table: BoxTable) -> int:
+def _taken(piece: bytes | tuple[int, _Record], data: bytes, at: int, table: BoxTable) -> int:
     """Reads a piece at byte `at`; where the next one begins. Raises `ValueError` where it is another."""
     if isinstance(piece, bytes):
         if not data.startswith(piece, at):
             raise ValueError
         return at + len(piece)
-    size = len(piece.alike)
-    found = np.frombuffer(data, np.uint8, size * piece.count, at).reshape(piece.count, size)
-    rows = table.rows_of(piece.number)
-    piece.read(found, rows)
-    if not np.array_equal(piece.written(rows), found):
+    number, record = piece
+    rows, size = table.rows_of(number), len(record.alike)
+    found = np.frombuffer(data, np.uint8, size * len(rows), at).reshape(len(rows), size)
+    record.read(found, rows)
+    if not np.array_equal(record.written(rows), found):
         raise ValueError
     return at + found.size
 
@@ -303,54 +311,57 @@ class _Memo:
         return [self.get("Size") + b"(", *numbers, b"t\x85R"]
 
 
-def _pieces(of: _Summary) -> Iterator[bytes | _Records]:
-    """The pickle: bytes, and where records of boxes stand."""
+def _pieces(of: _Summary, tensors: Sequence[SavedTensor]) -> Iterator[bytes | tuple[int, _Record]]:
+    """The pickle: bytes, and where records of the boxes of a tensor stand."""
     memo = _Memo({
-        **_NAMED, **{field: _text(field) for field in _FIELDS}, **{("type", t.dtype): _properties(t.dtype) for t in of.tensors},
-        **{("tensor", i): _text(t.name) for i, t in enumerate(of.tensors)}, **{("file", i): _text(f) for i, f in enumerate(of.files)},
+        **_NAMED, **{field: _text(field) for field in _FIELDS}, **{("type", dtype): _properties(dtype) for dtype in of.dtypes},
+        **{("tensor", i): _text(name) for i, name in enumerate(of.names)}, **{("file", i): _text(f) for i, f in enumerate(of.files)},
     })  # fmt: skip
     yield _HEAD + _text(json.dumps(asdict(of), separators=(",", ":"))) + memo.kept + b"t" + _text("planner_data") + b"N"
-    dims = _dims(of.tensors)
-    records = [_records_of(i, of, memo, dims=dims) for i in range(len(of.tensors))]
+    records, dims = dict[tuple[int, bool], tuple[_Record, _Record]](), _dims(tensors)
+    for tensor in tensors:
+        if (kind := _kind(tensor)) not in records:
+            records[kind] = _chunk_and_place(*kind, memo, dims=dims)
     yield _text("state_dict_metadata") + b"}("
-    for (head, chunks), _ in records:
-        yield head
-        yield chunks
+    for i, tensor in enumerate(tensors):
+        shape = memo.size([_LONG + n.to_bytes(8, "little", signed=True) for n in tensor.shape])
+        head = [memo.get(("tensor", i)), memo.begun("tensor"), memo.get("properties"), memo.get(("type", tensor.dtype)), memo.get("size"), *shape, memo.get("chunks"), b"]("]  # fmt: skip
+        yield _record(head).alike
+        yield i, records[_kind(tensor)][0]
         yield b"eub"
     yield b"u" + _text("storage_data") + b"}("
-    for _, places in records:
-        yield places
+    for i, tensor in enumerate(tensors):
+        yield i, records[_kind(tensor)][1]
     yield b"u" + _text("version") + _text("1.0.0") + b"ub."
 
 
-def _records_of(number: int, of: _Summary, memo: _Memo, *, dims: int) -> tuple[tuple[bytes, _Records], _Records]:
-    """A tensor up to its boxes, what each of them is, and where."""
-    tensor, count = of.tensors[number], of.boxes[number]
-    step, width = (b"J", 4) if max(tensor.shape, default=0) < 1 << 31 else (_LONG, 8)
-    offsets, sizes = (
-        memo.size([_Number(step, width, at + d) for d in range(len(tensor.shape))]) for at in (DIMS, DIMS + dims)
-    )
-    shape = memo.size([_LONG + n.to_bytes(8, "little", signed=True) for n in tensor.shape])
-    head = [memo.get(("tensor", number)), memo.begun("tensor"), memo.get("properties"), memo.get(("type", tensor.dtype)), memo.get("size"), *shape, memo.get("chunks"), b"]("]  # fmt: skip
+def _kind(tensor: SavedTensor) -> tuple[int, bool]:
+    """What the records of its boxes follow from: dims, and whether a number may take more than 32 bits."""
+    return len(tensor.shape), max(tensor.shape, default=0) >= 1 << 31
+
+
+def _chunk_and_place(rank: int, is_long: bool, memo: _Memo, *, dims: int) -> tuple[_Record, _Record]:
+    """What a box of a tensor of `rank` dims is, and where."""
+    step, width = (_LONG, 8) if is_long else (b"J", 4)
+    offsets, sizes = (memo.size([_Number(step, width, at + d) for d in range(rank)]) for at in (DIMS, DIMS + dims))
+    tensor, file = (memo.places.get((name, 0), 0) for name in ("tensor", "file"))  # others follow the first one
     chunk = [memo.begun("chunk"), memo.get("offsets"), *offsets, memo.get("sizes"), *sizes, b"ub"]
     place = [
-        memo.begun("index"), memo.get("fqn"), memo.get(("tensor", number)), memo.get("offset"), *offsets, b"ub",
-        memo.begun("place"), memo.get("relative_path"), _Number(b"j", 4, FILE, memo.places.get(("file", 0), 0)),
+        memo.begun("index"), memo.get("fqn"), _Number(b"j", 4, TENSOR, tensor), memo.get("offset"), *offsets, b"ub",
+        memo.begun("place"), memo.get("relative_path"), _Number(b"j", 4, FILE, file),
         memo.get("offset"), _Number(_LONG, 8, AT), memo.get("length"), _Number(_LONG, 8, LENGTH), b"ub",
     ]  # fmt: skip
-    chunks, places = range(DIMS, DIMS + 2 * dims), range(DIMS)
-    begin = _alike(number, 1, head, columns=range(0)).alike
-    return (begin, _alike(number, count, chunk, columns=chunks)), _alike(number, count, place, columns=places)
+    return _record(chunk, columns=range(DIMS, DIMS + 2 * dims)), _record(place, columns=range(FILE, DIMS))
 
 
-def _alike(number: int, count: int, parts: Sequence[bytes | _Number], *, columns: range) -> _Records:
+def _record(parts: Sequence[bytes | _Number], *, columns: range = range(0)) -> _Record:
     alike, numbers = b"", list[tuple[int, _Number]]()
     for part in parts:
         if isinstance(part, _Number):
             numbers.append((len(alike) + len(part.step), part))
             part = part.step + bytes(part.width)
         alike += part
-    return _Records(number, count, alike, tuple(numbers), columns)
+    return _Record(alike, tuple(numbers), columns)
 
 
 _LONG = b"\x8a\x08"
