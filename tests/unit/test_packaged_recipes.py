@@ -26,6 +26,7 @@ from phalanx.simulate.hardware import GpuCluster, parse_cluster
 from phalanx.simulate.mapping import Job, RouterModel
 from phalanx.simulate.search import base_mapping, search
 from phalanx.simulate.step import predict
+from phalanx.simulate.step.device_memory import FIXED_BYTES
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,8 +58,10 @@ def test_it_fits_and_is_as_its_head_says(name: str) -> None:
     recipe, cluster = read(name)
     machine = machine_of(cluster)
     peak = peak_bytes(recipe, machine, world=cluster.world)
-    assert machine.card is not None and card_bytes(recipe, machine, world=cluster.world) <= machine.card.room_bytes
+    of_card = card_bytes(recipe, machine, world=cluster.world)
+    assert machine.card is not None and of_card <= machine.card.room_bytes
     p = predict_on(recipe, resolve_recipe(recipe), cluster)
+    assert p.peak_bytes == pytest.approx(of_card + FIXED_BYTES, rel=0.02)  # a search counts as the dry run does
     said = read_predicted(packaged_recipes()[name].read_text())
     assert said is not None and said.memory_bytes == pytest.approx(peak, rel=0.005)
     assert said.step_s == pytest.approx(p.step.seconds, rel=0.005)

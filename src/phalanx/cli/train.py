@@ -79,13 +79,17 @@ def _train(request: Request) -> int:
         _show_there(request, request.cluster)
         return 0
     launched = _launched(os.environ)
-    several = launched is not None and launched.local_world < launched.world
     try:
-        recipe = read_recipe(request, world=launched.world if launched else None, several_machines=several)
+        return _train_here(request, launched)
     except ConfigError as err:
         if launched is None and request.recipe_path is not None:
-            err = ConfigError([*err.problems, *_elsewhere(request.recipe_path)], subject="the recipe")
+            err = ConfigError([*err.problems, *_elsewhere(request.recipe_path)], subject=err.subject)
         raise err from None
+
+
+def _train_here(request: Request, launched: WorldInfo | None) -> int:
+    several = launched is not None and launched.local_world < launched.world
+    recipe = read_recipe(request, world=launched.world if launched else None, several_machines=several)
     recipe, told = with_learning_rate(recipe)
     if recipe.observe.is_for_people and (launched is None or launched.rank == 0):
         for line in (*told, *changed_settings(recipe)):

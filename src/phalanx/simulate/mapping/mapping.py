@@ -110,6 +110,13 @@ class Mapping(Hashed):
     first_rank: int = 0
     """Rank of the cluster with which a stage that has a folding of its own begins (`stage_mappings.py`)."""
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether a run of Phalanx has it, and not one of another framework's that was published."""
+        return (
+            self.by_purpose and self.fused_attention and self.recompute in RECOMPUTES and self.sharding != "parameters"
+        )
+
     def num_microbatches(self, job: Job) -> int:
         """Rounds of a step: micro-batches of the rank that has most."""
         if self.shares == "any":

@@ -1,25 +1,36 @@
 """Bytes on the devices of a cluster, for each pipeline rank: weights, gradients, optimizer, activations, buffers.
 
-`simulate/memory/memory.py` predicts the host process that runs here. The two share the sizes of the model (`ModelSpec`) and no list of tensors, for they count others: there those that the
-kernels of this repository keep, one by one, since the C library treats large blocks unlike small ones; here those of fused kernels on accelerators, in closed form by published frameworks, since a
-search asks for a million. Decides per rank of the pipeline, never an average: the first holds most micro-batches, the last the logits. Must
+What layers of our own runs keep is what `simulate/memory/device_activations.py` lists for the dry run, which adds it up moment by moment and rank by rank; here it is the most that a schedule holds
+at once, since a search asks for a million. Of runs that others published (`Mapping.is_ours`) layers keep what closed forms say, fitted to their frameworks. Decides per rank of the pipeline, never an average: the first holds most micro-batches, the last the logits. Must
 never change: more recomputation never keeps more.
 
-Widths: weights of the compute type (bf16, or fp32), gradients fp32, master weights and two moments fp32. Activations per token and layer, with sequence parallelism and
+Widths: weights of the compute type (bf16, or fp32), gradients fp32, master weights and two moments fp32. Closed forms are per token and layer, with sequence parallelism and
 fused attention; rows of experts as their fullest rank holds them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from phalanx.plan.mapping import Folding
+from phalanx.plan.moe import DispatchSpec
+from phalanx.plan.pipeline import AHEAD
 from phalanx.plan.pipeline.schedule import Order, make_schedule, most_extra, schedules
 from phalanx.simulate.hardware import BF16, FP32, Hardware
-from phalanx.simulate.mapping import AnyMapping, Job, Mapping
+from phalanx.simulate.mapping import AnyMapping, Job, Mapping, Recompute
+from phalanx.simulate.memory import (
+    LEAST_OPEN,
+    Local,
+    attention_backward,
+    experts_backward,
+    head_forward,
+    kept_layer,
+    owed_layer,
+)
 from phalanx.simulate.step.nccl import nccl_bytes
 from phalanx.simulate.step.stage_layers import StageContent, contents
 from phalanx.simulate.step.tile_time import TILE_WAYS
@@ -29,7 +40,7 @@ FIXED_BYTES = 1.2e9
 WASTE = 0.04
 """Share of the device that the caching allocator cannot hand out: holes between blocks."""
 UNNAMED = 0.037
-"""Tensors that no formula here names, as a share of those that one does: Megatron-LM's golden values of allocated memory are 23.0, 17.7 and 19.7 GB
+"""Tensors of others' runs that no formula here names, as a share of those that one does: Megatron-LM's golden values of allocated memory are 23.0, 17.7 and 19.7 GB
 where these formulas give 22.1, 17.4 and 18.7 (Mixtral-8x22B, Mixtral-8x7B, and a third functional test)."""
 
 
@@ -77,8 +88,39 @@ def reserved_bytes(mapping: Mapping, hardware: Hardware | None = None) -> float:
     )
 
 
+def _local(job: Job, mapping: Mapping, *, load: float = 1.0, recompute: Recompute | None = None) -> Local:
+    """A rank's part of a micro-batch as a run of ours has it."""
+    f, kind = mapping.folding, recompute or mapping.recompute
+    assert kind in ("none", "selective", "full")
+    dispatch = mapping.drop or DispatchSpec()
+    return Local(
+        spec=job.spec,
+        folding=f,
+        dispatch=replace(dispatch, transport="all_gather") if mapping.dispatch == "all_gather" else dispatch,
+        sequences=mapping.micro_batch,
+        seq_len=job.seq_len,
+        item=mapping.item_bytes,
+        recompute=kind,
+        lanes=1,
+        rows_share=load,
+        on_device=True,
+        cp_method=mapping.cp_method,
+        sums_experts=True,
+        experts_held=max(1, round(mapping.held_experts(job))) if job.spec.num_moe_layers else None,
+    )
+
+
+def _layer(job: Job, *, moe: bool) -> int:
+    """A number of such a layer."""
+    return job.spec.moe_layers[0] if moe else -1
+
+
 def activation_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
     """Bytes that a layer keeps of one micro-batch until its backward pass, with an even load."""
+    if mapping.is_ours:
+        kept = sum(kept_layer(_local(job, mapping), _layer(job, moe=moe)))
+        by_kernels = moe and mapping.recompute != "full"
+        return kept + (mapping.tokens(job) * _index_bytes(mapping, job.spec.top_k) if by_kernels else 0.0)
     s, f = job.spec, mapping.folding
     tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
     if mapping.recompute == "full":
@@ -138,6 +180,8 @@ def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
     """Bytes that a layer keeps of one micro-batch between its input gradient and a weight gradient that was deferred: inputs of its products, and
     gradients of their outputs, recomputed or not.
     """
+    if mapping.is_ours:
+        return sum(owed_layer(_local(job, mapping), _layer(job, moe=moe)))
     s, f = job.spec, mapping.folding
     tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
     if s.mla is None:
@@ -176,6 +220,16 @@ def _working_bytes(job: Job, mapping: Mapping) -> float:
         whole = Mapping(**{**_fields(mapping), "recompute": "none"})
         bare += activation_bytes(job, whole, moe=s.num_moe_layers > 0)
     return bare
+
+
+def _working_of_ours(job: Job, mapping: Mapping, *, load: float) -> float:
+    """The same of a run of ours, in the backward pass."""
+    moe, x = job.spec.num_moe_layers > 0, _local(job, mapping, load=load)
+    working = float(max(sum(attention_backward(x)), sum(experts_backward(x)) if moe else 0))
+    if mapping.recompute == "full":
+        layer = _layer(job, moe=moe)
+        working += sum(kept_layer(replace(x, recompute="none"), layer)) - sum(kept_layer(x, layer))
+    return working
 
 
 def _fields(mapping: Mapping) -> dict[str, Any]:
@@ -224,23 +278,55 @@ class LayerBytes:
     moe_later: float
     """Kept until a weight gradient that was deferred."""
     dense_later: float
+    rows_later: float
+    """Part of `moe_later` that grows with the load."""
     working: float
+    """With an even load, where a run is ours."""
+    working_excess: float
+    """And what its fullest layer adds."""
+    message: float
+    """From one stage to the next, where a run of ours has it open beside others."""
     logits: float
 
 
 def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
     """Activations of a layer of either kind, the largest layer at work, logits."""
     s, f = job.spec, mapping.folding
-    tokens = mapping.micro_batch * job.seq_len / f.cp
+    load, excess = _load(mapping, job) if s.num_moe_layers else 1.0, 0.0
+    if mapping.is_ours:
+        working, fullest = (_working_of_ours(job, mapping, load=each) for each in (1.0, load))
+        excess = fullest - working
+        logits = max(0.0, sum(head_forward(_local(job, mapping))) - working)  # one is there after the other
+        if mapping.overlap.ep == "fused":  # a place for every token of every source, there and back
+            working += 2 * f.ep * _local(job, mapping).stream()
+    else:
+        working = _working_bytes(job, mapping)
+        logits = mapping.micro_batch * job.seq_len / f.cp * s.vocab / f.tp * (FP32 + 2 * BF16)
     return LayerBytes(
         moe=activation_bytes(job, mapping, moe=True) if s.num_moe_layers else 0.0,
-        rows=tokens / f.tp * _row_bytes(mapping, job) if mapping.recompute != "full" else 0.0,
-        load=_load(mapping, job) if s.num_moe_layers else 1.0,
+        rows=_rows_of_layer(job, mapping, kept_layer),
+        rows_later=_rows_of_layer(job, mapping, owed_layer),
+        load=load,
         dense=activation_bytes(job, mapping, moe=False),
         moe_later=later_bytes(job, mapping, moe=True) if s.num_moe_layers else 0.0,
         dense_later=later_bytes(job, mapping, moe=False),
-        working=_working_bytes(job, mapping),
-        logits=tokens * s.vocab / f.tp * (FP32 + 2 * BF16),
+        working=working,
+        working_excess=excess,
+        message=mapping.tokens(job) * mapping.item_bytes * s.hidden if mapping.is_ours else 0.0,
+        logits=logits,
+    )
+
+
+def _rows_of_layer(job: Job, mapping: Mapping, counted: Callable[[Local, int], list[int]]) -> float:
+    """Part of what is counted of a layer that grows with the load, at an even one."""
+    if not job.spec.num_moe_layers:
+        return 0.0
+    if mapping.is_ours:
+        layer = _layer(job, moe=True)
+        half, even = (sum(counted(_local(job, mapping, load=load), layer)) for load in (0.5, 1.0))
+        return 2.0 * (even - half)
+    return (
+        mapping.tokens(job) * _row_bytes(mapping, job) if counted is kept_layer and mapping.recompute != "full" else 0.0
     )
 
 
@@ -284,7 +370,8 @@ def _front(order: Order) -> tuple[tuple[int, int], ...]:
     for action in order:
         a, b = change[action.kind]
         live, later = live + a, later + b
-        most[live] = max(most.get(live, 0), later)
+        during = later + (action.kind == "B")  # a whole backward pass puts its weight gradients off to its end
+        most[live] = max(most.get(live, 0), during)
     front: list[tuple[int, int]] = []
     for number in sorted(most, reverse=True):
         if not front or most[number] > front[-1][1]:
@@ -328,7 +415,7 @@ def least_bytes(job: Job, mapping: Mapping, hardware: Hardware | None = None) ->
     assert mapping.sharding != "parameters"
     whole = contents(job, replace(mapping, folding=Folding(world=1), schedule="1f1b", virtual=1))[0]
     state = sum(_state_bytes(job, mapping, whole)) / mapping.folding.pp
-    return state * (1 + UNNAMED) + reserved_bytes(mapping, hardware)
+    return state * (1.0 if mapping.is_ours else 1 + UNNAMED) + reserved_bytes(mapping, hardware)
 
 
 def memory_at(
@@ -336,13 +423,19 @@ def memory_at(
 ) -> StageMemory:
     content = place.content
     weights, gradients, of_optimizer = _state_bytes(job, mapping, content)
-    # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root
-    excess = (layer.load - 1) * math.sqrt(content.moe_layers) * layer.rows
-    held = content.moe_layers * layer.moe + excess + content.dense_layers * layer.dense
+    # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root, but where the fullest is at work alone
+    root = math.sqrt(max(1, content.moe_layers))
+    alone = root if mapping.recompute == "full" else 1.0
+    uneven = (layer.load - 1) * content.moe_layers / root * alone
+    held = content.moe_layers * layer.moe + uneven * layer.rows + content.dense_layers * layer.dense
     state = weights + gradients + of_optimizer
     later = content.moe_layers * layer.moe_later + content.dense_layers * layer.dense_later
+    later += uneven * layer.rows_later
     activations = max(held * n + later * w for n, w in place.states) / max(1, len(content.chunk_layers))
+    if mapping.folding.pp > 1:  # sends that may be open, receives that are posted ahead
+        activations += (max(LEAST_OPEN, *(n for n, _ in place.states)) + AHEAD) * layer.message
     logits = layer.logits if content.heads else 0.0
+    working = layer.working + layer.working_excess / root * alone
     return StageMemory(
         pipeline_rank=place.pipeline_rank,
         weights=weights,
@@ -350,7 +443,7 @@ def memory_at(
         optimizer=of_optimizer,
         activations=activations,
         logits=logits,
-        buffers=layer.working + UNNAMED * (state + activations + logits + layer.working),
+        buffers=working + (0.0 if mapping.is_ours else UNNAMED * (state + activations + logits + working)),
         communication=reserved_bytes(mapping, hardware),
         live=max(n + w for n, w in place.states),
     )
