@@ -11,7 +11,6 @@ fused attention; rows of experts as their fullest rank holds them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from phalanx.plan.moe import DispatchSpec
 from phalanx.plan.pipeline import AHEAD
 from phalanx.plan.pipeline.schedule import Order, make_schedule, most_extra, schedules
 from phalanx.simulate.hardware import BF16, FP32, Hardware
-from phalanx.simulate.mapping import AnyMapping, Job, Mapping, Recompute
+from phalanx.simulate.mapping import AnyMapping, Job, Mapping
 from phalanx.simulate.memory import (
     LEAST_OPEN,
     Local,
@@ -88,39 +87,8 @@ def reserved_bytes(mapping: Mapping, hardware: Hardware | None = None) -> float:
     )
 
 
-def _local(job: Job, mapping: Mapping, *, load: float = 1.0, recompute: Recompute | None = None) -> Local:
-    """A rank's part of a micro-batch as a run of ours has it."""
-    f, kind = mapping.folding, recompute or mapping.recompute
-    assert kind in ("none", "selective", "full")
-    dispatch = mapping.drop or DispatchSpec()
-    return Local(
-        spec=job.spec,
-        folding=f,
-        dispatch=replace(dispatch, transport="all_gather") if mapping.dispatch == "all_gather" else dispatch,
-        sequences=mapping.micro_batch,
-        seq_len=job.seq_len,
-        item=mapping.item_bytes,
-        recompute=kind,
-        lanes=1,
-        rows_share=load,
-        on_device=True,
-        cp_method=mapping.cp_method,
-        sums_experts=True,
-        experts_held=max(1, round(mapping.held_experts(job))) if job.spec.num_moe_layers else None,
-    )
-
-
-def _layer(job: Job, *, moe: bool) -> int:
-    """A number of such a layer."""
-    return job.spec.moe_layers[0] if moe else -1
-
-
 def activation_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
     """Bytes that a layer keeps of one micro-batch until its backward pass, with an even load."""
-    if mapping.is_ours:
-        kept = sum(kept_layer(_local(job, mapping), _layer(job, moe=moe)))
-        by_kernels = moe and mapping.recompute != "full"
-        return kept + (mapping.tokens(job) * _index_bytes(mapping, job.spec.top_k) if by_kernels else 0.0)
     s, f = job.spec, mapping.folding
     tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
     if mapping.recompute == "full":
@@ -180,8 +148,6 @@ def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
     """Bytes that a layer keeps of one micro-batch between its input gradient and a weight gradient that was deferred: inputs of its products, and
     gradients of their outputs, recomputed or not.
     """
-    if mapping.is_ours:
-        return sum(owed_layer(_local(job, mapping), _layer(job, moe=moe)))
     s, f = job.spec, mapping.folding
     tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
     if s.mla is None:
@@ -220,16 +186,6 @@ def _working_bytes(job: Job, mapping: Mapping) -> float:
         whole = Mapping(**{**_fields(mapping), "recompute": "none"})
         bare += activation_bytes(job, whole, moe=s.num_moe_layers > 0)
     return bare
-
-
-def _working_of_ours(job: Job, mapping: Mapping, *, load: float) -> float:
-    """The same of a run of ours, in the backward pass."""
-    moe, x = job.spec.num_moe_layers > 0, _local(job, mapping, load=load)
-    working = float(max(sum(attention_backward(x)), sum(experts_backward(x)) if moe else 0))
-    if mapping.recompute == "full":
-        layer = _layer(job, moe=moe)
-        working += sum(kept_layer(replace(x, recompute="none"), layer)) - sum(kept_layer(x, layer))
-    return working
 
 
 def _fields(mapping: Mapping) -> dict[str, Any]:
@@ -289,44 +245,84 @@ class LayerBytes:
     logits: float
 
 
+def _local(job: Job, mapping: Mapping) -> Local:
+    """A rank's part of a micro-batch, with an even load, as a run of ours has it."""
+    assert mapping.recompute in ("none", "selective", "full")
+    dispatch = mapping.drop or DispatchSpec()
+    return Local(
+        spec=job.spec,
+        folding=mapping.folding,
+        dispatch=replace(dispatch, transport="all_gather") if mapping.dispatch == "all_gather" else dispatch,
+        sequences=mapping.micro_batch,
+        seq_len=job.seq_len,
+        item=mapping.item_bytes,
+        recompute=mapping.recompute,
+        lanes=1,
+        rows_share=1.0,
+        on_device=True,
+        cp_method=mapping.cp_method,
+        sums_experts=True,
+        experts_held=max(1, round(mapping.held_experts(job))) if job.spec.num_moe_layers else None,
+    )
+
+
 def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
     """Activations of a layer of either kind, the largest layer at work, logits."""
-    s, f = job.spec, mapping.folding
-    load, excess = _load(mapping, job) if s.num_moe_layers else 1.0, 0.0
-    if mapping.is_ours:
-        working, fullest = (_working_of_ours(job, mapping, load=each) for each in (1.0, load))
-        excess = fullest - working
-        logits = max(0.0, sum(head_forward(_local(job, mapping))) - working)  # one is there after the other
-        if mapping.overlap.ep == "fused":  # a place for every token of every source, there and back
-            working += 2 * f.ep * _local(job, mapping).stream()
-    else:
-        working = _working_bytes(job, mapping)
-        logits = mapping.micro_batch * job.seq_len / f.cp * s.vocab / f.tp * (FP32 + 2 * BF16)
+    return (_layer_of_ours if mapping.is_ours else _layer_of_others)(job, mapping)
+
+
+def _layer_of_ours(job: Job, mapping: Mapping) -> LayerBytes:
+    """By the lists of the dry run."""
+    s, moe = job.spec, job.spec.num_moe_layers > 0
+    x, layer, load = _local(job, mapping), s.moe_layers[0] if moe else -1, _load(mapping, job) if moe else 1.0
+    half = replace(x, rows_share=0.5)
+    kept, owed = (sum(of(x, layer)) if moe else 0 for of in (kept_layer, owed_layer))
+    working, fullest = (float(_working_of_ours(replace(x, rows_share=each), layer)) for each in (1.0, load))
+    logits = max(0.0, sum(head_forward(x)) - working)  # one is there after the other
+    fused = 2 * mapping.folding.ep * x.stream() if mapping.overlap.ep == "fused" else 0  # there and back
+    indices = mapping.tokens(job) * _index_bytes(mapping, s.top_k) if moe and mapping.recompute != "full" else 0.0
     return LayerBytes(
-        moe=activation_bytes(job, mapping, moe=True) if s.num_moe_layers else 0.0,
-        rows=_rows_of_layer(job, mapping, kept_layer),
-        rows_later=_rows_of_layer(job, mapping, owed_layer),
+        moe=kept + indices,
+        rows=2.0 * (kept - sum(kept_layer(half, layer))) if moe else 0.0,
+        rows_later=2.0 * (owed - sum(owed_layer(half, layer))) if moe else 0.0,
         load=load,
-        dense=activation_bytes(job, mapping, moe=False),
-        moe_later=later_bytes(job, mapping, moe=True) if s.num_moe_layers else 0.0,
-        dense_later=later_bytes(job, mapping, moe=False),
-        working=working,
-        working_excess=excess,
-        message=mapping.tokens(job) * mapping.item_bytes * s.hidden if mapping.is_ours else 0.0,
+        dense=sum(kept_layer(x, -1)),
+        moe_later=owed,
+        dense_later=sum(owed_layer(x, -1)),
+        working=working + fused,
+        working_excess=fullest - working,
+        message=x.tokens * mapping.item_bytes * s.hidden,
         logits=logits,
     )
 
 
-def _rows_of_layer(job: Job, mapping: Mapping, counted: Callable[[Local, int], list[int]]) -> float:
-    """Part of what is counted of a layer that grows with the load, at an even one."""
-    if not job.spec.num_moe_layers:
-        return 0.0
-    if mapping.is_ours:
-        layer = _layer(job, moe=True)
-        half, even = (sum(counted(_local(job, mapping, load=load), layer)) for load in (0.5, 1.0))
-        return 2.0 * (even - half)
-    return (
-        mapping.tokens(job) * _row_bytes(mapping, job) if counted is kept_layer and mapping.recompute != "full" else 0.0
+def _working_of_ours(x: Local, layer: int) -> int:
+    """The layer at work in the backward pass; all of it where it is computed again."""
+    working = max(sum(attention_backward(x)), sum(experts_backward(x)) if layer in x.spec.moe_layers else 0)
+    again = sum(kept_layer(replace(x, recompute="none"), layer)) - sum(kept_layer(x, layer))
+    return working + again if x.recompute == "full" else working
+
+
+def _layer_of_others(job: Job, mapping: Mapping) -> LayerBytes:
+    """By the closed forms."""
+    s, moe = job.spec, job.spec.num_moe_layers > 0
+    return LayerBytes(
+        moe=activation_bytes(job, mapping, moe=True) if moe else 0.0,
+        rows=mapping.tokens(job) * _row_bytes(mapping, job) if moe and mapping.recompute != "full" else 0.0,
+        rows_later=0.0,
+        load=_load(mapping, job) if moe else 1.0,
+        dense=activation_bytes(job, mapping, moe=False),
+        moe_later=later_bytes(job, mapping, moe=True) if moe else 0.0,
+        dense_later=later_bytes(job, mapping, moe=False),
+        working=_working_bytes(job, mapping),
+        working_excess=0.0,
+        message=0.0,
+        logits=mapping.micro_batch
+        * job.seq_len
+        / mapping.folding.cp
+        * s.vocab
+        / mapping.folding.tp
+        * (FP32 + 2 * BF16),
     )
 
 
