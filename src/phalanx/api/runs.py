@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.launching import is_run_of
-from phalanx.core.config import Recipe
+from phalanx.core.config import RECIPE_FILE, STATUS_FILE, Recipe
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.events import Event
 from phalanx.core.reading import load_json
@@ -40,7 +40,7 @@ class RunHandle:
     @property
     def status(self) -> dict[str, Any]:
         """Status ("running", "finished" or "interrupted"), step, total_steps, samples, checkpoint_step, validation_loss, unigram_loss. Raises `ConfigError` where none was written yet."""
-        path = self.folder / "run_state.json"
+        path = self.folder / STATUS_FILE
         try:
             return dict(load_json(path))
         except FileNotFoundError:
@@ -95,7 +95,7 @@ class RunHandle:
 def open_run(folder: str | Path) -> RunHandle:
     """The run in `folder`, such as `runs/laptop`. Raises `ConfigError` where there is none."""
     found = Path(folder)
-    if not (found / "recipe.toml").is_file():
-        rule, hint = "is not the folder of a run: it has no recipe.toml", "give one such as runs/laptop"
+    if not (found / RECIPE_FILE).is_file():
+        rule, hint = f"is not the folder of a run: it has no {RECIPE_FILE}", "give one such as runs/laptop"
         raise ConfigError([Problem(where="folder", value=str(folder), rule=rule, hint=hint)], subject="the run")
     return RunHandle(found)

@@ -74,12 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # of a locale without our signs (Latin-1, ASCII): another sign, and no traceback
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
+    debug = os.environ.get("PHALANX_DEBUG", "") not in ("", "0")
     if not args or args[0] in ("-h", "--help", "help"):
-        print(help_text())
-        return 0
+        return _ended("phalanx", lambda: print(help_text()), debug=debug)
     if args[0] in ("-V", "--version"):
-        print(version_text())
-        return 0
+        return _ended("phalanx", lambda: print(version_text()), debug=debug)
     name = args[0]
     if name not in {c.name for c in COMMANDS}:
         hint = nearest(name, (c.name for c in COMMANDS))
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if name in TRAINING and argv is None:
         start_again(os.environ)
-    status = run_command(name, args[1:], debug=os.environ.get("PHALANX_DEBUG", "") not in ("", "0"))
+    status = run_command(name, args[1:], debug=debug)
     if argv is None and "RANK" in os.environ:
         _end_rank(status)
     return status
@@ -103,18 +102,23 @@ def _end_rank(status: int) -> NoReturn:
 
 
 def run_command(name: str, args: Sequence[str], *, debug: bool) -> int:
-    """Import the command and run it. Errors made for people end here; everything else is a bug and keeps its traceback."""
+    """Import the command and run it."""
+    return _ended(f"phalanx {name}", lambda: _main_of(name)(list(args)), debug=debug)
+
+
+def _ended(who: str, work: Callable[[], int | None], *, debug: bool) -> int:
+    """Exit status of `work`. Errors made for people end here; everything else is a bug and keeps its traceback."""
     try:
-        status = int(_main_of(name)(list(args)) or 0)
+        status = int(work() or 0)
         sys.stdout.flush()  # here, where a closed pipe can still be answered
         return status
     except PhalanxError as error:
         if debug:
             traceback.print_exc()
-        print(printable(f"phalanx {name}: {error}"), file=sys.stderr)
+        print(printable(f"{who}: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"phalanx {name}: interrupted", file=sys.stderr)
+        print(f"{who}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader (head, less) has seen enough
         flush_or_drop_output()
@@ -124,7 +128,7 @@ def run_command(name: str, args: Sequence[str], *, debug: bool) -> int:
             raise
         flush_or_drop_output()
         named = "" if error.filename is None else printable(f"{error.filename}: ")
-        say(f"phalanx {name}: {named}{error.strerror}")
+        say(f"{who}: {named}{error.strerror}")
         return 2
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # rich ends so, and has silenced the output

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from phalanx.cli.launching import Request, read_args, read_recipe
 from phalanx.cli.settings import settings_text
 from phalanx.core.arguments import help_width, print_usage
-from phalanx.core.config import Recipe
+from phalanx.core.config import RECIPE_FILE, Recipe
 from phalanx.core.errors import ConfigError, PhalanxError, Problem, printable, raise_if
 from phalanx.core.process import most_open_files
 from phalanx.core.recipe import load_recipe
@@ -138,7 +138,7 @@ def with_learning_rate(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 def _kept_recipe(recipe: Recipe) -> Recipe | None:
     """What the run was last started with, where it has begun and that can be read."""
-    path = Path(recipe.run.folder) / recipe.run.name / "recipe.toml"
+    path = Path(recipe.run.folder) / recipe.run.name / RECIPE_FILE
     try:
         return load_recipe(path, tell=lambda line: None) if path.is_file() else None
     except PhalanxError:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+RECIPE_FILE, STATUS_FILE = "recipe.toml", "run_state.json"
+"""In the folder of a run: its resolved recipe, and how far it is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.config import RECIPE_FILE
 from phalanx.core.errors import DataError, printable
 from phalanx.core.reading import parse_toml
 
@@ -24,12 +25,12 @@ PLACES = frozenset({"run.name", "run.folder"})
 def recipe_values(folder: Path) -> dict[str, str]:
     """Setting -> value as text, from the recipe of a run folder; empty where none can be read."""
     try:
-        handle = os.open(folder / "recipe.toml", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(folder / RECIPE_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return {}
             data = file.read(MOST_BYTES + 1)
-        table = parse_toml(data.decode("utf-8"), where="recipe.toml") if len(data) <= MOST_BYTES else {}
+        table = parse_toml(data.decode("utf-8"), where=RECIPE_FILE) if len(data) <= MOST_BYTES else {}
     except (OSError, UnicodeDecodeError, DataError):
         return {}
     found = {

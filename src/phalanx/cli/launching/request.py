@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from phalanx.core.arguments import take_word
-from phalanx.core.config import Recipe
+from phalanx.core.config import RECIPE_FILE, STATUS_FILE, Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.process import say
 from phalanx.core.recipe import AutoDevice, AutoDtype, Device, Dtype, load_recipe, native_dtype
@@ -91,7 +91,7 @@ def read_recipe(
 
     def run_dtype(recipe: Recipe) -> Dtype:
         """That of the run, where it has begun: it may go on on another machine."""
-        kept = Path(recipe.run.folder) / recipe.run.name / "recipe.toml"
+        kept = Path(recipe.run.folder) / recipe.run.name / RECIPE_FILE
         if kept.is_file():
             return cast("Dtype", load_recipe(kept).train.dtype)
         return "bfloat16" if several_machines else native_dtype(recipe)
@@ -132,7 +132,7 @@ def moved_problems(request: Request, recipe: Recipe) -> list[Problem]:
     """The recipe in a run folder may name another one: that one would be trained, from its beginning where it is not there."""
     path, given = Path(request.recipe_path or ""), _given(request)
     here, home = path.absolute().parent, Path(recipe.run.folder) / recipe.run.name
-    if path.name != "recipe.toml" or not os.path.exists(here / "run_state.json"):  # no run folder
+    if path.name != RECIPE_FILE or not os.path.exists(here / STATUS_FILE):  # no run folder
         return []
     if is_run_of(here, recipe) or "run.name" in given or ("run.folder" in given and here.name == recipe.run.name):
         return []

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
-from phalanx.core.config import Recipe
+from phalanx.core.config import RECIPE_FILE, STATUS_FILE, Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, raise_if
 from phalanx.core.process import begun
 from phalanx.core.reading import is_count, parse_table
@@ -30,9 +30,6 @@ from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.data import ChatTemplate, Tokenizer, load_template, load_tokenizer, save_template
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointFolder, CheckpointManager, write_flushed
-
-STATUS_FILE = "run_state.json"
-RECIPE_FILE = "recipe.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
