@@ -79,6 +79,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(world, "stay_near", taken.append)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", taken.append)
+    monkeypatch.setattr(torch, "empty", lambda size, device: taken.append("a tensor"))
     for name in world.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     return taken
@@ -91,8 +92,19 @@ def test_a_rank_whose_launcher_bound_a_gpu_to_it_takes_that(one_gpu: list[object
     info = read_world(BOUND)
     assert info is not None and info.gpus_to_see == 1
     assert own_device(info, "cuda") == torch.device("cuda", 0)
-    grown = "expandable_segments:True"
-    assert one_gpu == [grown, "properties of cuda:0", torch.device("cuda", 0)], "its context is made near it"
+    near = ["properties of cuda:0", torch.device("cuda", 0)]
+    assert one_gpu == [*near, "expandable_segments:True", "a tensor"], "its context is made near it"
+
+
+def test_a_driver_that_maps_no_memory_leaves_segments_as_they_were(
+    one_gpu: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(size: int, device: torch.device) -> None:
+        raise RuntimeError("CUDA driver error: unknown error")
+
+    monkeypatch.setattr(torch, "empty", refused)
+    own_device(WorldInfo(rank=0, world=1, local_rank=0, local_world=1), "cuda")
+    assert one_gpu[-2:] == ["expandable_segments:True", "expandable_segments:False"]
 
 
 @pytest.mark.parametrize("name", world.ALLOCATOR)

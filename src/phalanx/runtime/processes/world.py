@@ -239,9 +239,9 @@ def own_device(info: WorldInfo, device: str) -> torch.device:
     )
     if target.type == "cuda":
         raise_if(_gpu_problems(info, num_gpus=torch.cuda.device_count()), ConfigError, subject="the recipe")
-        _grow_segments()
         stay_near(torch.cuda.get_device_properties(target))  # before its context, and all pinned memory
         torch.cuda.set_device(target)
+        _grow_segments(target)
     return target
 
 
@@ -249,12 +249,16 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 """Where a user sets torch's allocator."""
 
 
-def _grow_segments() -> None:
+def _grow_segments(device: torch.device) -> None:
     """Let torch's allocator grow its segments in place, where the user has not set it: experts have another number of rows in every step, which leaves holes between segments of fixed sizes.
-    Before the first tensor on the GPU."""
+    Before the first tensor on the GPU, which tells whether its driver can: that of some shared GPUs and of WSL 2 refuses (pytorch #192330)."""
     change: Callable[[str], None] | None = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.13
     if change is not None and not any(os.environ.get(name) for name in ALLOCATOR):
         change("expandable_segments:True")
+        try:
+            torch.empty(1, device=device)
+        except RuntimeError:
+            change("expandable_segments:False")
 
 
 LEFT_TO_RUN = {
