@@ -52,6 +52,17 @@ def test_help_lists_every_command(
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_the_nccl_backend_that_recovery_knows_is_chosen_before_torch_is_imported(tmp_path: Path) -> None:
+    """torch 2.15 reads it when its backends are registered."""
+    code = (
+        "import os, sys\nfrom types import SimpleNamespace\nfrom phalanx.cli.main import main\n"
+        "say = lambda args: print(os.environ['TORCH_DIST_USE_NCCL2'], 'torch' in sys.modules)\n"
+        "sys.modules['phalanx.cli.train'] = SimpleNamespace(main=say)\nmain(['train'])\n"
+    )
+    done = python(code, env={**os.environ, "TORCH_DIST_USE_NCCL2": "1"}, cwd=tmp_path)
+    assert done.stdout == "0 False\n", done.stderr
+
+
 def test_every_command_exists() -> None:
     files = {c.name: ROOT / "src/phalanx/cli" / f"{c.name.replace('-', '_')}.py" for c in COMMANDS if not c.in_lab}
     assert not [name for name, path in files.items() if not path.exists()]

@@ -62,6 +62,9 @@ COMMANDS = (
 
 OF_THE_SYSTEM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG}
 """What no command can help, wherever it comes up: a full disk, one that is not to be written, a path that is too long."""
+NCCL_OF_TORCH = ("TORCH_DIST_USE_NCCL2", "0")
+"""torch 2.15 has another backend behind the name of NCCL (pytorch PR 192281), with other aborts and options than those that recovery on GPUs is made of (`runtime/comm/devices.py`).
+This keeps the one of before; set before torch is imported."""
 TRAINING = ("train", "bench")
 """Commands whose processes hold the tensors of steps."""
 
@@ -69,6 +72,7 @@ TRAINING = ("train", "bench")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `phalanx ARGV...` and return the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
+    os.environ.update([NCCL_OF_TORCH])
     open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # of a locale without our signs (Latin-1, ASCII): another sign, and no traceback
