@@ -410,8 +410,8 @@ def test_a_command_that_is_ended_leaves_its_finished_pieces_and_no_process(
     alone = [[name for name in names if "jemalloc" not in name] for names in threads]  # Arrow's, which sleeps
     assert all(len(names) <= 2 for names in alone), threads  # one listens: libraries have none for computing
     process.send_signal(number)
-    process.communicate(timeout=30)
-    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    told = process.communicate(timeout=30)
+    assert process.returncode == (130 if number == signal.SIGINT else -number), told
     wait_until(lambda: all(map(is_gone, workers)))
     kept = finished(tmp_path)
     assert len(kept) >= 3 and not list((tmp_path / "cache" / "tokens").glob("[!.]*"))

@@ -30,6 +30,7 @@ def scripted(function: Function) -> Function:
     if compile_it is None:
         return function
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        for deprecated in (DeprecationWarning, FutureWarning):  # torch 2.14 tells of the second kind
+            warnings.simplefilter("ignore", deprecated)
         compiled: Function = compile_it(function)
     return compiled
