@@ -224,7 +224,7 @@ class TrainConfig:
     dtype: Literal["bfloat16", "float32", "float64", "auto"] = "bfloat16"
     """Compute type. Master weights and moments are fp32 (fp64 with float64). `auto`: that of the run where it has begun; else bfloat16, or float32 on one machine whose processor has no products of bf16."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none, those of the experts and norms, or whole blocks."""
+    """Activations computed again in the backward pass: none, those inside attention and experts (on GPUs the norms' too), or whole blocks."""
     deterministic: bool = False
     """Bitwise the same run each time, at some cost in speed."""
     seed: int = 0
