@@ -52,7 +52,9 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         problems += _pair_problems(recipe, folding) if batch else []
         problems += _scope_problems(recipe, spec, folding)
         if recipe.resilience.heal:
-            problems += recovery_problems(folding, floor=holders_needed(recipe), replicated=slots is not None)
+            problems += recovery_problems(
+                folding, floor=holders_needed(recipe), f=recipe.resilience.f, replicated=slots is not None
+            )
             problems += room_problems(recipe, spec, folding)
     except ConfigError as error:
         seen = {p.where for p in problems}
