@@ -123,6 +123,24 @@ def test_without_tasks_it_tells_both_losses(run: Path, tmp_path: Path) -> None:
     assert said in " ".join(done.stdout.split())
 
 
+def test_of_conversations_the_answers_count_behind_what_was_asked(tmp_path: Path) -> None:
+    """Two answers in each: the second stands behind the first, and what the user says is seen and not counted."""
+    said = [[{"role": role, "content": f"{n} {role} {turn}"} for turn in "ab" for role in ("user", "assistant")] for n in range(60)]  # fmt: skip
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in said))
+    changes = {
+        "launch__ranks": 1,
+        "train__steps": 4,
+        "train__seq_len": 256,
+        "train__global_batch": 2,
+        "train__micro_batch": 2,
+    }
+    chats = {"data__sources": f'["{tmp_path / "chats.jsonl"}"]', "data__chat_template": "chatml", "data__tokenizer": "bpe:300"}  # fmt: skip
+    done = phalanx("train", *train_args(tmp_path, **chats, **changes))
+    assert done.returncode == 0, done.stderr
+    found = evaluate(EvalArgs(run=tmp_path / "runs/run", threads=1), Console(quiet=True))["own_text"]
+    assert found["exported_loss"] == pytest.approx(found["validation_loss"], rel=2e-6)
+
+
 def test_another_text_than_that_of_training_is_no_validation(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.sources = .*: is not the text that the run was trained on"):
         own_text(EvalArgs(run=run), tmp_path, trained_on="another")

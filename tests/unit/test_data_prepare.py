@@ -341,6 +341,19 @@ def test_a_resumed_run_keeps_its_builtin_corpus(tmp_path, packages, tokenizer):
     assert prepare(recipe, resume="unknown").fingerprint == fresh.fingerprint
 
 
+def test_another_size_is_another_builtin_corpus_for_a_resumed_run_too(tmp_path, packages):
+    """A setting is never ignored: the loader refuses the other text, and the change is named."""
+    small, large = (config(tmp_path, "builtin:python", tokenizer="byte", builtin_bytes=size) for size in (1_000, 2_000))
+    first = prepare(small).train.fingerprint
+    other = prepare(large, resume=first).train.fingerprint
+    assert other != first and prepare(small, resume=first).train.fingerprint == first
+    assert what_changed(tmp_path / "cache", first, other) == "data.builtin_bytes was 1000"
+    path = tmp_path / "cache" / "pins" / f"{first}.json"
+    path.write_text(json.dumps({"builtin:python": next(iter(json.loads(path.read_text()).values()))}))
+    (packages / "new.py").write_text(text_of(99))
+    assert prepare(small, resume=first).train.fingerprint == first  # by a file of an earlier version
+
+
 @pytest.mark.parametrize("lost", ["tokens", "tokenizers"])
 def test_without_its_cache_a_run_gets_the_corpus_of_today(tmp_path, packages, lost):
     recipe = config(tmp_path, "builtin:python", tokenizer="bpe:300")

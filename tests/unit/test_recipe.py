@@ -370,6 +370,18 @@ def test_capacity_of_a_whole_micro_batch_is_that_of_a_rank_which_has_all_of_it()
     assert found.where == "--dispatch.drop_scope"
 
 
+def test_a_way_for_rows_that_all_stay_is_refused_where_the_ranks_decide_it() -> None:
+    """`folding.ep` is not written: one rank has no other to send to, and two have."""
+    words = ["--dispatch.transport", "all_gather"]
+    with pytest.raises(ConfigError) as info:
+        load_recipe(None, words, check=lambda r: run_problems(r, world=1))
+    (found,) = info.value.problems
+    assert (found.where, found.hint) == ("--dispatch.transport", "leave it out, or set folding.ep = 2")
+    assert found.rule == "has no effect: with ep x etp = 1 every row stays where it is"
+    assert load_recipe(None, words, check=lambda r: run_problems(r, world=2))
+    assert load_recipe(None, [], check=lambda r: run_problems(r, world=1))
+
+
 def test_every_effect_speaks_of_real_settings_and_is_escapable() -> None:
     names = {s.name for s in describe_settings()}
     for effect in EFFECTS:

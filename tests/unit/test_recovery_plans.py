@@ -478,3 +478,11 @@ def test_a_limit_that_the_runs_own_mapping_breaks_is_refused() -> None:
     assert problem.where == "resilience.state_gb" and "GB of parameters, gradients and optimizer state" in problem.rule
     words = problem.hint.split()
     assert float(words[1].rstrip(",")) * 1e9 >= run.bytes_of(run.base)
+
+
+def test_too_few_holders_are_told_in_ranks_and_in_hosts() -> None:
+    """On hosts of two ranks three must hold an expert so that two hosts do."""
+    (problem,) = recovery_problems(Folding(world=4, ep=4), floor=3, f=2)
+    assert problem.rule.endswith("it needs 3 (so that 2 hosts have it: resilience.f)")
+    (problem,) = recovery_problems(Folding(world=4, ep=4), floor=2, f=2)
+    assert problem.rule.endswith("it needs 2 (resilience.f)")

@@ -153,22 +153,31 @@ def own_text(options: EvalArgs, folder: Path, *, trained_on: str | None = None) 
 
 
 def write_pieces(validation: Dataset, recipe: Recipe, path: Path) -> str:
-    """The tokens that training validates on, by documents within windows, each with the token that its last one predicts. Returns the path."""
+    """The tokens that training validates on: each stretch of predicted ones behind what the model sees of their document before them. Returns the path."""
     import numpy as np
 
     from phalanx.data import ValidationLoader
 
     t = recipe.train
     loader = ValidationLoader(validation, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch, batches=t.eval_batches)  # fmt: skip
-    pieces: list[Any] = []
+    pieces, seen = list[Any](), list[int]()
     for micro in (m for number in range(loader.num_batches) for m in loader.microbatches(number)):
         for tokens, labels, lengths in zip(micro.tokens, micro.labels, micro.segments, strict=True):
             ends = np.cumsum(lengths)
             for begin, end in zip(ends - lengths, ends, strict=True):
-                predicted = labels[begin:end][labels[begin:end] >= 0]
-                pieces += [np.append(tokens[begin], predicted)] if len(predicted) else []
-    np.savez(path, tokens=np.concatenate(pieces), lengths=np.asarray([len(piece) for piece in pieces]))
+                for first, last in stretches(labels[begin:end] >= 0):
+                    pieces.append(np.append(tokens[begin : begin + first + 1], labels[begin + first : begin + last]))
+                    seen.append(first + 1)
+    np.savez(path, tokens=np.concatenate(pieces), lengths=np.asarray([len(piece) for piece in pieces]), seen=np.asarray(seen))  # fmt: skip
     return str(path)
+
+
+def stretches(chosen: Any) -> list[tuple[int, int]]:
+    """[first, last) of each stretch of true values: one in a text, one for each answer in a conversation."""
+    import numpy as np
+
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], np.asarray(chosen, dtype=np.int8), [0])))).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def run_harness(job: HarnessJob, folder: Path) -> dict[str, Any]:

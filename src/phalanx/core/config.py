@@ -155,7 +155,7 @@ class FoldingConfig:
     pp: int = 1
     """Pipeline parallel degree (stages)."""
     ep: int | None = None
-    """Expert parallel degree. Default: as many ranks as divide the experts."""
+    """Expert parallel degree. Default: as many ranks as divide the experts; fewer in a run that recovers by default, so that each has `resilience.f` holders."""
     etp: int = 1
     """Tensor parallel degree of the routed experts."""
     stages: tuple[str, ...] | None = None
@@ -227,7 +227,7 @@ class TrainConfig:
     dtype: Literal["bfloat16", "float32", "float64", "auto"] = "bfloat16"
     """Compute type. Master weights and moments are fp32 (fp64 with float64). `auto`: that of the run where it has begun; else bfloat16, or float32 on one machine whose processor has no products of bf16."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none, those of the experts and norms, or whole blocks."""
+    """Activations computed again in the backward pass: none, those inside attention and experts (on GPUs the norms' too), or whole blocks."""
     deterministic: bool = False
     """Bitwise the same run each time, at some cost in speed."""
     seed: int = 0
@@ -322,7 +322,7 @@ class ResilienceConfig:
     service: str | None = None
     """Membership service of an elastic run on several hosts: host:port of `phalanx service`, or etcd://host:port/NAME with a name that no other start of a run has. Default: one for the ranks of this machine alone."""
     wanted: int | None = None
-    """Ranks of all hosts together when the run begins; it may shrink and grow from there. Default: launch.ranks, which is all there are without a service."""
+    """Ranks of all hosts together when the run begins; it may shrink and grow from there. With a service it must be set; without one it is launch.ranks."""
     minimum: int = 1
     """The run waits while it has fewer ranks."""
     wait_s: float = 600.0
@@ -346,9 +346,9 @@ class ResilienceConfig:
     slots_per_rank: int | None = None
     """Expert replicas that a rank has room for in each layer; they are spread over all ranks of a pipeline stage. Default: no replicas, every expert once in each expert-parallel group."""
     check: Literal["off", "sums"] = "off"
-    """sums: matrix products, messages and the state at rest are checked in each step, before it is committed. A step in which something is wrong is given up and repeated. A rank whose results are wrong twice, or whose stored state has changed, exits with an error that names it: an elastic run replaces it, another one stops."""
+    """sums: matrix products, messages and the state at rest are checked in each step, before it is committed; not with tile by tile overlap. A step in which something is wrong is given up and repeated. A rank whose results are wrong twice, or whose stored state has changed, exits with an error that names it: an elastic run replaces it, another one stops."""
     f: int = 2
-    """Every expert, and with heal every shard of the optimizer state, is on so many hosts at least, so that any loss of fewer is survived; the ranks of a single machine count as hosts. Lowered, and said so, where slots or hosts are too few."""
+    """Every expert, and with heal every shard of the optimizer state, is on so many hosts at least, so that any loss of fewer is survived; the ranks of a single machine count as hosts. With slots_per_rank experts have fewer, and it is said, where slots or hosts are too few; other mappings that cannot give so many are not elastic."""
     loads: str = "uniform"
     """Tokens of each expert, which decide how many replicas it gets: uniform, or a JSON file with a row of numbers for each layer (or one for all)."""
     replace_interval: int | None = None

@@ -44,7 +44,8 @@ def remember(
     if len(found) > MOST_FILES or os.path.exists(path):
         return
     settings = {
-        name: repr(getattr(config, name)) for name in ("validation_fraction", "weights", "chat_template", "text_field")
+        name: repr(getattr(config, name))
+        for name in ("validation_fraction", "weights", "chat_template", "text_field", "builtin_bytes")
     }
     with contextlib.suppress(OSError):
         stats = {str(f.resolve()): f.stat() for f in found}

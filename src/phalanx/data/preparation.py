@@ -168,16 +168,23 @@ def _identified(
     path = cache / "pins" / f"{resume}.json"
     if resume is not None and path.exists():
         pins = _pins(path)
+        known = (pins.get(_pin_name(s)) or pins.get(s.spec) for s in sources)
         pinned = tuple(
-            replace(s, identity=pins[s.spec]) if s.spec in pins else identify(s, cache, progress) for s in sources
+            replace(s, identity=found) if found else identify(s, cache, progress)
+            for s, found in zip(sources, known, strict=True)
         )
         if _is_prepared(config, pinned, cache):
             return pinned
     return tuple(identify(s, cache, progress) for s in sources)
 
 
+def _pin_name(source: Source) -> str:
+    """Of a built-in corpus: another size is another one. (Files of earlier versions name the specification alone.)"""
+    return f"{source.spec}, {source.builtin_bytes} bytes"
+
+
 def _pins(path: Path) -> dict[str, str]:
-    """Specification -> identity; empty where the file was damaged."""
+    """Built-in corpus -> identity; empty where the file was damaged."""
     try:
         found: dict[str, str] = typed(load_json(path), dict[str, str], where=str(path))
     except (OSError, MalformedError):
@@ -196,7 +203,7 @@ def _is_prepared(config: DataConfig, sources: Sequence[Source], cache: Path) -> 
 
 def _pin(cache: Path, fingerprint: str, sources: Sequence[Source]) -> None:
     """Remembers which built-in corpus belongs to a train fingerprint."""
-    pins = {s.spec: s.identity for s in sources if s.kind == "builtin"}
+    pins = {_pin_name(s): s.identity for s in sources if s.kind == "builtin"}
     path = cache / "pins" / f"{fingerprint}.json"
     if pins and not path.exists():
         with writing(cache):

@@ -52,7 +52,9 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         problems += _pair_problems(recipe, folding) if batch else []
         problems += _scope_problems(recipe, spec, folding)
         if recipe.resilience.heal:
-            problems += recovery_problems(folding, floor=holders_needed(recipe), replicated=slots is not None)
+            problems += recovery_problems(
+                folding, floor=holders_needed(recipe), f=recipe.resilience.f, replicated=slots is not None
+            )
             problems += room_problems(recipe, spec, folding)
     except ConfigError as error:
         seen = {p.where for p in problems}
@@ -62,7 +64,7 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
     if spec.moe_layers:
         stages = [] if folding is None else _stages_of(folding)
         groups = [(stage.ep, stage.etp, stage.ep * stage.etp * stage.edp) for stage in stages]
-        problems += transport_problems(recipe, spec, groups=groups)
+        problems += transport_problems(recipe, spec, groups=groups) or _idle_transport(recipe, stages)
     if recipe.folding.num_stages > 1:
         seen = {p.where for p in problems}
         found = pipeline_problems(recipe.pipeline, spec, pp=recipe.folding.num_stages)
@@ -160,6 +162,15 @@ def _overlap_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding | Non
         transport=d.transport,
         pad_to_capacity=bool(d.pad_to_capacity),
     )
+
+
+def _idle_transport(recipe: Recipe, stages: Sequence[Folding]) -> list[Problem]:
+    """A way for rows where none travels. (Degrees that are written down are told so by the recipe alone.)"""
+    transport = recipe.dispatch.transport
+    if transport == "all_to_all" or not stages or any(stage.ep * stage.etp > 1 for stage in stages):
+        return []
+    rule, hint = "has no effect: with ep x etp = 1 every row stays where it is", "leave it out, or set folding.ep = 2"
+    return [Problem(where="dispatch.transport", value=transport, rule=rule, hint=hint)]
 
 
 def _of_stages(problem: Problem, recipe: Recipe) -> Problem:

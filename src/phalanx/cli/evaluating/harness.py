@@ -92,10 +92,10 @@ def _gpu_bytes() -> list[int]:
 
 
 def loss_of(model: Any, path: str) -> float:
-    """Nats a token that the harness's model needs for all but the first token of each piece: what our validation loss is the mean of."""
+    """Nats a token that the harness's model needs for what is predicted in each piece: what our validation loss is the mean of."""
     with np.load(path) as file:
-        pieces = np.split(file["tokens"], np.cumsum(file["lengths"])[:-1])
-    requests = [(("", ""), piece[:1].tolist(), piece[1:].tolist()) for piece in pieces]
+        pieces, seen = np.split(file["tokens"], np.cumsum(file["lengths"])[:-1]), file["seen"].tolist()
+    requests = [(("", ""), p[:n].tolist(), p[n:].tolist()) for p, n in zip(pieces, seen, strict=True)]
     nats = -math.fsum(found[0] for found in model._loglikelihood_tokens(requests, disable_tqdm=True))
     return nats / sum(len(predicted) for _, _, predicted in requests)
 

@@ -589,17 +589,20 @@ def _with_holes(move: Move, holes: Sequence[tuple[int, Box]]) -> Move:
     return replace(move, src=replace(move.src, held=tuple(held)))
 
 
-def recovery_problems(folding: AnyFolding, *, floor: int, replicated: bool = False) -> list[Problem]:
-    """Whether all state of a run that is to be elastic has `floor` holders to begin with. `replicated`: experts have replicas, and a placement that sees to them."""
+def recovery_problems(
+    folding: AnyFolding, *, floor: int, f: int | None = None, replicated: bool = False
+) -> list[Problem]:
+    """Whether all state of a run that is to be elastic has `floor` holders to begin with. `f`: the hosts that these are to be on. `replicated`: experts have replicas, and a placement that sees to them."""
     if not isinstance(folding, Folding):
         return []
     problems, holders, beside = [], folding.dp * folding.cp, "and with resilience.heal = true it needs"
+    why = "resilience.f" if f is None or floor <= f else f"so that {f} hosts have it: resilience.f"
     if holders < floor:
-        rule = f"leaves every part of the dense tensors on {holders} of them, {beside} {floor} (resilience.f)"
+        rule = f"leaves every part of the dense tensors on {holders} of them, {beside} {floor} ({why})"
         hint = f"use {floor * folding.world // holders} ranks, or smaller folding.tp and folding.pp"
         problems.append(Problem(where="launch.ranks", value=folding.world, rule=rule, hint=hint))
     if not replicated and folding.ep > 1 and folding.edp < floor:
-        rule = f"leaves every expert on {folding.edp} of the ranks, {beside} {floor} (resilience.f)"
+        rule = f"leaves every expert on {folding.edp} of the ranks, {beside} {floor} ({why})"
         ways = [ep for ep in range(1, folding.ep) if folding.ep % ep == 0 and folding.edp * folding.ep // ep >= floor]
         hint = f"use folding.ep = {max(ways)}" if ways else "use more ranks"
         problems.append(Problem(where="folding.ep", value=folding.ep, rule=rule, hint=hint))

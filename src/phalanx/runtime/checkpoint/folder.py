@@ -274,7 +274,7 @@ class CheckpointFolder:
             if self.is_sound(other):
                 listed = ", ".join(map(str, others))
                 return f"--checkpoint.step {other} resumes from a sound one (others here: {listed})"
-        return "no other checkpoint here is sound; give the run another --run.name, or --checkpoint.resume false"
+        return "no other checkpoint here is sound; give the run another --run.name, or remove that folder"
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of `step` into."""

@@ -185,7 +185,9 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     )  # the rules refuse stages of their own with a mode, and elastic recovery without one
     resolve_pipeline(recipe, spec, folding)  # or what is wrong with it
     planner, alone = recovery_planner(recipe, spec, folding), recipe.resilience.service is None
-    problems = recovery_problems(folding, floor=planner.floor, replicated=planner.slots_per_rank is not None)
+    problems = recovery_problems(
+        folding, floor=planner.floor, f=recipe.resilience.f, replicated=planner.slots_per_rank is not None
+    )
     problems += planner.room_problems()
     raise_if(problems, ConfigError, subject="the recipe")
     again = recipe_to_keep(recipe if kept is None else kept)
