@@ -21,7 +21,7 @@ import phalanx
 from phalanx_lab.bench.trace.command import per_layer
 from phalanx_lab.bench.trace.order import differences
 from phalanx_lab.bench.trace.pieces import trace_piece
-from phalanx_lab.bench.trace.shim import run_traces
+from phalanx_lab.bench.trace.shim import run_traces, why_not
 from phalanx_lab.bench.trace.steps import even_estimate
 
 SMALL = (
@@ -46,7 +46,10 @@ class Case:
         return [{"settings": settings, "world": self.world, "rank": r, **self.more} for r in self.ranks]
 
 
-pytestmark = pytest.mark.timeout(900)  # the traces of all cases count with whichever test asks first
+pytestmark = [
+    pytest.mark.timeout(900),  # the traces of all cases count with whichever test asks first
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
 
 ALL = (0, 1, 2, 3)
 EMPTY = {"samples": 7}

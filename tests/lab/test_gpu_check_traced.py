@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
+from phalanx_lab.bench.trace.shim import why_not
 from phalanx_lab.bench.trace.steps import even_estimate
 from phalanx_lab.gpu_check.taken_apart import TRACED, memory_cases, trace_all, traced
 from phalanx_lab.gpu_check.whole import asked_of, dry_run, layer_launches, tell_sides
@@ -20,6 +21,7 @@ WRITE = "PHALANX_WRITE_TRACED"
 """Set it to write the file anew: `PHALANX_WRITE_TRACED=1 pytest tests/lab/test_gpu_check_traced.py`."""
 
 
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_the_trace_says_what_is_written_down(tmp_path: Path) -> None:
     found = trace_all(tmp_path)
     if WRITE in os.environ:

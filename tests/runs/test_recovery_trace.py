@@ -12,9 +12,9 @@ from tiers import some
 
 import phalanx
 from phalanx_lab.bench.trace.order import differences
-from phalanx_lab.bench.trace.shim import run_traces
+from phalanx_lab.bench.trace.shim import run_traces, why_not
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 LARGE = (
     "--model.preset qwen3-30b-a3b --model.num_layers 4 --model.vocab 4096 --model.num_experts 16 --model.top_k 2 --model.expert_ffn 2048 "
     "--train.seq_len 256 --train.micro_batch 1 --resilience.mode fast --resilience.heal true --resilience.f 2"

@@ -387,12 +387,23 @@ def check_recorded_moves(run: Path, *, ids: set[str], moves: set[int]) -> None:
 
 @pytest.mark.unit
 def test_when_a_run_decides() -> None:
-    with_slots = ResilienceConfig(slots_per_rank=4, mode="fast")
-    assert ResilienceConfig().steps_between_placements() == 0
-    assert with_slots.steps_between_placements() == 200
-    assert replace(with_slots, mode="off").steps_between_placements() == 0
-    assert replace(with_slots, mode="off", replace_interval=7).steps_between_placements() == 7
-    assert replace(with_slots, expert_state="sharded").steps_between_placements() == 0
+    def steps(*, deterministic: bool = False, slots: int | None = 4, **resilience: Any) -> int:
+        r = ResilienceConfig(**{"slots_per_rank": slots, "mode": "fast", **resilience})
+        return Recipe(resilience=r, train=TrainConfig(deterministic=deterministic)).steps_between_placements()
+
+    assert steps(slots=None) == 0 and steps() == 200
+    assert steps(mode="off") == 0 and steps(mode="off", replace_interval=7) == 7
+    assert steps(expert_state="sharded") == 0 and steps(deterministic=True) == 0
+
+
+@pytest.mark.unit
+def test_how_experts_move_may_be_said_where_the_run_becomes_elastic_by_itself() -> None:
+    slots, stands = "--resilience.slots_per_rank=4", "--resilience.move_beside=false"
+    assert not load_recipe(None, [slots, stands]).resilience.move_beside
+    with pytest.raises(ConfigError, match=r"resilience.move_beside = false: has no effect"):
+        load_recipe(None, [slots, stands, "--resilience.heal=false"])
+    with pytest.raises(ConfigError, match=r"replace_interval = 9: moves experts when measured times .*; use 0"):
+        load_recipe(None, [slots, "--resilience.replace_interval=9", "--train.deterministic=true"])
 
 
 @pytest.mark.unit

@@ -193,7 +193,7 @@ def locked(name: str) -> dict[str, set[str]]:
 def test_everything_that_is_installed_is_locked() -> None:
     own = {"torch", "phalanx", "phalanx-lab", "pip"}
     there = {re.sub(r"[-_.]+", "-", d.name).lower(): d.version for d in metadata.distributions()}
-    locks = {**locked("docs"), **locked("dev")}
+    locks = {**locked("cuda"), **locked("docs"), **locked("dev")}
     assert {f"{n}=={v}" for n, v in there.items() if n not in own and v not in locks.get(n, set())} == set()
     torch = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert torch and there["torch"].split("+")[0] == torch[1]

@@ -352,19 +352,11 @@ class ResilienceConfig:
     loads: str = "uniform"
     """Tokens of each expert, which decide how many replicas it gets: uniform, or a JSON file with a row of numbers for each layer (or one for all)."""
     replace_interval: int | None = None
-    """Steps between decisions whether replicas should lie elsewhere, by the loads of late; they move where that pays, or where an expert is on too few hosts. 0: never. Default: 200, but 0 in mode off and with expert_state = "sharded"."""
+    """Steps between decisions whether replicas should lie elsewhere, by the loads of late; they move where that pays, or where an expert is on too few hosts. 0: never. Default: 200, but 0 in mode off, with expert_state = "sharded" and with train.deterministic: when it pays is measured."""
     move_beside: bool = True
     """State of experts that move for even loads travels while the next step is computed, where it can (CPU, no rank idle). false: all stand still for it."""
     expert_state: Literal["whole", "sharded"] = "whole"
     """Master weights and moments of an expert: whole at each of its holders, or shared out among them (less memory, but a part is lost with its holder)."""
-
-    def steps_between_placements(self) -> int:
-        """`replace_interval`, with its default resolved. In mode off equal runs have equal bits, and when it pays to move is measured."""
-        if self.slots_per_rank is None:
-            return 0
-        if self.replace_interval is not None:
-            return self.replace_interval
-        return 0 if self.mode == "off" or self.expert_state == "sharded" else REPLACE_INTERVAL
 
     @property
     def shard_holders(self) -> int:
@@ -466,3 +458,12 @@ class Recipe:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
+
+    def steps_between_placements(self) -> int:
+        """`resilience.replace_interval`, with its default resolved. Where equal runs are to have equal bits (mode off, `train.deterministic`) experts do not move: when that pays is measured."""
+        r = self.resilience
+        if r.slots_per_rank is None:
+            return 0
+        if r.replace_interval is not None:
+            return r.replace_interval
+        return 0 if r.mode == "off" or r.expert_state == "sharded" or self.train.deterministic else REPLACE_INTERVAL

@@ -8,7 +8,7 @@ a problem, and a rule that cannot be judged because another value is broken stay
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.core.config import HOST_BEAT_S, Recipe
 from phalanx.core.errors import Problem
@@ -336,10 +336,13 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         settings=("resilience.move_beside",),
-        inert=lambda r: not r.resilience.steps_between_placements() or r.launch.device == "cuda",
+        inert=lambda r: not _most_often_placed(r) or r.launch.device == "cuda",
         reason="experts never move while training runs, or only while all ranks wait (launch.device is not cpu)",
         way_out="resilience.slots_per_rank = 4 and resilience.replace_interval = 200",
-        reads=("resilience.slots_per_rank", "resilience.replace_interval", "resilience.mode", "launch.device"),
+        reads=(
+            "resilience.slots_per_rank", "resilience.replace_interval", "resilience.mode", "resilience.heal",
+            "train.deterministic", "launch.device",
+        ),
     ),
     Effect(
         settings=("optim.decay_steps",),
@@ -668,11 +671,22 @@ def _several_hosts_clashes(recipe: Recipe) -> list[_Clash]:
     return found
 
 
+def _most_often_placed(recipe: Recipe) -> int:
+    """Steps between placements; those of mode fast where it is still open whether the run is elastic (`plan/recovery_choice.py`)."""
+    r = recipe.resilience
+    if r.heal is None and r.mode == "off":
+        recipe = replace(recipe, resilience=replace(r, mode="fast"))
+    return recipe.steps_between_placements()
+
+
 def _replacement_clashes(recipe: Recipe) -> list[_Clash]:
     """What experts cannot have that are to move while training runs."""
     r, found = recipe.resilience, list[_Clash]()
     if not r.replace_interval:
         return found
+    if recipe.train.deterministic and r.slots_per_rank is not None:
+        rule = "moves experts when measured times say that it pays, and with train.deterministic = true a run is the same each time"
+        found.append(_clash("resilience.replace_interval", r.replace_interval, rule, "use 0", "train.deterministic"))
     if r.expert_state == "sharded":
         rule = (
             'moves whole experts, and with resilience.expert_state = "sharded" their state is split among their holders'

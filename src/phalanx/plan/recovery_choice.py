@@ -1,7 +1,7 @@
 """Whether a run is elastic where its recipe leaves that open (`resilience.heal` not set): wherever nothing else in it speaks against it.
 
 Decides by asking: the same recipe with elastic recovery must have no problem that it does not have without. Must never change: a run that could be started can
-still be; what nobody dies in has the same bits (with equal shares the step of mode fast is that of mode off).
+still be; what nobody dies in has the same bits (with equal shares the step of mode fast is that of mode off), unless experts with replicas move, which `train.deterministic` prevents.
 """
 
 from __future__ import annotations

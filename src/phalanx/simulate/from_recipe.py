@@ -180,7 +180,7 @@ def _slots(
     )
     rank = fullest * (folding.world // folding.pp)
     return expert_slots(spec, folding, held[fullest], rank=rank, asked=asked, rows=rows, state=r.expert_state,
-                        follows=r.steps_between_placements() > 0)  # fmt: skip
+                        follows=recipe.steps_between_placements() > 0)  # fmt: skip
 
 
 def _routing(recipe: Recipe, spec: ModelSpec, ep: int, micro_batch: int) -> RouterModel:

@@ -23,17 +23,31 @@ SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 _RUN = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); from phalanx_lab.bench.trace.child import main; main(sys.argv[2], sys.argv[3])"
 
 
+def why_not() -> str:
+    """Why this environment cannot trace; empty where it can."""
+    if not (_home() / "lib" / "libtorch_cuda.so").exists():
+        return ""
+    version = metadata.version("torch").split("+")[0]
+    return f"this build of torch has CUDA, and a trace takes its place: use an environment with the build for CPUs (torch {version}+cpu)"
+
+
+def _home() -> Path:
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.submodule_search_locations is not None  # torch is a dependency
+    return Path(found.submodule_search_locations[0])
+
+
 def build_shim(folder: Path) -> Path:
-    """The compiled library, built into `folder` where it is not there yet. Raises `RunError` with what the compiler said."""
+    """The compiled library, built into `folder` where it is not there yet. Raises `RunError` where it would be of no use, and with what the compiler said."""
+    if problem := why_not():
+        raise RunError(problem)
     torch_version = metadata.version("torch")
     key = hashlib.sha256(SOURCE.read_bytes() + torch_version.encode()).hexdigest()[:16]
     target = folder / f"fake-cuda-{key}.so"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.submodule_search_locations is not None  # torch is a dependency
-    home = Path(found.submodule_search_locations[0])
+    home = _home()
     include = ["-I", str(home / "include"), "-I", str(home / "include/torch/csrc/api/include")]
     libraries = ["-L", str(home / "lib"), "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}"]
     made = target.with_suffix(f".{os.getpid()}")

@@ -152,7 +152,7 @@ class Rebalancer:
 
     def __init__(self, recipe: Recipe, spec: ModelSpec) -> None:
         config = recipe.resilience
-        self.interval = config.steps_between_placements() if spec.moe_layers else 0
+        self.interval = recipe.steps_between_placements() if spec.moe_layers else 0
         self.floor, self.spec, self.limit = config.f, spec, _most_of_mean(recipe)
         self.steps = recipe.train.steps
         self.seen = 0
