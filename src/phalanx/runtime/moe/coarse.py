@@ -64,6 +64,7 @@ def run_coarse(
         call.weights_TK.detach(),
         call.experts_TK,
         token_index_T=call.token_index_T,
+        is_text_T=call.is_text_T,
         part_T=call.part_T,
         op_prefix=call.op_prefix,
     )

@@ -51,8 +51,9 @@ class MoeCall:
     counts_E: torch.Tensor | None = None
     """int64 pairs of each expert, where they are known."""
     token_index_T: torch.Tensor | None = None
+    is_text_T: torch.Tensor | None = None
     part_T: torch.Tensor | None = None
-    """Both: see `Dispatcher.dispatch`."""
+    """All three: see `Dispatcher.dispatch`."""
     op_prefix: str = ""
     beside: Callable[[], torch.Tensor] | None = None
     """A shared expert, (T, H): its result is added to that of the routed ones."""
@@ -143,6 +144,7 @@ def _in_turn(
         call.weights_TK,
         call.experts_TK,
         token_index_T=call.token_index_T,
+        is_text_T=call.is_text_T,
         part_T=call.part_T,
         op_prefix=call.op_prefix,
         known=call.known,

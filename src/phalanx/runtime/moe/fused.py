@@ -198,7 +198,12 @@ def run_fused(call: MoeCall, *, dispatcher: Dispatcher, memory: FusedMemory) -> 
     comms, axis = dispatcher.comms, dispatcher.ep
     x_TH, weights_TK, experts_TK, op_prefix = call.x_TH, call.weights_TK, call.experts_TK, call.op_prefix
     kept_TK = dispatcher.kept(
-        weights_TK, experts_TK, token_index_T=call.token_index_T, part_T=call.part_T, op_prefix=op_prefix
+        weights_TK,
+        experts_TK,
+        token_index_T=call.token_index_T,
+        is_text_T=call.is_text_T,
+        part_T=call.part_T,
+        op_prefix=op_prefix,
     )
     tokens = on_device(x_TH.shape[0], x_TH.device).view(1)
     begun = dispatcher.begin_list(experts_TK, kept_TK, op_prefix, told=tokens, known=call.known, counts_E=call.counts_E)
