@@ -39,7 +39,9 @@ SPECS = {
 }  # fmt: skip
 
 
-def both(spec: RouterSpec, logits_TE: torch.Tensor, *, top_k: int = K) -> list[list[torch.Tensor]]:
+def both(
+    spec: RouterSpec, logits_TE: torch.Tensor, *, top_k: int = K, is_text_T: torch.Tensor | None = None
+) -> list[list[torch.Tensor]]:
     """Of the launch and of plain operations: what came out, then the gradient of the logits for random ones of all that has one."""
     experts = logits_TE.shape[1]
     model = with_router(moe_spec(num_experts=experts, top_k=top_k, hidden=experts), **vars(spec))
@@ -49,10 +51,10 @@ def both(spec: RouterSpec, logits_TE: torch.Tensor, *, top_k: int = K) -> list[l
     sequences = 2 if spec.aux_scope == "sequence" else 1
 
     def plain(x: torch.Tensor) -> fused.Choice:
-        return router._plain_choice(x, ForwardInfo(), None, sequences=sequences)
+        return router._plain_choice(x, ForwardInfo(), None, sequences=sequences, is_text_T=is_text_T)
 
     def launched(x: torch.Tensor) -> fused.Choice:
-        return fused.fused_choice(x, router.rule, sequences=sequences, bias_E=router.expert_bias)
+        return fused.fused_choice(x, router.rule, sequences=sequences, bias_E=router.expert_bias, is_text_T=is_text_T)
 
     out = []
     for choose in (launched, plain):
@@ -63,7 +65,7 @@ def both(spec: RouterSpec, logits_TE: torch.Tensor, *, top_k: int = K) -> list[l
             loss = loss + (choice.probs_SE * normal(*choice.probs_SE.shape, seed=6)).sum() + 0.3 * choice.squares
         loss.backward()
         known = [getattr(choice, f.name) for f in dataclasses.fields(choice)]
-        out.append([*(known if spec.aux_loss else known[:4]), x.grad])
+        out.append([*(known if spec.aux_loss else known[:5]), x.grad])
     return out
 
 
@@ -74,15 +76,16 @@ def assert_same(found: list[list[torch.Tensor]], tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("ties", [False, True])
-def test_equals_its_reference(name: str, ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several blocks of tokens, the last of which is not full, and with few distinct scores."""
+@pytest.mark.parametrize("what", ["", "ties", "padding"])
+def test_equals_its_reference(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several blocks of tokens, the last of which is not full, with few distinct scores, and with padding behind two sequences."""
     monkeypatch.setattr(fused, "TILE", 64)
     logits_TE = normal(T, E, seed=1, scale=2.0)
-    if ties:
+    if what == "ties":
         logits_TE = logits_TE.round().clamp(-1, 1)
-    assert_same(both(SPECS[name], logits_TE), 1e-12)
-    assert_same(both(SPECS[name], logits_TE.to(torch.float32)), 2e-5)
+    is_text_T = torch.arange(T) % (T // 2) < 7 if what == "padding" else None
+    assert_same(both(SPECS[name], logits_TE, is_text_T=is_text_T), 1e-12)
+    assert_same(both(SPECS[name], logits_TE.to(torch.float32), is_text_T=is_text_T), 2e-5)
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(2, 1), (16, 8), (33, 2)])
