@@ -321,11 +321,10 @@ def test_padding_takes_no_place_of_text_on_another_rank(name):
     assert torch.equal(got, want) and not torch.equal(got, kept_of_two_ranks(spec))
 
 
-@pytest.mark.parametrize("overlap", ["serial", "coarse:2"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_padding_behind_two_sequences_in_a_layer(name, overlap):
+def test_padding_behind_two_sequences_in_a_layer(name):
     """Where rows are dropped nothing of it is computed, and what is dropped is text; without dropping it travels. Its routing is not told."""
-    spec = dataclasses.replace(POLICIES[name], overlap=overlap)
+    spec = POLICIES[name]
     ctx = context(LAYER, dispatch=spec)
     layer = MoE(ctx, 0)
     fill(layer, ctx)

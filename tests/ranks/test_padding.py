@@ -1,4 +1,4 @@
-"""Padding behind the text of a sequence: a step learns from it what it would learn without. On other mappings: `phalanx verify`, whose packed cases have some."""
+"""Padding behind the text of a sequence: a step learns what it would learn without, on every mapping. More of these: `phalanx verify`, whose packed cases have padding."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+from phalanx.core.config import PipelineConfig
 from phalanx.data.loader import MicroBatch
 from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models.context import TokenBatch
-from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.stage_foldings import parse_stages
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.stage_foldings import AnyFolding, parse_stages
 from phalanx.train.build import token_batch
 from phalanx.verify.compare import errors
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.reference import alone, model_boxes, run_step
-from phalanx.verify.setups import DISPATCH, FACTORS, PLAIN_ROW, SEQ_LEN, Setup, setup_of
+from phalanx.verify.session import CaseTask, VerifyJob, run_job
+from phalanx.verify.setups import DISPATCH, FACTORS, PLAIN_ROW, SEQ_LEN, Case, Setup, setup_of
 
 PADDING = 12
 
@@ -63,11 +65,10 @@ def test_a_step_is_that_of_the_text_alone(routing: str, scope: str) -> None:
     assert_same(stepped(made, padded), stepped(made, short))
 
 
-@pytest.mark.parametrize("travel", ["all_to_all", "coarse:2"])
 @pytest.mark.parametrize("dispatch", DISPATCH)
-def test_nothing_depends_on_what_stands_there(dispatch: str, travel: str) -> None:
+def test_nothing_depends_on_what_stands_there(dispatch: str) -> None:
     """All alike, as it is, or anything: text is routed, dropped and learnt the same."""
-    made = setup(dispatch=dispatch, travel=travel)
+    made = setup(dispatch=dispatch)
     batch = microbatch(made, 0)
     assert sum(batch.padding) > 3
     other = batch.tokens_BS.clone()
@@ -76,9 +77,33 @@ def test_nothing_depends_on_what_stands_there(dispatch: str, travel: str) -> Non
     assert_same(stepped(made, [dataclasses.replace(batch, tokens_BS=other)]), stepped(made, [batch]))
 
 
+STAGED = parse_stages(["tp2.etp2", "dp2.ep2"])
+MAPPINGS: list[tuple[AnyFolding, dict[str, Any]]] = [
+    (STAGED, {"aux": "sequence", "dispatch": "drop-prob-full"}),
+    (Folding(world=4, tp=2, cp=2, ep=4), {"aux": "micro_batch", "dispatch": "drop-prob-sub", "travel": "coarse:2"}),
+    (Folding(world=4, cp=2, ep=2), {"aux": "sequence", "dispatch": "drop-pos-full", "travel": "fine", "recompute": "full"}),
+    (Folding(world=4, tp=2, ep=4), {"aux": "global_batch", "dispatch": "drop-pos-full-pad", "travel": "coarse:2", "accumulation": 1}),
+    (Folding(world=4, cp=4, ep=2), {"aux": "global_batch", "dispatch": "drop-prob-pad", "travel": "all_gather", "routing": "groups-bias"}),
+]  # fmt: skip
+
+
+@pytest.mark.core
+@pytest.mark.ranks
+def test_every_way_of_rows_has_the_step_of_one_rank() -> None:
+    """Micro-batches with and without padding side by side, and ranks that have none of it."""
+    tasks = []
+    for folding, changes in MAPPINGS:
+        made = setup(**{"accumulation": 2, **changes})
+        pipe = PipelineConfig(schedule="1f1b") if folding.pp > 1 else PipelineConfig()
+        tasks.append(CaseTask(Case(setup=made, folding=folding, pipe=pipe)))
+    for report in run_job(VerifyJob(tasks=tasks, world=4, dtype=torch.float64)):
+        assert not report.failures, f"{report.task.case.label}: {report.failures}"
+        assert 0 < report.gradient_error < 1e-12, report.task.case.label
+
+
 @pytest.mark.parametrize(
     "folding",
-    [make_folding(world=4, tp=2, cp=2), make_folding(world=2, ep=2), parse_stages(["tp1", "dp2.ep2", "tp2.cp2"])],
+    [Folding(world=4, tp=2, cp=2), Folding(world=2, ep=2), parse_stages(["tp1", "dp2.ep2", "tp2.cp2"])],
     ids=lambda folding: folding.label(),
 )
 def test_every_rank_knows_its_rows_of_text_and_how_many_all_have(folding: Any) -> None:

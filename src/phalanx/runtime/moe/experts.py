@@ -58,6 +58,17 @@ class MoeCall:
     beside: Callable[[], torch.Tensor] | None = None
     """A shared expert, (T, H): its result is added to that of the routed ones."""
 
+    def kept_TK(self, dispatcher: Dispatcher) -> torch.Tensor | None:
+        """Of all ways that ask before they dispatch: see `Dispatcher.kept`."""
+        return dispatcher.kept(
+            self.weights_TK,
+            self.experts_TK,
+            token_index_T=self.token_index_T,
+            is_text_T=self.is_text_T,
+            part_T=self.part_T,
+            op_prefix=self.op_prefix,
+        )
+
     def with_shared(self, y_TH: torch.Tensor) -> torch.Tensor:
         """The result of the routed experts plus that of the shared one, which is computed now."""
         return y_TH if self.beside is None else y_TH + self.beside()
