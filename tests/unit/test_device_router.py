@@ -14,7 +14,8 @@ from moe_help import context, moe_spec, with_router
 
 from phalanx.kernels.device import router as fused
 from phalanx.kernels.triton.tiles import is_interpreted
-from phalanx.models.context import ForwardInfo
+from phalanx.models import router as models_router
+from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.router import Router
 from phalanx.plan.model.model import RouterSpec
 
@@ -86,6 +87,19 @@ def test_equals_its_reference(name: str, what: str, monkeypatch: pytest.MonkeyPa
     is_text_T = torch.arange(T) % (T // 2) < 7 if what == "padding" else None
     assert_same(both(SPECS[name], logits_TE, is_text_T=is_text_T), 1e-12)
     assert_same(both(SPECS[name], logits_TE.to(torch.float32), is_text_T=is_text_T), 2e-5)
+
+
+def test_a_router_tells_its_program_which_rows_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_router(moe_spec(num_experts=E, top_k=K, hidden=E), **vars(SPECS["DeepSeek-V3"]))
+    router, x = Router(context(model, dtype=torch.float64), 0), normal(T, E, seed=1)
+    tokens_BS = torch.zeros(2, T // 2, dtype=torch.int64)
+    text = TokenBatch(tokens_BS, tokens_BS, tokens_BS, ((T // 2,),) * 2, padding=(0, 5)).text
+    want = router(x, ForwardInfo(), num_sequences=2, text=text)
+    monkeypatch.setattr(models_router, "runs_programs", lambda x: True)
+    got = router(x, ForwardInfo(), num_sequences=2, text=text)
+    assert int(got.rows_E.sum()) == T * K and int(got.counts_E.sum()) == (T - 5) * K
+    for field in dataclasses.fields(got):
+        torch.testing.assert_close(getattr(got, field.name), getattr(want, field.name), rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(2, 1), (16, 8), (33, 2)])
