@@ -61,7 +61,8 @@ def test_a_step_is_that_of_the_text_alone(routing: str, scope: str) -> None:
         short.append(TokenBatch(tokens, labels, positions, ((SEQ_LEN - PADDING,),)))
         behind = torch.zeros(1, PADDING, dtype=torch.int64)
         filled = (torch.cat((x, y), 1) for x, y in ((tokens, behind), (labels, behind + IGNORE), (positions, behind)))
-        padded.append(TokenBatch(*filled, ((SEQ_LEN - PADDING, PADDING),), padding=(PADDING,)))
+        tokens, labels, positions = filled
+        padded.append(TokenBatch(tokens, labels, positions, ((SEQ_LEN - PADDING, PADDING),), padding=(PADDING,)))
     assert_same(stepped(made, padded), stepped(made, short))
 
 
