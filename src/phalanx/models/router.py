@@ -174,8 +174,9 @@ class Router(nn.Module):
         rows = torch.arange(sequences, device=experts_TK.device).repeat_interleave(experts_TK.shape[0] // sequences)
         shifted_TK = experts_TK + self.num_experts * rows.unsqueeze(1)
         every = sequences * self.num_experts
-        if is_text_T is not None:  # the others behind the last
-            shifted_TK = torch.where(is_text_T.unsqueeze(1), shifted_TK, every)
+        if is_text_T is None:
+            return count_experts(shifted_TK, every).view(sequences, -1)
+        shifted_TK = torch.where(is_text_T.unsqueeze(1), shifted_TK, every)  # padding behind the last
         return count_experts(shifted_TK, every + 1)[:-1].view(sequences, -1)
 
     @staticmethod
