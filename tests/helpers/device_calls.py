@@ -77,14 +77,16 @@ def norm(dtype: torch.dtype, rows: int, width: int) -> None:
     norm_backward(x, scale, weight, y, None)
 
 
-def route(experts: int, *, grouped: bool) -> None:
+def route(experts: int, *, grouped: bool, padded: bool = False) -> None:
     rule = RouterRule(
         top_k=8, sigmoid=grouped, after_topk=False, renormalize=True, scale=1.0, tiny=1e-20, groups=8 if grouped else 1,
         groups_kept=4 if grouped else 1, group_best=2, counts_free=grouped,
     )  # fmt: skip
     logits = empty(TOKENS, experts)
-    choice = fused_choice(logits, rule, sequences=1, bias_E=empty(experts) if grouped else None)
-    choice_backward(logits, choice.experts_TK, rule, 1, (choice.weights_TK, choice.probs_SE, choice.squares))
+    is_text_T = empty(TOKENS, dtype=torch.bool) if padded else None
+    choice = fused_choice(logits, rule, sequences=1, bias_E=empty(experts) if grouped else None, is_text_T=is_text_T)
+    grads = choice.weights_TK, choice.probs_SE, choice.squares
+    choice_backward(logits, choice.experts_TK, rule, 1, grads, is_text_T)
 
 
 def logits_backward(experts: int) -> None:
@@ -137,6 +139,7 @@ def calls() -> dict[str, Callable[[], object]]:
         found[f"plain loss of a shard {name}"] = partial(loss, dtype, 151_936, programs=False, ranks=8)
         for count in (8, 128, 256):
             found[f"route {count} {name}"] = partial(route, count, grouped=count == 256)
+            found[f"route {count} with padding {name}"] = partial(route, count, grouped=count == 256, padded=True)
             found[f"logits {count} {name}"] = partial(logits_backward, count)
             found[f"sort {count} {name}"] = partial(sort, count)
         found |= {f"swiglu {width} {name}": partial(experts, dtype, width) for width in (768, 14336)}

@@ -278,26 +278,74 @@ def test_full_sequence_dropping_spans_the_ranks_of_a_micro_batch(grid):
     run_and_check(4, [Case(f, s, (8,) * 4, 1.5) for f in foldings for s in specs])
 
 
-def token_order_case(rank, cache, places):
+def token_order_case(rank, cache, places, spec, is_text):
     """Full-sequence dropping where the micro-batch's tokens do not lie rank by rank (zigzag)."""
-    spec = dataclasses.replace(DROP, drop_scope="full_sequence", drop_by="position")
     ctx = context(moe_spec(), folding=make_folding(world=2, cp=2), rank=rank, cache=cache, dispatch=spec)
     dispatcher = Dispatcher(spec, placement=ctx.placement, groups=ctx.groups, comms=ctx.comms, top_k=K)
     x, weights, experts = tokens_of(0, 16, skew=2.0)
     mine = torch.tensor(places[rank])
-    sent = dispatcher.dispatch(x[mine], weights[mine], experts[mine], token_index_T=mine)
+    is_text_T = None if is_text is None else is_text[mine]
+    sent = dispatcher.dispatch(x[mine], weights[mine], experts[mine], token_index_T=mine, is_text_T=is_text_T)
     return sent.state.rows_of_token >= 0
 
 
 @pytest.mark.ranks
 def test_position_means_the_place_in_the_micro_batch():
+    kept = kept_of_two_ranks(POLICIES["drop by position, full sequence"])
+    _, weights, experts = tokens_of(0, 16, skew=2.0)
+    assert torch.equal(kept, torch.from_numpy(kept_by_hand(experts, weights, rows=CAPACITY, by="position")))
+
+
+CAPACITY = capacity(DROP, num_tokens=16, top_k=K, num_experts=E)
+
+
+def kept_of_two_ranks(spec, is_text=None):
     places = [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]
     kept = torch.zeros(16, K, dtype=torch.bool)
-    for mine, got in zip(places, run_ranks(2, token_order_case, places), strict=True):
+    for mine, got in zip(places, run_ranks(2, token_order_case, places, spec, is_text), strict=True):
         kept[mine] = got
+    return kept
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", [name for name in POLICIES if "full" in name])
+def test_padding_takes_no_place_of_text_on_another_rank(name):
+    """One of the two ranks has padding, before the other's text."""
+    spec, is_text = POLICIES[name], torch.ones(16, dtype=torch.bool)
+    is_text[4:11] = False
     _, weights, experts = tokens_of(0, 16, skew=2.0)
-    rows = capacity(DROP, num_tokens=16, top_k=K, num_experts=E)
-    assert torch.equal(kept, torch.from_numpy(kept_by_hand(experts, weights, rows=rows, by="position")))
+    want = torch.zeros(16, K, dtype=torch.bool)
+    of_text = kept_by_hand(experts[is_text], weights[is_text], rows=CAPACITY, by=spec.drop_by)
+    want[is_text] = torch.from_numpy(of_text)
+    got = kept_of_two_ranks(spec, is_text)
+    assert torch.equal(got, want) and not torch.equal(got, kept_of_two_ranks(spec))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_padding_behind_two_sequences_in_a_layer(name):
+    """Where rows are dropped nothing of it is computed, and what is dropped is text; without dropping it travels. Its routing is not told."""
+    spec = POLICIES[name]
+    ctx = context(LAYER, dispatch=spec)
+    layer = MoE(ctx, 0)
+    fill(layer, ctx)
+    layer.shared = None
+    x = torch.randn(16, 16, generator=generator("padding"), dtype=torch.float64)
+    x[5:8], x[13:] = x[5], x[5]
+    is_text = torch.arange(16) % 8 < 5
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    with torch.no_grad():
+        y, stats = layer(x, ForwardInfo(), TokenBatch(tokens, tokens, tokens, ((5, 3),) * 2, padding=(3, 3)))
+        routing = layer.router(x, ForwardInfo(), num_sequences=2)
+    experts = routing.experts_TK.clone()
+    if spec.policy == "drop":
+        rows = capacity(spec, num_tokens=16, top_k=K, num_experts=E)
+        kept = torch.from_numpy(kept_by_hand(experts[is_text], routing.weights_TK[is_text], rows=rows, by=spec.drop_by))
+        experts[is_text] = torch.where(kept, experts[is_text], -1)
+        experts[~is_text] = -1
+        assert int(stats.dropped) == int((~kept).sum())
+    close(y, dense_experts(x, routing.weights_TK, experts, layer.experts.w13, layer.experts.w2).detach(), 1e-12)
+    counts = torch.bincount(routing.experts_TK[is_text].flatten(), minlength=E)
+    assert torch.equal(stats.counts_E, counts) and torch.equal(stats.balance_counts_E, counts)
 
 
 # ---- adversarial routing -------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from moe_help import context, moe_spec, with_router
 from phalanx.cli.predicting.packaged import packaged_recipes
 from phalanx.core.errors import RunError
 from phalanx.core.recipe import load_recipe
-from phalanx.models.context import ForwardInfo
-from phalanx.models.router import Router, choose_experts, largest, routing_weights, update_expert_bias
+from phalanx.models.context import ForwardInfo, TokenBatch
+from phalanx.models.router import Router, choose_experts, counts_of_text, largest, routing_weights, update_expert_bias
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.model.model import RouterSpec, resolve_model
 from phalanx.plan.moe.workload import forced_experts
@@ -183,17 +183,27 @@ def free_counts(rows_TE, k):
     return [sum(i in best(row, k) for row in rows_TE.tolist()) for i in range(rows_TE.shape[1])]
 
 
-def step_by_hand(tokens_MBSE, spec, k):
-    """(aux, z) of a step: M micro-batches of B sequences of S tokens, given as logits."""
-    probs = torch.softmax(tokens_MBSE, -1)
-    if spec.score == "sigmoid":
-        probs = torch.sigmoid(tokens_MBSE)
-        probs = probs / probs.sum(-1, keepdim=True)
-    keep = {"micro_batch": 1, "sequence": 2, "global_batch": 0}[spec.aux_scope]
-    sets = probs.flatten(keep, -2) if keep < 2 else probs
-    sets = sets.reshape(-1, *sets.shape[-2:])
-    terms = [aux_by_hand(s, free_counts(s, k), spec.aux_loss, k) for s in sets]
-    z = spec.z_loss * torch.logsumexp(tokens_MBSE, -1).square().mean()
+def step_by_hand(tokens_MBSE, spec, k, padding_MB):
+    """(aux, z) of a step: M micro-batches of B sequences of S tokens, given as logits, the last of which may be padding."""
+    size = tokens_MBSE.shape[2]
+    text = [
+        [x_SE[: size - n] for x_SE, n in zip(x_BSE, padding_B, strict=True)]
+        for x_BSE, padding_B in zip(tokens_MBSE, padding_MB, strict=True)
+    ]
+    micro_batches = [torch.cat(sequences) for sequences in text]
+    sets = {
+        "micro_batch": micro_batches,
+        "sequence": list(itertools.chain(*text)),
+        "global_batch": [torch.cat(micro_batches)],
+    }
+    terms = []
+    for x_TE in sets[spec.aux_scope]:
+        probs = torch.softmax(x_TE, -1)
+        if spec.score == "sigmoid":
+            probs = torch.sigmoid(x_TE) / torch.sigmoid(x_TE).sum(-1, keepdim=True)
+        terms.append(aux_by_hand(probs, free_counts(probs, k), spec.aux_loss, k) if len(probs) else 0.0)
+    squares = [torch.logsumexp(x_TE, -1).square() for x_TE in micro_batches]
+    z = spec.z_loss * sum(x_T.sum() / max(len(x_T), 1) for x_T in squares) / len(squares)
     return sum(terms) / len(terms), z
 
 
@@ -212,7 +222,23 @@ def loss_spec(score, scope, limited):
 GRIDS = [{"world": 1}, {"world": 2}, {"world": 4, "tp": 2}, {"world": 4, "cp": 2, "tp": 2}, {"world": 2, "tp": 2}]
 
 
-def losses_on(rank, cache, grid, microbatches, data_MBSE, cases):
+NO_PADDING = [(0, 0)] * 4
+PADDING = [(0, 3), (8, 8), (0, 0), (8, 2)]
+"""Of sequences of 8, in each micro-batch: one has none, one nothing else, one a sequence of it."""
+
+
+def text_of(x_BSE, part, padding_B):
+    """Of a rank that has one of the equal parts of each sequence."""
+    count, own = x_BSE.shape[:2]
+    whole, mine = (torch.zeros(count, size, dtype=torch.int64) for size in (own * part.size, own))
+    index_BS = torch.arange(count).unsqueeze(1) * own * part.size + part.index * own + torch.arange(own)
+    segments = ((own * part.size,),) * count
+    return TokenBatch(
+        mine, mine, mine, segments, index_BS.flatten(), TokenBatch(whole, whole, whole, segments), padding=padding_B
+    ).text
+
+
+def losses_on(rank, cache, grid, microbatches, data_MBSE, cases, padding_MB):
     """This rank's sums of shares and its gradient of the tokens, for each case."""
     folding = make_folding(**grid)
     groups = context(moe_spec(hidden=E), folding=folding, rank=rank, cache=cache).groups
@@ -227,18 +253,23 @@ def losses_on(rank, cache, grid, microbatches, data_MBSE, cases):
                 router.expert_bias.copy_(torch.arange(E) * 0.1)  # must not matter for the losses
         mine = data_MBSE[dp.index * microbatches : (dp.index + 1) * microbatches]
         mine = mine.chunk(part.size, dim=2)[part.index].clone().requires_grad_()  # (m, B, S / tp_cp, E)
+        texts = [text_of(x, part, padding_MB[dp.index * microbatches + j]) for j, x in enumerate(mine)]
         known = None
         if case[1] == "global_batch" and microbatches > 1:
             info = ForwardInfo(num_microbatches=microbatches * dp.size)
             with torch.no_grad():
-                first = [router(x.reshape(-1, E), info, num_sequences=x.shape[0]) for x in mine]
+                first = [
+                    router(x.reshape(-1, E), info, num_sequences=x.shape[0], text=text)
+                    for x, text in zip(mine, texts, strict=True)
+                ]
             assert all(float(r.aux_loss) == 0 for r in first)
             known = sum(r.balance_counts_E for r in first).view(1, E).to(torch.float64)
             router.comms.all_reduce(known, groups.axis("tp_dp_cp"))
+            known = counts_of_text(known, pairs=K * data_MBSE[..., 0].numel())
         total = torch.zeros(2, dtype=torch.float64)
         for j, x in enumerate(mine):
             info = ForwardInfo(microbatch=j, num_microbatches=microbatches * dp.size, balance_counts_LE=known)
-            got = router(x.reshape(-1, E), info, num_sequences=x.shape[0])
+            got = router(x.reshape(-1, E), info, num_sequences=x.shape[0], text=texts[j])
             total = total + torch.stack([got.aux_loss, got.z_loss])
         total.sum().backward()
         out.append((total.detach(), mine.grad, router.weight.grad))
@@ -249,16 +280,18 @@ def losses_on(rank, cache, grid, microbatches, data_MBSE, cases):
 @pytest.mark.ranks
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_losses_do_not_depend_on_the_mapping(grid, microbatches):
-    """The shares of all ranks add up to the formula over the step's tokens; gradients likewise."""
+@pytest.mark.parametrize("padding", [NO_PADDING, PADDING], ids=["", "padding"])
+def test_losses_do_not_depend_on_the_mapping(grid, microbatches, padding):
+    """The shares of all ranks add up to the formula over the step's text; gradients likewise."""
     world = grid["world"]
     dp = world // (grid.get("tp", 1) * grid.get("cp", 1))
     data = logits(11, (dp * microbatches, 2, 8, E))
-    results = run_ranks(world, losses_on, grid, microbatches, data, LOSSES)
+    padding = padding[: len(data)]
+    results = run_ranks(world, losses_on, grid, microbatches, data, LOSSES, padding)
     for i, case in enumerate(LOSSES):
         x = data.clone().requires_grad_()
         weight = torch.eye(E, dtype=torch.float64, requires_grad=True)
-        aux, z = step_by_hand(x @ weight.T, loss_spec(*case), K)
+        aux, z = step_by_hand(x @ weight.T, loss_spec(*case), K, padding)
         (aux + z).backward()
         total = sum(cases[i][0] for cases, _, _ in results)
         assert total.tolist() == pytest.approx([aux.item(), z.item()], rel=1e-12)

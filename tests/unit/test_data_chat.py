@@ -584,7 +584,9 @@ def test_conversations_are_packed_whole(found, seq_len: int) -> None:
                 seen.append((packed.tokens[row, part].tolist(), packed.labels[row, part].tolist()))
             else:
                 assert not packed.tokens[row, part].any() and (packed.labels[row, part] == IGNORE).all()
+                assert packed.padding[row] == size and at + size == seq_len
             at += size
+        assert packed.padding[row] or packed.tokens[row].all()
     want = []
     for tokens, answers in found:
         tokens, answers = tokens[: seq_len + 1], answers[: seq_len + 1]

@@ -58,6 +58,8 @@ def test_equals_the_definition(case, seq_len):
         assert packed.labels[row].tolist() == labels
         assert packed.positions[row].tolist() == positions
         assert packed.segments[row] == segments
+        behind = (row + 1) * seq_len - sum(len(document) + 1 for document in documents)
+        assert packed.padding[row] == max(behind, 0)
 
 
 @given(streams(), st.integers(1, 17))
@@ -87,6 +89,7 @@ def test_windows_of_several_streams_and_fillers():
     assert packed.labels[0].tolist() == [EOS, IGNORE]
     assert packed.labels[1].tolist() == [IGNORE, IGNORE]
     assert packed.segments[1] == (2,)
+    assert packed.padding == (0, 2, 0, 0, 0)
     assert packed.positions[1].tolist() == [0, 1]
 
 
@@ -94,7 +97,7 @@ def test_a_stream_shorter_than_a_sequence_is_filled_up():
     packed = pack(make_stream([[7, 8]]), np.array([0]), seq_len=6)
     assert packed.tokens.tolist() == [[7, 8, EOS, EOS, EOS, EOS]]
     assert packed.labels.tolist() == [[8, EOS, IGNORE, IGNORE, IGNORE, IGNORE]]
-    assert packed.segments == ((3, 3),)
+    assert packed.segments == ((3, 3),) and packed.padding == (3,)
 
 
 def test_one_token_has_nothing_to_predict():

@@ -48,6 +48,7 @@ def test_launches(said: dict[str, Any]) -> None:
         "rope of normed heads": ["turned", "normed_turned_backward", "sum_parts"],
         "rope of wide normed heads": ["turned", "normed_turned_backward", "sum_parts"],
         **{f"route {n}": ["aten::zeros", "choose", "aten::sum", "choose_backward"] for n in (8, 128, 256)},
+        **{f"route {n} with padding": ["aten::zeros", "choose", "aten::sum", "choose_backward"] for n in (8, 128, 256)},
         **{f"sort {n}": ["count_values", "place_values", "ends_of_groups", "zero_empty_groups"] for n in (8, 128, 256)},
         "sums": ["square_parts", "square_parts", "aten::sum", "aten::new_zeros", "add_checksum", "add_checksum"],
         "swiglu 768": ["swiglu_forward", "swiglu_backward", "swiglu_backward"],

@@ -14,7 +14,8 @@ from moe_help import context, moe_spec, with_router
 
 from phalanx.kernels.device import router as fused
 from phalanx.kernels.triton.tiles import is_interpreted
-from phalanx.models.context import ForwardInfo
+from phalanx.models import router as models_router
+from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.router import Router
 from phalanx.plan.model.model import RouterSpec
 
@@ -39,7 +40,9 @@ SPECS = {
 }  # fmt: skip
 
 
-def both(spec: RouterSpec, logits_TE: torch.Tensor, *, top_k: int = K) -> list[list[torch.Tensor]]:
+def both(
+    spec: RouterSpec, logits_TE: torch.Tensor, *, top_k: int = K, is_text_T: torch.Tensor | None = None
+) -> list[list[torch.Tensor]]:
     """Of the launch and of plain operations: what came out, then the gradient of the logits for random ones of all that has one."""
     experts = logits_TE.shape[1]
     model = with_router(moe_spec(num_experts=experts, top_k=top_k, hidden=experts), **vars(spec))
@@ -49,10 +52,10 @@ def both(spec: RouterSpec, logits_TE: torch.Tensor, *, top_k: int = K) -> list[l
     sequences = 2 if spec.aux_scope == "sequence" else 1
 
     def plain(x: torch.Tensor) -> fused.Choice:
-        return router._plain_choice(x, ForwardInfo(), None, sequences=sequences)
+        return router._plain_choice(x, ForwardInfo(), None, sequences=sequences, is_text_T=is_text_T)
 
     def launched(x: torch.Tensor) -> fused.Choice:
-        return fused.fused_choice(x, router.rule, sequences=sequences, bias_E=router.expert_bias)
+        return fused.fused_choice(x, router.rule, sequences=sequences, bias_E=router.expert_bias, is_text_T=is_text_T)
 
     out = []
     for choose in (launched, plain):
@@ -63,7 +66,7 @@ def both(spec: RouterSpec, logits_TE: torch.Tensor, *, top_k: int = K) -> list[l
             loss = loss + (choice.probs_SE * normal(*choice.probs_SE.shape, seed=6)).sum() + 0.3 * choice.squares
         loss.backward()
         known = [getattr(choice, f.name) for f in dataclasses.fields(choice)]
-        out.append([*(known if spec.aux_loss else known[:4]), x.grad])
+        out.append([*(known if spec.aux_loss else known[:5]), x.grad])
     return out
 
 
@@ -74,15 +77,29 @@ def assert_same(found: list[list[torch.Tensor]], tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("ties", [False, True])
-def test_equals_its_reference(name: str, ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several blocks of tokens, the last of which is not full, and with few distinct scores."""
+@pytest.mark.parametrize("what", ["", "ties", "padding"])
+def test_equals_its_reference(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several blocks of tokens, the last of which is not full, with few distinct scores, and with padding behind two sequences."""
     monkeypatch.setattr(fused, "TILE", 64)
     logits_TE = normal(T, E, seed=1, scale=2.0)
-    if ties:
+    if what == "ties":
         logits_TE = logits_TE.round().clamp(-1, 1)
-    assert_same(both(SPECS[name], logits_TE), 1e-12)
-    assert_same(both(SPECS[name], logits_TE.to(torch.float32)), 2e-5)
+    is_text_T = torch.arange(T) % (T // 2) < 7 if what == "padding" else None
+    assert_same(both(SPECS[name], logits_TE, is_text_T=is_text_T), 1e-12)
+    assert_same(both(SPECS[name], logits_TE.to(torch.float32), is_text_T=is_text_T), 2e-5)
+
+
+def test_a_router_tells_its_program_which_rows_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_router(moe_spec(num_experts=E, top_k=K, hidden=E), **vars(SPECS["DeepSeek-V3"]))
+    router, x = Router(context(model, dtype=torch.float64), 0), normal(T, E, seed=1)
+    tokens_BS = torch.zeros(2, T // 2, dtype=torch.int64)
+    text = TokenBatch(tokens_BS, tokens_BS, tokens_BS, ((T // 2,),) * 2, padding=(0, 5)).text
+    want = router(x, ForwardInfo(), num_sequences=2, text=text)
+    monkeypatch.setattr(models_router, "runs_programs", lambda x: True)
+    got = router(x, ForwardInfo(), num_sequences=2, text=text)
+    assert int(got.rows_E.sum()) == T * K and int(got.counts_E.sum()) == (T - 5) * K
+    for field in dataclasses.fields(got):
+        torch.testing.assert_close(getattr(got, field.name), getattr(want, field.name), rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(2, 1), (16, 8), (33, 2)])

@@ -26,7 +26,7 @@ from phalanx.kernels.ops.adamw import adamw_
 from phalanx.kernels.ops.block_attention import PartialAttention, SavedAttention, attend, attend_backward
 from phalanx.kernels.ops.checksum import checksums
 from phalanx.kernels.ops.square_sum import square_sums
-from phalanx.models.context import ForwardInfo
+from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.router import Router, router_logits
 from phalanx.plan.attention import AttentionBlock
 from phalanx.plan.layout import flat_layouts
@@ -393,7 +393,7 @@ def check_rows(here: Here) -> None:
 
 
 def check_router(here: Here) -> None:
-    """A3.router: choice, weights, losses and gradient of routers of three models, whose logits are their input; their product; and how routed pairs are sorted."""
+    """A3.router: choice, weights, losses and gradient of routers of three models, whose logits are their input, without and with padding; their product; and how routed pairs are sorted."""
     tokens = here.pick(2000, 20)
     for preset in PARTS:
         spec = PRESETS[preset]
@@ -402,11 +402,15 @@ def check_router(here: Here) -> None:
         x_TE = normal(tokens, spec.num_experts, seed=1)
         if spec.router.num_groups == 1:  # sums of groups that are equal in one type need not be in another
             x_TE[::2] = x_TE[::2].round()  # tokens with many equal scores
-        got = _routed(spec, x_TE, device=here.device, dtype=torch.float32)
-        want = _routed(spec, x_TE, device=torch.device("cpu"), dtype=torch.float64)
-        here.tell(f"{preset}: other experts", int((got[0] != want[0]).sum()), most=0)
-        here.tell(f"{preset}: other counts", int((got[1] != want[1]).sum()), most=0)
-        here.tell(f"{preset}: weights, losses, gradients", max(map(error, got[2:], want[2:])), most=MOST[torch.float32])
+        for padding in (tokens // 5, 0):
+            got = _routed(spec, x_TE, padding=padding, device=here.device, dtype=torch.float32)
+            want = _routed(spec, x_TE, padding=padding, device=torch.device("cpu"), dtype=torch.float64)
+            name = f"{preset}, padding" if padding else preset
+            here.tell(f"{name}: other experts", int((got[0] != want[0]).sum()), most=0)
+            here.tell(f"{name}: other counts", int((got[1] != want[1]).sum()), most=0)
+            here.tell(
+                f"{name}: weights, losses, gradients", max(map(error, got[2:], want[2:])), most=MOST[torch.float32]
+            )
         keys_N = want[0].reshape(-1).to(torch.int64)
         keys_N[::7] = spec.num_experts  # pairs that were dropped
         ours = sorted_keys(keys_N.to(here.device), spec.num_experts, impl="fast")
@@ -438,8 +442,10 @@ def _logits_error(here: Here, tokens: int, experts: int) -> float:
     return max(map(error, got, (x_TH @ w_EH.T, dy_TE @ w_EH, dy_TE.T @ x_TH)))
 
 
-def _routed(spec: ModelSpec, x_TE: torch.Tensor, *, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Experts, counts, then weights, losses, entropy and the gradients of the input and of the weight, in fp64 on the CPU."""
+def _routed(
+    spec: ModelSpec, x_TE: torch.Tensor, *, padding: int, device: torch.device, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Of two sequences, the second with `padding`: experts, counts, then weights, losses, entropy and the gradients of the input and of the weight, in fp64 on the CPU."""
     kernels: Impl = "reference" if dtype == torch.float64 else "fast"
     router = Router(context(spec, device=device, dtype=dtype, kernels=kernels), spec.dense_layers)
     with torch.no_grad():
@@ -447,7 +453,9 @@ def _routed(spec: ModelSpec, x_TE: torch.Tensor, *, device: torch.device, dtype:
         if router.expert_bias is not None:
             router.expert_bias.copy_(torch.arange(spec.num_experts) % 3 * 0.0625)
     leaf = x_TE.to(device, dtype, copy=True).requires_grad_()
-    found = router(leaf, ForwardInfo(), num_sequences=2)
+    tokens_BS = torch.zeros((2, len(leaf) // 2), dtype=torch.int64, device=device)
+    text = TokenBatch(tokens_BS, tokens_BS, tokens_BS, ((len(leaf) // 2,),) * 2, padding=(0, padding)).text
+    found = router(leaf, ForwardInfo(), num_sequences=2, text=text)
     upstream = normal(*found.weights_TK.shape, seed=9).to(device, dtype)
     ((found.weights_TK * upstream).sum() + found.aux_loss + found.z_loss).backward()
     numbers = (found.weights_TK, found.aux_loss, found.z_loss, found.entropy_sum, leaf.grad, router.weight.grad)

@@ -111,7 +111,7 @@ class RouterConfig:
     aux_loss: float = 0.01
     """Coefficient of the load-balancing loss of each layer, which is 1 where all is balanced, 0 for none; layers are added up, as in Megatron-LM."""
     aux_scope: Literal["micro_batch", "sequence", "global_batch"] | None = None
-    """Tokens over which balance is asked for. Default: micro_batch where aux_loss > 0."""
+    """Tokens over which balance is asked for, padding left out. Default: micro_batch where aux_loss > 0."""
     bias_rate: float | None = None
     """Step of the aux-loss-free expert bias (arXiv 2408.15664), 0 for none."""
     force: Literal["none", "balanced", "imbalanced"] = "none"
@@ -127,7 +127,7 @@ class DispatchConfig:
     policy: Literal["dropless", "drop"] = "dropless"
     """Whether an overfull expert takes all of its rows, or only up to its capacity."""
     capacity_factor: float | None = None
-    """Rows an expert takes, as a multiple of the even share (default 1.0)."""
+    """Rows of text an expert takes, as a multiple of the even share of all tokens (default 1.0)."""
     drop_by: Literal["probability", "position"] | None = None
     """Which rows an overfull expert keeps (default probability)."""
     drop_scope: Literal["sub_sequence", "full_sequence"] | None = None

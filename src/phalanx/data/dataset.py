@@ -56,7 +56,7 @@ class Dataset:
 
 
 def pack_ids(dataset: Dataset, ids: Ints, *, seq_len: int) -> Packed:
-    """The sequences with these window ids (b,). Id -1 is a filler: a sequence of end-of-document tokens that are not predicted."""
+    """The sequences with these window ids (b,). Id -1 is a filler: a sequence of padding."""
     streams = [s for pool in dataset.pools for s in pool]
     ends = np.cumsum([s.num_windows(seq_len) for s in streams])
     owner = np.searchsorted(ends, ids, side="right")
@@ -64,11 +64,12 @@ def pack_ids(dataset: Dataset, ids: Ints, *, seq_len: int) -> Packed:
     tokens, labels = np.full(shape, dataset.eos_id, np.int64), np.full(shape, IGNORE, np.int64)
     positions = np.tile(np.arange(seq_len), (len(ids), 1))
     segments: list[tuple[int, ...]] = [(seq_len,)] * len(ids)
+    padding = [seq_len] * len(ids)
     for number in np.unique(owner[ids >= 0]):
         rows = np.flatnonzero((owner == number) & (ids >= 0))
         first = int(ends[number]) - streams[number].num_windows(seq_len)
         packed = pack(streams[number], ids[rows] - first, seq_len=seq_len)
         tokens[rows], labels[rows], positions[rows] = packed.tokens, packed.labels, packed.positions
-        for row, lengths in zip(rows.tolist(), packed.segments, strict=True):
-            segments[row] = lengths
-    return Packed(tokens=tokens, labels=labels, positions=positions, segments=tuple(segments))
+        for row, lengths, behind in zip(rows.tolist(), packed.segments, packed.padding, strict=True):
+            segments[row], padding[row] = lengths, behind
+    return Packed(tokens=tokens, labels=labels, positions=positions, segments=tuple(segments), padding=tuple(padding))

@@ -30,7 +30,8 @@ _VALIDATION_KEY = 0x76616C  # fixed: runs with different seeds are compared on t
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """`tokens`, `labels` (-100: not predicted) and `positions` are int64 (b, S); `segments[i]` the document lengths of sequence i (sum S)."""
+    """`tokens`, `labels` (-100: not predicted) and `positions` are int64 (b, S); `segments[i]` the document lengths of sequence i (sum S), `padding[i]`
+    its last tokens that are no text."""
 
     index: int
     """Number of this micro-batch in its step, over all ranks; -1 for an empty one."""
@@ -38,6 +39,7 @@ class MicroBatch:
     labels: Ints
     positions: Ints
     segments: tuple[tuple[int, ...], ...]
+    padding: tuple[int, ...]
     sample_ids: Ints
     """(b,) window ids (`data/dataset.py`); -1 for a filler of a validation batch and in an empty micro-batch."""
 
@@ -197,6 +199,7 @@ def _pack(dataset: Dataset, ids: Ints, *, index: int, seq_len: int) -> MicroBatc
         labels=packed.labels,
         positions=packed.positions,
         segments=packed.segments,
+        padding=packed.padding,
         sample_ids=ids,
     )
 
@@ -216,6 +219,7 @@ def empty_microbatch(micro_batch: int, seq_len: int) -> MicroBatch:
         labels=np.full(shape, -100, np.int64),
         positions=np.broadcast_to(np.arange(seq_len), shape).copy(),
         segments=((seq_len,),) * micro_batch,
+        padding=(0,) * micro_batch,
         sample_ids=np.full(micro_batch, -1, np.int64),
     )
 

@@ -127,12 +127,16 @@ def fit(lengths: Ints, first: Ints, *, seq_len: int) -> Fitted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packed:
-    """`tokens`, `labels`, `positions` are int64 (b, S); `segments[i]` the lengths of the documents in sequence i (sum S), plain ints."""
+    """`tokens`, `labels`, `positions` are int64 (b, S); `segments[i]` the lengths of the documents in sequence i (sum S), plain ints.
+
+    `padding[i]`: so many tokens at the end of sequence i are no text. They are a segment of their own.
+    """
 
     tokens: Ints
     labels: Ints
     positions: Ints
     segments: tuple[tuple[int, ...], ...]
+    padding: tuple[int, ...]
 
 
 def pack(stream: TokenStream, windows: Ints, *, seq_len: int) -> Packed:
@@ -147,14 +151,17 @@ def pack(stream: TokenStream, windows: Ints, *, seq_len: int) -> Packed:
     starts[:, 1:] = documents[:, 1:-1] != documents[:, :-2]
     steps = np.arange(seq_len)
     positions = steps - np.maximum.accumulate(np.where(starts, steps, 0), axis=1)
-    return Packed(tokens=tokens[:, :-1], labels=labels, positions=positions, segments=segments_of(starts))
+    padding = tuple((at[:, :-1] >= stream.num_tokens).sum(1).tolist())
+    return Packed(
+        tokens=tokens[:, :-1], labels=labels, positions=positions, segments=segments_of(starts), padding=padding
+    )
 
 
 def _pack_whole(stream: TokenStream, windows: Ints, *, seq_len: int) -> Packed:
     assert stream.answers is not None
     fitted, shape = stream.fitted(seq_len), (len(windows), seq_len)
     tokens, labels = np.full(shape, stream.eos_id, np.int64), np.full(shape, IGNORE, np.int64)
-    positions, segments = np.zeros(shape, np.int64), []
+    positions, segments, padding = np.zeros(shape, np.int64), [], []
     for row, window in enumerate(windows.tolist()):
         documents = fitted.documents[fitted.bounds[window] : fitted.bounds[window + 1]]
         sizes = np.minimum(stream.offset[documents + 1] - stream.offset[documents] - 1, seq_len)
@@ -165,7 +172,8 @@ def _pack_whole(stream: TokenStream, windows: Ints, *, seq_len: int) -> Packed:
         labels[row, :total] = np.where(stream.answers[at + 1] == 1, stream.tokens[at + 1].astype(np.int64), IGNORE)
         positions[row] = np.append(within, np.arange(seq_len - total))
         segments.append((*sizes.tolist(), *([seq_len - total] if total < seq_len else [])))
-    return Packed(tokens=tokens, labels=labels, positions=positions, segments=tuple(segments))
+        padding.append(seq_len - total)
+    return Packed(tokens=tokens, labels=labels, positions=positions, segments=tuple(segments), padding=tuple(padding))
 
 
 def gather(stream: TokenStream, at: Ints) -> tuple[Ints, Ints]:

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     )
     from phalanx.models.decoder import Decoder as Decoder, DecoderOutput as DecoderOutput
     from phalanx.models.moe import MoE as MoE
-    from phalanx.models.router import Routing as Routing, update_expert_bias as update_expert_bias
+    from phalanx.models.router import (
+        Routing as Routing,
+        counts_of_text as counts_of_text,
+        update_expert_bias as update_expert_bias,
+    )
     from phalanx.models.shard import part_of as part_of, parts_of_all as parts_of_all
 else:
     __getattr__ = lazy(__name__)

@@ -6,6 +6,7 @@ Legend: B sequences, S sequence length, T = B*S tokens of this rank's micro-batc
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -72,6 +73,18 @@ class ModelContext:
 
 
 @dataclass(frozen=True, eq=False)
+class Text:
+    """What of a micro-batch is text, where padding stands behind it: the rest counts in no loss and takes no expert's room."""
+
+    is_text_T: torch.Tensor
+    """bool, of the rows that this rank holds between the layers."""
+    tokens: int
+    """Of the whole micro-batch."""
+    tokens_B: torch.Tensor
+    """int64: of each sequence that this rank has rows of, all its ranks together; 1 at least, so that it divides."""
+
+
+@dataclass(frozen=True, eq=False)
 class TokenBatch:
     """One micro-batch: whole, as the loader gives it, or a rank's part of it (`models/shard.py`).
 
@@ -94,6 +107,8 @@ class TokenBatch:
     """int64: which rank would hold each row. Only where one rank stands in for several: rows are then dropped part by part."""
     is_empty: bool = False
     """There is no micro-batch, only the shape of one: this rank takes part in what others do together and computes nothing."""
+    padding: tuple[int, ...] = ()
+    """Tokens behind the text of each sequence of the whole micro-batch, also of those that other ranks share; (): none has any."""
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +118,23 @@ class TokenBatch:
     @property
     def num_sequences(self) -> int:
         return self.tokens_BS.shape[0]
+
+    @cached_property
+    def text(self) -> Text | None:
+        """None where all of the whole micro-batch is text: the same on all ranks that share it."""
+        if not any(self.padding):
+            return None
+        whole_BS = self.tokens_BS if self.whole is None else self.whole.tokens_BS
+        length, device = whole_BS.shape[1], whole_BS.device
+        index_T = self.token_index_T
+        if index_T is None:
+            index_T = torch.arange(whole_BS.numel(), device=device)
+        lengths = [length - padding for padding in self.padding]
+        tokens_B = torch.tensor(lengths).to(device, non_blocking=True)
+        sequence_T = index_T // length
+        is_text_T = index_T - length * sequence_T < tokens_B[sequence_T]
+        own_B = tokens_B[sequence_T.view(self.num_sequences, -1)[:, 0]]
+        return Text(is_text_T, sum(lengths), own_B.clamp(min=1))
 
     def on(self, device: torch.device) -> TokenBatch:
         """A whole micro-batch with its tensors on `device`."""
@@ -117,7 +149,7 @@ class ForwardInfo:
 
     `num_microbatches` counts the micro-batches of the whole step over all data-parallel ranks, so that router losses, which are
     means over micro-batches, come out as sums of `1/num_microbatches` shares. `balance_counts_LE` (moe layers x E, any float
-    dtype) are the global batch's counts where `aux_scope = "global_batch"` needs more than one pass to know them.
+    dtype) are the global batch's counts (`router.counts_of_text`) where `aux_scope = "global_batch"` needs more than one pass to know them.
     """
 
     step: int = 0
@@ -144,10 +176,10 @@ class RoutingStats:
     aux_loss: torch.Tensor
     z_loss: torch.Tensor
     counts_E: torch.Tensor
-    """int64 tokens that chose each expert, before dropping."""
+    """int64 tokens of text that chose each expert, before dropping."""
     balance_counts_E: torch.Tensor
-    """int64 tokens that would choose each expert without bias and group limits: what the balancing loss counts."""
+    """int64 tokens of text that would choose each expert without bias and group limits: what the balancing loss counts."""
     dropped: torch.Tensor
     """int64 0-d: (token, expert) pairs that were dropped."""
     entropy_sum: torch.Tensor
-    """0-d: sum over tokens of the entropy of the router's distribution, nats."""
+    """0-d: sum over tokens of text of the entropy of the router's distribution, nats."""

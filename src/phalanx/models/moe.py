@@ -69,8 +69,10 @@ class MoE(nn.Module):
         """(T, H) -> (T, H) and this micro-batch's router losses and counts. Collective over `ep_etp`."""
         if batch.is_empty:
             return self._for_others(x_TH, info)
-        prefix = op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase)
-        route = partial(self.router, info=info, num_sequences=batch.num_sequences, token_index_T=batch.token_index_T)
+        prefix, text = op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase), batch.text
+        route = partial(
+            self.router, info=info, num_sequences=batch.num_sequences, token_index_T=batch.token_index_T, text=text
+        )
         routing = traced(self.routed.dispatcher.comms, prefix + "router", route, x_TH)
         shared = self.shared
         call = MoeCall(
@@ -82,13 +84,16 @@ class MoE(nn.Module):
             weight_sums=self.weight_sums,
             recompute=self.recompute,
             known=info.known,
-            counts_E=routing.counts_E,
+            counts_E=routing.rows_E,
             token_index_T=batch.token_index_T,
+            is_text_T=None if text is None else text.is_text_T,
             part_T=batch.part_T,
             op_prefix=prefix,
             beside=None if shared is None else lambda: shared(x_TH, info, batch),
         )
         y_TH, dropped = self.routed(call)
+        if text is not None and self.routed.dispatcher.spec.policy == "drop":
+            dropped = dropped - self.router.top_k * (~text.is_text_T).sum()  # padding was not there to be dropped
         stats = RoutingStats(
             aux_loss=routing.aux_loss,
             z_loss=routing.z_loss,

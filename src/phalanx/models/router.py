@@ -4,17 +4,20 @@ Must never change: the result for a token depends on that token's logits, the ex
 lowest expert id. Logits and scores are fp32 at least (fp64 in fp64).
 
 Losses come out as this rank's shares: their sum over all ranks and micro-batches of a step is the term of the objective, so no
-mapping changes it and gradients are plain sums (`dense_replicated` in `plan/mapping/folding.py`). With f = how often each expert was chosen (before
+mapping changes it and gradients are plain sums (`dense_replicated` in `plan/mapping/folding.py`). Tokens are those of text: padding is routed, but
+counts in no loss, nor in what moves the expert bias and is reported. With f = how often each expert was chosen (before
 dropping, without bias and group limits; no gradient) and p = softmax of the logits (for `sigmoid`: the scores divided by their sum):
 
     micro_batch   mean over micro-batches of   coef * E / (K T^2) * sum_i f_i * sum_x p_i(x)     (T tokens of the micro-batch)
     sequence      mean over sequences of the same, with the tokens of one sequence
     global_batch  the same, with all tokens of the step
-    z-loss        coef * mean over tokens of logsumexp(logits)^2
+    z-loss        mean over micro-batches of   coef * mean over tokens of logsumexp(logits)^2
+
+Without padding the last is the mean over all tokens of the step.
 
 Sources: arXiv 2101.03961 section 2.2 (balance loss), 2202.08906 (z-loss), 2408.15664 (expert bias), 2412.19437 (groups, sequence-wise loss).
 
-Legend: T local tokens, B sequences, H hidden, E experts, K experts of a token, G groups of experts.
+Legend: T local tokens, B (of a choice S) sequences, H hidden, E experts, K experts of a token, G groups of experts.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.shapes import cache_blocks
 from phalanx.kernels.device import Choice, RouterRule, fused_choice, runs_programs, wide_product_backward
-from phalanx.models.context import ForwardInfo, ModelContext
+from phalanx.models.context import ForwardInfo, ModelContext, Text
 from phalanx.models.layers import new_parameter
 from phalanx.plan.model import RouterSpec
 from phalanx.plan.moe import forced_experts
@@ -51,6 +54,8 @@ class Routing:
     """fp32 or wider."""
     aux_loss: torch.Tensor
     z_loss: torch.Tensor
+    rows_E: torch.Tensor
+    """int64 pairs of each expert, those of padding too: what travels."""
     counts_E: torch.Tensor
     balance_counts_E: torch.Tensor
     entropy_sum: torch.Tensor
@@ -81,24 +86,30 @@ class Router(nn.Module):
         *,
         num_sequences: int,
         token_index_T: torch.Tensor | None = None,
+        text: Text | None = None,
     ) -> Routing:
         """Route `x_TH`, whose rows are `num_sequences` sequences (or equal parts of them), one after the other.
 
-        `token_index_T`: place of each row in the micro-batch (None: they are all here, in order).
+        `token_index_T`: place of each row in the micro-batch (None: they are all here, in order). `text`: which rows count (None: all).
         """
         logits_TE = router_logits(x_TH, self.weight, impl=self.impl, lanes=self.lanes)
         apart = num_sequences if self.spec.aux_loss and self.spec.aux_scope == "sequence" else 1
+        is_text_T = None if text is None else text.is_text_T
         if self.impl == "fast" and self.spec.force == "none" and runs_programs(logits_TE):
-            choice = fused_choice(logits_TE, self.rule, sequences=apart, bias_E=self.expert_bias)
+            choice = fused_choice(logits_TE, self.rule, sequences=apart, bias_E=self.expert_bias, is_text_T=is_text_T)
         else:
-            choice = self._plain_choice(logits_TE, info, token_index_T, sequences=apart)
-        balance_E = _over_sequences(choice.free_counts_SE)
+            choice = self._plain_choice(logits_TE, info, token_index_T, sequences=apart, is_text_T=is_text_T)
+        rows_E = _over_sequences(choice.rows_SE)
+        counts_E = rows_E if choice.counts_SE is choice.rows_SE else _over_sequences(choice.counts_SE)
+        balance_E = counts_E if choice.free_counts_SE is choice.counts_SE else _over_sequences(choice.free_counts_SE)
+        tokens = len(logits_TE) * self.groups.axis("micro").size if text is None else text.tokens
         return Routing(
             experts_TK=choice.experts_TK,
             weights_TK=choice.weights_TK,
-            aux_loss=self._aux_loss(choice, len(logits_TE), balance_E, info),
-            z_loss=self._z_loss(choice.squares, len(logits_TE), info),
-            counts_E=balance_E if choice.counts_SE is choice.free_counts_SE else _over_sequences(choice.counts_SE),
+            aux_loss=self._aux_loss(choice, len(logits_TE), balance_E, info, text=text),
+            z_loss=self._z_loss(choice.squares, tokens, info),
+            rows_E=rows_E,
+            counts_E=counts_E,
             balance_counts_E=balance_E,
             entropy_sum=choice.entropy_sum,
         )
@@ -120,38 +131,53 @@ class Router(nn.Module):
         )
 
     def _plain_choice(
-        self, logits_TE: torch.Tensor, info: ForwardInfo, token_index_T: torch.Tensor | None, *, sequences: int
+        self,
+        logits_TE: torch.Tensor,
+        info: ForwardInfo,
+        token_index_T: torch.Tensor | None,
+        *,
+        sequences: int,
+        is_text_T: torch.Tensor | None = None,
     ) -> Choice:
         scores_TE = torch.sigmoid(logits_TE) if self.spec.score == "sigmoid" else torch.softmax(logits_TE, -1)
         with torch.no_grad():
             experts_TK = self._choose(logits_TE, scores_TE, info, token_index_T)
-            counts_SE = counted = self._count(experts_TK, sequences)
+            rows_SE = counts_SE = self._count(experts_TK, sequences)
+            if is_text_T is not None:
+                counts_SE = self._count(experts_TK, sequences, is_text_T)
+            free_SE = counts_SE
             if self.rule.counts_free:
-                counted = self._count(largest(scores_TE, self.top_k), sequences)
+                free_SE = self._count(largest(scores_TE, self.top_k), sequences, is_text_T)
         weights_TK = routing_weights(logits_TE, scores_TE, experts_TK, self.spec)
         probs_TE = scores_TE
         if self.spec.score == "sigmoid":
             probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
+        probs_TE = _of_text(probs_TE, is_text_T)
         with torch.no_grad():
             entropy_sum = torch.special.entr(probs_TE).sum()
         none = logits_TE.new_zeros(())
         return Choice(
             experts_TK=experts_TK,
             weights_TK=weights_TK,
+            rows_SE=rows_SE,
             counts_SE=counts_SE,
-            free_counts_SE=counted,
+            free_counts_SE=free_SE,
             probs_SE=_sums(probs_TE, sequences) if self.spec.aux_loss else none,
-            squares=torch.logsumexp(logits_TE, -1).square().sum() if self.spec.z_loss else none,
+            squares=_of_text(torch.logsumexp(logits_TE, -1).square(), is_text_T).sum() if self.spec.z_loss else none,
             entropy_sum=entropy_sum,
         )
 
-    def _count(self, experts_TK: torch.Tensor, sequences: int) -> torch.Tensor:
-        """(S, E) int64 pairs of each sequence."""
-        if sequences == 1:
+    def _count(self, experts_TK: torch.Tensor, sequences: int, is_text_T: torch.Tensor | None = None) -> torch.Tensor:
+        """(S, E) int64 pairs of each sequence, of its text alone where that is told."""
+        if sequences == 1 and is_text_T is None:
             return count_experts(experts_TK, self.num_experts).unsqueeze(0)
         rows = torch.arange(sequences, device=experts_TK.device).repeat_interleave(experts_TK.shape[0] // sequences)
         shifted_TK = experts_TK + self.num_experts * rows.unsqueeze(1)
-        return count_experts(shifted_TK, sequences * self.num_experts).view(sequences, -1)
+        every = sequences * self.num_experts
+        if is_text_T is None:
+            return count_experts(shifted_TK, every).view(sequences, -1)
+        shifted_TK = torch.where(is_text_T.unsqueeze(1), shifted_TK, every)  # padding behind the last
+        return count_experts(shifted_TK, every + 1)[:-1].view(sequences, -1)
 
     @staticmethod
     def wide(x_TH: torch.Tensor) -> torch.dtype:
@@ -162,7 +188,7 @@ class Router(nn.Module):
         """(E,) zeros: what a rank without a micro-batch adds to the counts that ranks add up."""
         none_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x_TH.device)
         if self.spec.aux_loss and self.spec.aux_scope == "global_batch":
-            self._global_counts(none_E, info)
+            self._global_counts(none_E, info, tokens=1)
         return none_E
 
     def _choose(
@@ -194,34 +220,41 @@ class Router(nn.Module):
 
     # ---- losses --------------------------------------------------------------------------------------------------------
 
-    def _aux_loss(self, choice: Choice, num_tokens: int, balance_E: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
+    def _aux_loss(
+        self, choice: Choice, num_tokens: int, balance_E: torch.Tensor, info: ForwardInfo, *, text: Text | None
+    ) -> torch.Tensor:
         spec, axis = self.spec, self.groups.axis("micro")
         if not spec.aux_loss:
             return self.no_loss
         tokens = max(num_tokens * axis.size, 1)
         factor = spec.aux_loss * self.num_experts / self.top_k
         if spec.aux_scope == "global_batch":
-            counts_E = self._global_counts(balance_E, info)
             tokens *= info.num_microbatches
+            counts_E = self._global_counts(balance_E, info, tokens=tokens)
             return factor / tokens**2 * _dot(counts_E, choice.probs_SE[0])
         if spec.aux_scope == "micro_batch":
             counts_E = self.comms.all_reduce(balance_E.clone(), axis, op_id=self._id(info, "balance"))
+            tokens = tokens if text is None else max(text.tokens, 1)
             return factor / (tokens**2 * info.num_microbatches) * _dot(counts_E, choice.probs_SE[0])
         num_sequences = len(choice.free_counts_SE)
         axis, shares = self.groups.axis("tp_cp"), axis.size // self.groups.axis("tp_cp").size
         per_sequence = max(tokens // (num_sequences * shares), 1)
         counts_SE = self.comms.all_reduce(choice.free_counts_SE.clone(), axis, op_id=self._id(info, "balance"))
         every = num_sequences * shares * info.num_microbatches
+        if text is not None:
+            squares_S1 = text.tokens_B.to(choice.probs_SE.dtype).square().unsqueeze(1)
+            return factor / every * _dot(counts_SE, choice.probs_SE / squares_S1)
         return factor / (per_sequence**2 * every) * _dot(counts_SE, choice.probs_SE)
 
-    def _global_counts(self, balance_E: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
-        """Counts of the whole step: handed in, or (one micro-batch a rank) summed here, or unknown in the pass that finds them."""
+    def _global_counts(self, balance_E: torch.Tensor, info: ForwardInfo, *, tokens: int) -> torch.Tensor:
+        """`counts_of_text` of the whole step's `tokens`: handed in, or (one micro-batch a rank) summed here, or unknown in the pass that finds them."""
         if info.balance_counts_LE is not None:
             return info.balance_counts_LE[self.moe_index]
         if info.num_microbatches == self.groups.folding.replicas if info.rounds is None else info.rounds == 1:
-            return self.comms.all_reduce(
+            counts_E = self.comms.all_reduce(
                 balance_E.clone(), self.groups.axis("tp_dp_cp"), op_id=self._id(info, "balance")
             )
+            return counts_of_text(counts_E, pairs=tokens * self.top_k)
         if torch.is_grad_enabled():
             raise RunError(
                 "router.aux_scope = global_batch with several micro-batches a rank needs the step's counts before the "
@@ -229,11 +262,11 @@ class Router(nn.Module):
             )
         return torch.zeros_like(balance_E)
 
-    def _z_loss(self, squares: torch.Tensor, num_tokens: int, info: ForwardInfo) -> torch.Tensor:
+    def _z_loss(self, squares: torch.Tensor, tokens: int, info: ForwardInfo) -> torch.Tensor:
+        """`tokens`: of the whole micro-batch."""
         if not self.spec.z_loss:
             return self.no_loss
-        tokens = max(num_tokens * self.groups.axis("micro").size * info.num_microbatches, 1)
-        return self.spec.z_loss / tokens * squares
+        return self.spec.z_loss / max(tokens * info.num_microbatches, 1) * squares
 
     def _id(self, info: ForwardInfo, what: str) -> str:
         return op_id(f"router.{what}", microbatch=info.microbatch, layer=self.layer, phase=info.phase)
@@ -304,13 +337,34 @@ def count_experts(experts_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
     return count_keys(experts_TK.reshape(-1), num_experts)
 
 
+def counts_of_text(counts_E: torch.Tensor, *, pairs: int) -> torch.Tensor:
+    """(..., E) fp64 counts of a whole step, by which a loss that divides by all tokens squared is one of text alone.
+
+    No rank knows how many tokens of others are padding, but all know how many pairs of text were counted, of `pairs` that there are. Where
+    all are text nothing changes, to the last bit.
+    """
+    counts_E = counts_E.to(torch.float64)
+    of_text = counts_E.sum(-1, keepdim=True).clamp(min=1.0)
+    share = of_text / torch.full_like(
+        of_text, pairs
+    )  # a tensor: devices multiply by the inverse of a number, which is not exact
+    return counts_E / share.square()
+
+
 def update_expert_bias(bias_E: torch.Tensor, counts_E: torch.Tensor, rate: float) -> None:
     """Updates in place `bias += rate * sign(mean - count)` (arXiv 2408.15664, algorithm 1).
 
-    `counts_E` (integers) counts the whole step: all micro-batches, summed over tp_dp_cp. Compared in integers, so exact.
+    `counts_E` (integers) counts the text of the whole step: all micro-batches, summed over tp_dp_cp. Compared in integers, so exact.
     """
     counts_E = counts_E.to(torch.int64)
     bias_E.add_(torch.sign(counts_E.sum() - counts_E * counts_E.numel()).to(bias_E.dtype), alpha=rate)
+
+
+def _of_text(x_T: torch.Tensor, is_text_T: torch.Tensor | None) -> torch.Tensor:
+    """(T, ...) with zeros in the rows of padding."""
+    if is_text_T is None:
+        return x_T
+    return torch.where(is_text_T if x_T.dim() == 1 else is_text_T.unsqueeze(1), x_T, 0.0)
 
 
 def _sums(probs_TE: torch.Tensor, sequences: int) -> torch.Tensor:

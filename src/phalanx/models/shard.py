@@ -17,6 +17,7 @@ from phalanx.plan.mapping import AnyFolding, Folding
 def part_of(batch: TokenBatch, folding: AnyFolding, rank: int) -> TokenBatch:
     """The part of a whole micro-batch that `rank` works on."""
     stage, (share, shares) = folding.of_rank(rank), folding.share_of(rank)
+    padding = batch.padding
     if stage.cp == 1 and stage.tp == 1 and shares == 1:
         return batch
     length, device = batch.tokens_BS.shape[1], batch.tokens_BS.device
@@ -37,6 +38,7 @@ def part_of(batch: TokenBatch, folding: AnyFolding, rank: int) -> TokenBatch:
         whole=batch,
         columns_S=positions,
         is_empty=batch.is_empty,
+        padding=padding,
     )
 
 
@@ -49,6 +51,7 @@ def _sequences(batch: TokenBatch, first: int, count: int) -> TokenBatch:
         positions_BS=batch.positions_BS[own],
         segments=batch.segments[own],
         is_empty=batch.is_empty,
+        padding=batch.padding[own],
     )
 
 

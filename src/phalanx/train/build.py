@@ -81,6 +81,6 @@ def token_batch(micro: MicroBatch, device: torch.device, *, folding: AnyFolding,
     tokens, labels, positions = (torch.from_numpy(a).to(device) for a in (micro.tokens, micro.labels, micro.positions))
     whole = TokenBatch(
         tokens_BS=tokens, labels_BS=labels, positions_BS=positions, segments=micro.segments,
-        is_empty=micro.is_empty,
+        is_empty=micro.is_empty, padding=micro.padding,
     )  # fmt: skip
     return part_of(whole, folding, rank)

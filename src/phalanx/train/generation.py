@@ -168,6 +168,7 @@ def _window(tokens: Sequence[int], filling: int, device: torch.device, *, copies
         labels_BS=torch.full_like(tokens_1S, -100).repeat(copies, 1),
         positions_BS=positions.unsqueeze(0).repeat(copies, 1),
         segments=((length, filling) if filling else (length,),) * copies,
+        padding=(filling,) * copies,
     )
 
 

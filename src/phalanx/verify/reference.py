@@ -268,7 +268,9 @@ def _doubtful_tokens(
     first, second = (block for block in model.layers.values() if isinstance(block, Block) and block.moe is not None)
     assert second.moe is not None
     found: list[torch.Tensor] = []
-    listener = _Listener(dispatch, batch.num_tokens)
+    listener = _Listener(
+        dispatch, np.ones(batch.num_tokens, bool) if batch.text is None else batch.text.is_text_T.numpy()
+    )
     with _hook(first, lambda module, args, out: found.append(out[0] + out[1])), _hook(second.moe.router, listener):
         model(batch, info)
         x_TH = found[0].float()
@@ -296,18 +298,18 @@ def _repeated(batch: TokenBatch, count: int) -> TokenBatch:
     tokens_BS, labels_BS, positions_BS = (
         part.repeat(count, 1) for part in (batch.tokens_BS, batch.labels_BS, batch.positions_BS)
     )
-    return TokenBatch(tokens_BS, labels_BS, positions_BS, batch.segments * count)
+    return TokenBatch(tokens_BS, labels_BS, positions_BS, batch.segments * count, padding=batch.padding * count)
 
 
 @dataclass(eq=False)
 class _Listener:
-    """Notes what a router decides: (C, T, E) 0 not chosen, 1 dropped, 2 kept; + FREELY where chosen by the scores alone.
+    """Notes what a router decides of text: (C, T, E) 0 not chosen, 1 dropped, 2 kept; + FREELY where chosen by the scores alone.
 
     Copies of a micro-batch that come one after the other (C of them) are told apart, also where rows are dropped.
     """
 
     dispatch: DispatchSpec
-    num_tokens: int
+    is_text_T: NDArray[np.bool_]
     found: list[NDArray[np.int8]] = field(default_factory=list)
 
     def __call__(self, module: Any, args: Any, routing: Routing) -> None:
@@ -315,20 +317,22 @@ class _Listener:
         logits_NE = args[0].float() @ module.weight.float().T
         free_NK = torch.topk(logits_NE, routing.experts_TK.shape[1]).indices
         parts = [
-            part.numpy().reshape(-1, self.num_tokens, part.shape[1])
+            part.numpy().reshape(-1, len(self.is_text_T), part.shape[1])[:, self.is_text_T]
             for part in (routing.experts_TK, routing.weights_TK.double(), free_NK)
         ]
         num_experts = logits_NE.shape[1]
         tables = [self._table(e, w, free, num_experts) for e, w, free in zip(*parts, strict=True)]
-        self.found.append(np.stack(tables))
+        found_CTE = np.zeros((len(tables), len(self.is_text_T), num_experts), dtype=np.int8)
+        found_CTE[:, self.is_text_T] = tables
+        self.found.append(found_CTE)
 
     def _table(self, experts_TK: Any, weights_TK: Any, free_TK: Any, num_experts: int) -> NDArray[np.int8]:
-        num_tokens, top_k = experts_TK.shape
+        num_tokens, top_k = len(self.is_text_T), experts_TK.shape[1]
         kept_TK = np.ones(experts_TK.shape, dtype=bool)
         if self.dispatch.policy == "drop":
             rows = capacity(self.dispatch, num_tokens=num_tokens, top_k=top_k, num_experts=num_experts)
             kept_TK = kept_pairs(experts_TK, weights_TK, rows=rows, by=self.dispatch.drop_by)
-        table_TE = np.zeros((num_tokens, num_experts), dtype=np.int8)
+        table_TE = np.zeros((len(experts_TK), num_experts), dtype=np.int8)
         np.put_along_axis(table_TE, experts_TK, 1 + kept_TK.astype(np.int8), axis=1)
         np.put_along_axis(table_TE, free_TK, np.take_along_axis(table_TE, free_TK, axis=1) + FREELY, axis=1)
         return table_TE

@@ -62,7 +62,7 @@ class Setup:
     accumulation: int = 1
     """Micro-batches of a step on each data-parallel rank."""
     packed: bool = False
-    """Several documents per sequence."""
+    """Several documents per sequence, the last of which may be padding."""
     answers: bool = False
     """Labels on answers alone, as of conversations: few of them, in runs, and none at all in every third micro-batch."""
     zero: Literal[0, 1, 2] = 1

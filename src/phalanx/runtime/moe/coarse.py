@@ -60,13 +60,7 @@ def run_coarse(
     "all_to_all"), of which each rank needs all before it can begin.
     """
     raise_if(_problems(dispatcher, chunks), ConfigError, subject="overlap")
-    kept_TK = dispatcher.kept(
-        call.weights_TK.detach(),
-        call.experts_TK,
-        token_index_T=call.token_index_T,
-        part_T=call.part_T,
-        op_prefix=call.op_prefix,
-    )
+    kept_TK = call.kept_TK(dispatcher)
     cut = _cut_capacity if dispatcher.spec.is_static else _cut_tokens
     parts = cut(call, dispatcher, kept_TK, chunks)
     exchange = _ChunkExchange(dispatcher, call.op_prefix)

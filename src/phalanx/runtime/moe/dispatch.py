@@ -215,6 +215,7 @@ class Dispatcher:
         experts_TK: torch.Tensor,
         *,
         token_index_T: torch.Tensor | None = None,
+        is_text_T: torch.Tensor | None = None,
         part_T: torch.Tensor | None = None,
         op_prefix: str = "",
         known: KnownCounts | None = None,
@@ -224,13 +225,20 @@ class Dispatcher:
         """Send each token to the slots of its experts.
 
         `token_index_T`: place of each token in its micro-batch, where ranks of `tp_cp` share one and it is not simply rank by rank
-        (it decides ties and `position` under full_sequence). `part_T`: this rank stands in for several, part by part (sub_sequence drops
+        (it decides ties and `position` under full_sequence). `is_text_T`: the others are padding, of which nothing is kept where rows are dropped (None: all are text). `part_T`: this rank stands in for several, part by part (sub_sequence drops
         in each part by itself). `op_prefix` names the collectives (`mb0.L3.fwd.`). `known`: of a pass that runs again. `counts_E`: int64 pairs of each expert,
         where they are known. `needs_counts`: of `Dispatched`, also where nothing but a wait of the host could tell them.
         """
         if self.spec.transport == "deepep" and self.ep_etp.size > 1:
             return self._dispatch_tokens(x_TH, weights_TK, experts_TK, op_prefix, known)
-        kept_TK = self.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
+        kept_TK = self.kept(
+            weights_TK,
+            experts_TK,
+            token_index_T=token_index_T,
+            is_text_T=is_text_T,
+            part_T=part_T,
+            op_prefix=op_prefix,
+        )
         gathers = self.spec.transport == "all_gather" and self.ep_etp.size > 1
         if kept_TK is None and not needs_counts and self._stays_alone(experts_TK):
             return self._keep(x_TH, weights_TK, experts_TK, op_prefix, known)
@@ -569,13 +577,20 @@ class Dispatcher:
         experts_TK: torch.Tensor,
         *,
         token_index_T: torch.Tensor | None = None,
+        is_text_T: torch.Tensor | None = None,
         part_T: torch.Tensor | None = None,
         op_prefix: str = "",
     ) -> torch.Tensor | None:
         """(T, K) which pairs of this rank the experts keep; None where all are. Arguments as of `dispatch`."""
-        if part_T is not None and self.spec.policy == "drop" and self.spec.drop_scope == "sub_sequence":
-            return self._kept_by_part(weights_TK.detach(), experts_TK, part_T)
-        return self._kept(weights_TK.detach(), experts_TK, token_index_T, op_prefix)
+        if self.spec.policy == "dropless":
+            return None
+        if is_text_T is not None:  # padding asks for an expert that nobody has
+            experts_TK = torch.where(is_text_T.unsqueeze(1), experts_TK, self.num_experts)
+        if part_T is not None and self.spec.drop_scope == "sub_sequence":
+            kept_TK = self._kept_by_part(weights_TK.detach(), experts_TK, part_T)
+        else:
+            kept_TK = self._kept(weights_TK.detach(), experts_TK, token_index_T, op_prefix)
+        return kept_TK if is_text_T is None else kept_TK & is_text_T.unsqueeze(1)
 
     def _kept(
         self,
@@ -583,10 +598,7 @@ class Dispatcher:
         experts_TK: torch.Tensor,
         token_index_T: torch.Tensor | None,
         op_prefix: str,
-    ) -> torch.Tensor | None:
-        """(T, K) which pairs the experts keep; None where all are."""
-        if self.spec.policy == "dropless":
-            return None
+    ) -> torch.Tensor:
         axis = self.micro
         if self.spec.drop_scope == "sub_sequence" or axis.size == 1:
             return kept_pairs(weights_TK, experts_TK, rows=self._capacity(len(experts_TK)), by=self.spec.drop_by)

@@ -51,11 +51,23 @@ class MoeCall:
     counts_E: torch.Tensor | None = None
     """int64 pairs of each expert, where they are known."""
     token_index_T: torch.Tensor | None = None
+    is_text_T: torch.Tensor | None = None
     part_T: torch.Tensor | None = None
-    """Both: see `Dispatcher.dispatch`."""
+    """All three: see `Dispatcher.dispatch`."""
     op_prefix: str = ""
     beside: Callable[[], torch.Tensor] | None = None
     """A shared expert, (T, H): its result is added to that of the routed ones."""
+
+    def kept_TK(self, dispatcher: Dispatcher) -> torch.Tensor | None:
+        """Of all ways that ask before they dispatch: see `Dispatcher.kept`."""
+        return dispatcher.kept(
+            self.weights_TK,
+            self.experts_TK,
+            token_index_T=self.token_index_T,
+            is_text_T=self.is_text_T,
+            part_T=self.part_T,
+            op_prefix=self.op_prefix,
+        )
 
     def with_shared(self, y_TH: torch.Tensor) -> torch.Tensor:
         """The result of the routed experts plus that of the shared one, which is computed now."""
@@ -143,6 +155,7 @@ def _in_turn(
         call.weights_TK,
         call.experts_TK,
         token_index_T=call.token_index_T,
+        is_text_T=call.is_text_T,
         part_T=call.part_T,
         op_prefix=call.op_prefix,
         known=call.known,

@@ -197,9 +197,7 @@ def run_fused(call: MoeCall, *, dispatcher: Dispatcher, memory: FusedMemory) -> 
     raise_if(problems, ConfigError, subject="the overlap of a MoE layer")
     comms, axis = dispatcher.comms, dispatcher.ep
     x_TH, weights_TK, experts_TK, op_prefix = call.x_TH, call.weights_TK, call.experts_TK, call.op_prefix
-    kept_TK = dispatcher.kept(
-        weights_TK, experts_TK, token_index_T=call.token_index_T, part_T=call.part_T, op_prefix=op_prefix
-    )
+    kept_TK = call.kept_TK(dispatcher)
     tokens = on_device(x_TH.shape[0], x_TH.device).view(1)
     begun = dispatcher.begin_list(experts_TK, kept_TK, op_prefix, told=tokens, known=call.known, counts_E=call.counts_E)
     plan, sent, of_all = dispatcher.finish_list(begun)

@@ -120,9 +120,7 @@ def _plan_batch(
 ) -> _Batch:
     """Collective over `ep_etp`. `hosts`: by position there, empty where nothing can go through them."""
     experts_TK, row_bytes = call.experts_TK, call.x_TH.shape[1] * call.x_TH.element_size()
-    kept_TK = dispatcher.kept(
-        call.weights_TK, experts_TK, token_index_T=call.token_index_T, part_T=call.part_T, op_prefix=call.op_prefix
-    )
+    kept_TK = call.kept_TK(dispatcher)
     copies = count_copies(dispatcher, experts_TK, kept_TK, hosts) if dispatcher.is_plain else None
     begun = dispatcher.begin_list(
         experts_TK, kept_TK, call.op_prefix, told=copies, known=call.known, counts_E=call.counts_E

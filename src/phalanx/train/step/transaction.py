@@ -35,7 +35,14 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.fixed_point import bits_for
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.ops.deferred import DeferredGradients
-from phalanx.models import Decoder, DecoderOutput, ForwardInfo, TokenBatch, update_expert_bias
+from phalanx.models import (
+    Decoder,
+    DecoderOutput,
+    ForwardInfo,
+    TokenBatch,
+    counts_of_text,
+    update_expert_bias,
+)
 from phalanx.plan.mapping import AnyPlacement, Stage
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline
@@ -114,13 +121,13 @@ class StepResult:
     """Norm of the gradients before clipping."""
     lr: float
     tokens: int
-    """Tokens of the step, those without a label included."""
+    """Tokens of the step, those without a label and padding included."""
     counts_LE: NDArray[np.int64]
-    """Tokens that chose each expert, before dropping."""
+    """Tokens of text that chose each expert, before dropping."""
     dropped: int
     """(token, expert) pairs over all layers."""
     entropy: float
-    """Mean over tokens and layers of the router's entropy, nats."""
+    """Mean over tokens of text and layers of the router's entropy, nats."""
     stop: bool
     """Some rank asked to stop after this step."""
     exchange: ExchangeTimes
@@ -220,7 +227,7 @@ def commit_step(parts: StepParts, reduced: ReducedStep) -> StepResult:
     check_commit(parts, step=reduced.step)
     parts.comms.doubts.clear()
     parts.buffers.release()
-    return _result(tally, step=reduced.step, lr=reduced.lr, tokens=reduced.tokens)
+    return _result(tally, step=reduced.step, lr=reduced.lr, tokens=reduced.tokens, top_k=parts.spec.top_k)
 
 
 def publish(parts: StepParts) -> None:
@@ -335,7 +342,8 @@ def _balance_counts(parts: StepParts, batches: Sequence[TokenBatch], *, step: in
             counts_LE[i] += stats.balance_counts_E
 
     parts.runner.forward(batches, _infos(parts, batches, step=step, phase="count"), add)
-    return parts.comms.all_reduce(counts_LE, parts.groups.step_axis("tp_dp_cp"), op_id="balance_counts")
+    parts.comms.all_reduce(counts_LE, parts.groups.step_axis("tp_dp_cp"), op_id="balance_counts")
+    return counts_of_text(counts_LE, pairs=_tokens_of_step(parts, batches) * parts.spec.top_k)
 
 
 def _gave_up(parts: StepParts) -> str:
@@ -392,7 +400,7 @@ def _tokens_of_step(parts: StepParts, batches: Sequence[TokenBatch]) -> int:
     return with_empty * (parts.samples or rounds) // rounds
 
 
-def _result(tally: Tally, *, step: int, lr: float, tokens: int) -> StepResult:
+def _result(tally: Tally, *, step: int, lr: float, tokens: int, top_k: int) -> StepResult:
     return StepResult(
         step=step,
         loss=tally.loss,
@@ -404,7 +412,7 @@ def _result(tally: Tally, *, step: int, lr: float, tokens: int) -> StepResult:
         tokens=tokens,
         counts_LE=tally.counts_LE,
         dropped=tally.dropped,
-        entropy=tally.entropy_sum / max(1, tokens * len(tally.counts_LE)),
+        entropy=tally.entropy_sum / max(1, int(tally.counts_LE.sum()) // max(1, top_k)),
         stop=tally.stop,
         exchange=tally.exchange,
         seconds=tally.seconds,

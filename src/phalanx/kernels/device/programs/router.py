@@ -43,12 +43,12 @@ def allowed_columns(
 
 @triton.jit
 def choose(
-    logits, bias, experts, weights, counts, free_counts, parts, per_sequence, num_experts, scale, tiny,
-    SIGMOID: tl.constexpr, AFTER: tl.constexpr, RENORM: tl.constexpr, BIASED: tl.constexpr, FREE: tl.constexpr,
+    logits, bias, is_text, experts, weights, rows, counts, free_counts, parts, per_sequence, num_experts, scale, tiny,
+    SIGMOID: tl.constexpr, AFTER: tl.constexpr, RENORM: tl.constexpr, BIASED: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
     GROUPS: tl.constexpr, BEST: tl.constexpr, GROUPS_KEPT: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, E2: tl.constexpr, K2: tl.constexpr, G2: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows, sequences). `parts` (sequences, blocks, E + 2): sums over rows of the probabilities, of their entropy, of `logsumexp(logits)^2`."""
+    """Grid (blocks of rows, sequences). `parts` (sequences, blocks, E + 2): sums over rows of the probabilities, of their entropy, of `logsumexp(logits)^2`. Masked, only rows of text count, but in `rows`."""
     block, sequence = tl.program_id(0), tl.program_id(1)
     row_R, col_1E, k_1K = block * ROWS + tl.arange(0, ROWS), tl.arange(0, E2)[None, :], tl.arange(0, K2)[None, :]
     here_R, is_col_1E, last = row_R < per_sequence, col_1E < num_experts, num_experts - 1
@@ -95,7 +95,11 @@ def choose(
     chosen_RK = tl.where((log_sum_R == log_sum_R)[:, None], chosen_RK, float("nan"))
     tl.store(weights + token_R[:, None] * TOP_K + k_1K, chosen_RK * scale, mask=here_R[:, None] & (k_1K < TOP_K))
     hits_1E = tl.sum(tl.where(here_R[:, None], hits_RE, 0), axis=0)[None, :]
-    tl.atomic_add(counts + sequence * num_experts + col_1E, hits_1E.to(tl.int64), mask=is_col_1E & (hits_1E > 0))
+    tl.atomic_add(rows + sequence * num_experts + col_1E, hits_1E.to(tl.int64), mask=is_col_1E & (hits_1E > 0))
+    if MASKED:
+        here_R = here_R & (tl.load(is_text + token_R, mask=here_R, other=0) != 0)
+        hits_1E = tl.sum(tl.where(here_R[:, None], hits_RE, 0), axis=0)[None, :]
+        tl.atomic_add(counts + sequence * num_experts + col_1E, hits_1E.to(tl.int64), mask=is_col_1E & (hits_1E > 0))
     if FREE:
         rank_RE = tl.where(is_col_1E, score_RE, -float("inf"))
         hits_RE = tl.zeros((ROWS, E2), dtype=tl.int32)
@@ -117,9 +121,9 @@ def choose(
 
 @triton.jit
 def choose_backward(
-    logits, experts, d_weights, d_probs, d_squares, d_logits, per_sequence, num_experts, scale, tiny,
+    logits, experts, d_weights, d_probs, d_squares, is_text, d_logits, per_sequence, num_experts, scale, tiny,
     SIGMOID: tl.constexpr, AFTER: tl.constexpr, RENORM: tl.constexpr, WEIGHTS: tl.constexpr, PROBS: tl.constexpr, SQUARES: tl.constexpr,
-    TOP_K: tl.constexpr, ROWS: tl.constexpr, E2: tl.constexpr, K2: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, E2: tl.constexpr, K2: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of rows, sequences). From gradients of the weights, of each sequence's sums of probabilities, and of the sum of squares."""
     sequence, row_R = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -163,6 +167,9 @@ def choose_backward(
         d_score_RE = tl.zeros((ROWS, E2), dtype=WIDE)
     if PROBS:
         d_1E = tl.load(d_probs + sequence * num_experts + col_1E, mask=is_col_1E, other=0.0).to(WIDE)
+        if MASKED:
+            is_text_R1 = tl.load(is_text + token_R1, mask=here_R1, other=0) != 0
+            d_1E = tl.where(is_text_R1, d_1E, 0.0)  # of each row now
         if SIGMOID:
             all_R1 = (tl.sum(score_RE, axis=1) + tiny)[:, None]
             d_score_RE += (d_1E - tl.sum(d_1E * score_RE, axis=1)[:, None] / all_R1) / all_R1
@@ -173,6 +180,8 @@ def choose_backward(
     else:
         d_x_RE += soft_RE * (d_score_RE - tl.sum(soft_RE * d_score_RE, axis=1)[:, None])
     if SQUARES:
-        log_sum_R = largest_R + tl.log(sum_R)
-        d_x_RE += soft_RE * (2.0 * tl.load(d_squares).to(WIDE) * log_sum_R)[:, None]
+        d_log_sum_R1 = (2.0 * tl.load(d_squares).to(WIDE) * (largest_R + tl.log(sum_R)))[:, None]
+        if MASKED:
+            d_log_sum_R1 = tl.where(tl.load(is_text + token_R1, mask=here_R1, other=0) != 0, d_log_sum_R1, 0.0)
+        d_x_RE += soft_RE * d_log_sum_R1
     tl.store(d_logits + token_R1 * num_experts + col_1E, d_x_RE, mask=here_R1 & is_col_1E)
