@@ -493,6 +493,7 @@ def test_ranks_that_see_one_gpu_each_join_where_it_is_another_one(tmp_path, monk
     monkeypatch.setattr(world.dist, "init_process_group", lambda backend, **words: join("gloo", **words))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(world, "_grow_segments", lambda device: None)
     for rank in range(2):
         if (pid := os.fork()) == 0:
             code = 1

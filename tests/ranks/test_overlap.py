@@ -453,7 +453,7 @@ def passes_without_tokens(rank, cache, folding):
     empty = torch.zeros(1, 0, dtype=torch.int64)
     nothing = TokenBatch(empty, empty, empty, ((),), is_empty=True)
     with torch.no_grad():
-        for tokens in (8, 8 if rank == 0 else 0, 8):
+        for tokens in (8, 8 if rank == 0 else 0, 8, 5):  # no micro-batch of training has five
             batch = dense.batch_of(8) if tokens else nothing
             layer(torch.randn(tokens, 16, dtype=torch.float64), ForwardInfo(), batch)
     return [len(known.ratios) for known in ctx.tuner.known.values()]

@@ -428,8 +428,6 @@ def test_what_cannot_move_is_refused() -> None:
             None,
             ["--resilience.replace_interval=5", "--resilience.slots_per_rank=4", "--resilience.expert_state=sharded"],
         )
-    with pytest.raises(ConfigError, match=r"resilience.move_beside = false.*no effect"):
-        load_recipe(None, ["--resilience.slots_per_rank", "4", "--resilience.move_beside", "false"])
 
 
 @pytest.mark.unit

@@ -51,8 +51,7 @@ class ModelContext:
     fused: FusedMemory = field(default_factory=FusedMemory)
     """Memory that the ranks write into for each other where `dispatch.overlap = "fused"`."""
     micro_tokens: int = 0
-    """Tokens of this rank in a micro-batch, where ranks may have fewer micro-batches than others and take part in theirs without a
-    token; 0: they have not."""
+    """Tokens of this rank in a micro-batch of training, 0 where that is not known: what overlap costs is found out for these alone."""
     host_of_rank: tuple[int, ...] = ()
     """Host of each rank of the run; (): not known, each may be one."""
     expert_state: ExpertState = "whole"

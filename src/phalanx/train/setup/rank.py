@@ -267,7 +267,7 @@ def make_context(
             tell=lambda text: rank.sinks(Note(level="info", text=text)),
         ),
         fused=FusedMemory(left_free=recipe.dispatch.left_free),
-        micro_tokens=_micro_tokens(recipe, groups) if recipe.resilience.mode != "off" else 0,
+        micro_tokens=_micro_tokens(recipe, groups),
         host_of_rank=hosts_of(rank.peers) if rank.told is None else numbered(rank.told.hosts),
     )
 
@@ -298,5 +298,5 @@ def _paired(recipe: Recipe, folding: AnyFolding, pipeline: Pipeline, *, stage: i
 
 
 def _micro_tokens(recipe: Recipe, groups: Groups) -> int:
-    parts = groups.axis("tp").size * groups.axis("cp").size
+    parts = groups.axis("tp").size * groups.axis("cp").size * groups.folding.share_of(groups.rank)[1]
     return recipe.train.micro_batch * recipe.train.seq_len // parts
