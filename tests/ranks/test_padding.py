@@ -84,6 +84,9 @@ MAPPINGS: list[tuple[AnyFolding, dict[str, Any]]] = [
     (Folding(world=4, tp=2, cp=2, ep=4), {"aux": "micro_batch", "dispatch": "drop-prob-sub", "travel": "coarse:2"}),
     (Folding(world=4, cp=2, ep=2), {"aux": "sequence", "dispatch": "drop-pos-full", "travel": "fine", "recompute": "full"}),
     (Folding(world=4, tp=2, ep=4), {"aux": "global_batch", "dispatch": "drop-pos-full-pad", "travel": "coarse:2", "accumulation": 1}),
+    (Folding(world=4, ep=4), {"aux": "micro_batch", "travel": "fine", "recompute": "full"}),
+    (Folding(world=4, tp=2, ep=2), {"aux": "sequence", "travel": "all_gather"}),
+    (Folding(world=4, ep=2, etp=2), {"aux": "global_batch", "travel": "coarse:2", "routing": "groups-bias"}),
     (Folding(world=4, cp=4, ep=2), {"aux": "global_batch", "dispatch": "drop-prob-pad", "travel": "all_gather", "routing": "groups-bias"}),
 ]  # fmt: skip
 

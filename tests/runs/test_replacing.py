@@ -394,6 +394,7 @@ def test_when_a_run_decides() -> None:
     assert steps(slots=None) == 0 and steps() == 200
     assert steps(mode="off") == 0 and steps(mode="off", replace_interval=7) == 7
     assert steps(expert_state="sharded") == 0 and steps(deterministic=True) == 0
+    assert steps(deterministic=True, mode="exact") == 200
 
 
 @pytest.mark.unit

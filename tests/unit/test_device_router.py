@@ -92,6 +92,8 @@ def test_equals_its_reference(name: str, what: str, monkeypatch: pytest.MonkeyPa
 def test_a_router_tells_its_program_which_rows_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_router(moe_spec(num_experts=E, top_k=K, hidden=E), **vars(SPECS["DeepSeek-V3"]))
     router, x = Router(context(model, dtype=torch.float64), 0), normal(T, E, seed=1)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(E))
     tokens_BS = torch.zeros(2, T // 2, dtype=torch.int64)
     text = TokenBatch(tokens_BS, tokens_BS, tokens_BS, ((T // 2,),) * 2, padding=(0, 5)).text
     want = router(x, ForwardInfo(), num_sequences=2, text=text)

@@ -103,8 +103,11 @@ def test_a_driver_that_maps_no_memory_leaves_segments_as_they_were(
         raise RuntimeError("CUDA driver error: unknown error")
 
     monkeypatch.setattr(torch, "empty", refused)
+    monkeypatch.setenv(world.ALLOCATOR[0], "")  # as before when the test is over
     own_device(WorldInfo(rank=0, world=1, local_rank=0, local_world=1), "cuda")
     assert one_gpu[-2:] == ["expandable_segments:True", "expandable_segments:False"]
+    own_device(WorldInfo(rank=0, world=1, local_rank=0, local_world=1), "cuda")
+    assert one_gpu.count("expandable_segments:True") == 1, "a refusal holds for the process"
 
 
 @pytest.mark.parametrize("name", world.ALLOCATOR)

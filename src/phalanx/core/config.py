@@ -460,10 +460,12 @@ class Recipe:
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def steps_between_placements(self) -> int:
-        """`resilience.replace_interval`, with its default resolved. Where equal runs are to have equal bits (mode off, `train.deterministic`) experts do not move: when that pays is measured."""
+        """`resilience.replace_interval`, with its default resolved. Where equal runs are to have equal bits (mode off, `train.deterministic`) experts do not move: when that pays is measured. In mode
+        exact bits do not depend on where they are."""
         r = self.resilience
         if r.slots_per_rank is None:
             return 0
         if r.replace_interval is not None:
             return r.replace_interval
-        return 0 if r.mode == "off" or r.expert_state == "sharded" or self.train.deterministic else REPLACE_INTERVAL
+        alike = r.mode == "off" or (self.train.deterministic and r.mode != "exact")
+        return 0 if alike or r.expert_state == "sharded" else REPLACE_INTERVAL

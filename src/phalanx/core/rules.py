@@ -684,7 +684,7 @@ def _replacement_clashes(recipe: Recipe) -> list[_Clash]:
     r, found = recipe.resilience, list[_Clash]()
     if not r.replace_interval:
         return found
-    if recipe.train.deterministic and r.slots_per_rank is not None:
+    if recipe.train.deterministic and r.mode != "exact" and r.slots_per_rank is not None:
         rule = "moves experts when measured times say that it pays, and with train.deterministic = true a run is the same each time"
         found.append(_clash("resilience.replace_interval", r.replace_interval, rule, "use 0", "train.deterministic"))
     if r.expert_state == "sharded":

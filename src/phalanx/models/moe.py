@@ -92,7 +92,7 @@ class MoE(nn.Module):
             beside=None if shared is None else lambda: shared(x_TH, info, batch),
         )
         y_TH, dropped = self.routed(call)
-        if text is not None and self.routed.dispatcher.spec.policy == "drop":
+        if text is not None and not self.routed.dispatcher.sends_padding:
             dropped = dropped - self.router.top_k * (~text.is_text_T).sum()  # padding was not there to be dropped
         stats = RoutingStats(
             aux_loss=routing.aux_loss,

@@ -225,11 +225,11 @@ class Dispatcher:
         """Send each token to the slots of its experts.
 
         `token_index_T`: place of each token in its micro-batch, where ranks of `tp_cp` share one and it is not simply rank by rank
-        (it decides ties and `position` under full_sequence). `is_text_T`: the others are padding, of which nothing is kept where rows are dropped (None: all are text). `part_T`: this rank stands in for several, part by part (sub_sequence drops
+        (it decides ties and `position` under full_sequence). `is_text_T`: the others are padding, which stays here (`sends_padding`; None: all are text). `part_T`: this rank stands in for several, part by part (sub_sequence drops
         in each part by itself). `op_prefix` names the collectives (`mb0.L3.fwd.`). `known`: of a pass that runs again. `counts_E`: int64 pairs of each expert,
         where they are known. `needs_counts`: of `Dispatched`, also where nothing but a wait of the host could tell them.
         """
-        if self.spec.transport == "deepep" and self.ep_etp.size > 1:
+        if self.sends_padding:
             return self._dispatch_tokens(x_TH, weights_TK, experts_TK, op_prefix, known)
         kept_TK = self.kept(
             weights_TK,
@@ -569,6 +569,11 @@ class Dispatcher:
     def _capacity(self, num_tokens: int) -> int:
         return capacity(self.spec, num_tokens=num_tokens, top_k=self.top_k, num_experts=self.num_experts)
 
+    @property
+    def sends_padding(self) -> bool:
+        """Whether rows of padding travel and are computed: DeepEP sends whole tokens."""
+        return self.spec.transport == "deepep" and self.ep_etp.size > 1
+
     # ---- dropping --------------------------------------------------------------------------------------------------------
 
     def kept(
@@ -583,7 +588,7 @@ class Dispatcher:
     ) -> torch.Tensor | None:
         """(T, K) which pairs of this rank the experts keep; None where all are. Arguments as of `dispatch`."""
         if self.spec.policy == "dropless":
-            return None
+            return None if is_text_T is None else is_text_T.unsqueeze(1).expand_as(experts_TK)
         if is_text_T is not None:  # padding asks for an expert that nobody has
             experts_TK = torch.where(is_text_T.unsqueeze(1), experts_TK, self.num_experts)
         if part_T is not None and self.spec.drop_scope == "sub_sequence":

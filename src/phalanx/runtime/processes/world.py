@@ -259,6 +259,7 @@ def _grow_segments(device: torch.device) -> None:
             torch.empty(1, device=device)
         except RuntimeError:
             change("expandable_segments:False")
+            os.environ[ALLOCATOR[0]] = "expandable_segments:False"  # so that a worker does not ask again
 
 
 LEFT_TO_RUN = {
