@@ -84,7 +84,7 @@ class MoE(nn.Module):
             weight_sums=self.weight_sums,
             recompute=self.recompute,
             known=info.known,
-            counts_E=routing.rows_E,
+            counts_E=routing.counts_E,
             token_index_T=batch.token_index_T,
             is_text_T=None if text is None else text.is_text_T,
             part_T=batch.part_T,

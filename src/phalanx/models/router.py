@@ -4,8 +4,8 @@ Must never change: the result for a token depends on that token's logits, the ex
 lowest expert id. Logits and scores are fp32 at least (fp64 in fp64).
 
 Losses come out as this rank's shares: their sum over all ranks and micro-batches of a step is the term of the objective, so no
-mapping changes it and gradients are plain sums (`dense_replicated` in `plan/mapping/folding.py`). Tokens are those of text: padding is routed, but
-counts in no loss, nor in what moves the expert bias and is reported. With f = how often each expert was chosen (before
+mapping changes it and gradients are plain sums (`dense_replicated` in `plan/mapping/folding.py`). Tokens are those of text: padding counts
+in no loss, nor in what moves the expert bias and is reported, and is sent to no expert (`runtime/moe/dispatch.py`). With f = how often each expert was chosen (before
 dropping, without bias and group limits; no gradient) and p = softmax of the logits (for `sigmoid`: the scores divided by their sum):
 
     micro_batch   mean over micro-batches of   coef * E / (K T^2) * sum_i f_i * sum_x p_i(x)     (T tokens of the micro-batch)
@@ -54,8 +54,6 @@ class Routing:
     """fp32 or wider."""
     aux_loss: torch.Tensor
     z_loss: torch.Tensor
-    rows_E: torch.Tensor
-    """int64 pairs of each expert, those of padding too: what travels."""
     counts_E: torch.Tensor
     balance_counts_E: torch.Tensor
     entropy_sum: torch.Tensor
@@ -99,8 +97,7 @@ class Router(nn.Module):
             choice = fused_choice(logits_TE, self.rule, sequences=apart, bias_E=self.expert_bias, is_text_T=is_text_T)
         else:
             choice = self._plain_choice(logits_TE, info, token_index_T, sequences=apart, is_text_T=is_text_T)
-        rows_E = _over_sequences(choice.rows_SE)
-        counts_E = rows_E if choice.counts_SE is choice.rows_SE else _over_sequences(choice.counts_SE)
+        counts_E = _over_sequences(choice.counts_SE)
         balance_E = counts_E if choice.free_counts_SE is choice.counts_SE else _over_sequences(choice.free_counts_SE)
         tokens = len(logits_TE) * self.groups.axis("micro").size if text is None else text.tokens
         return Routing(
@@ -108,7 +105,6 @@ class Router(nn.Module):
             weights_TK=choice.weights_TK,
             aux_loss=self._aux_loss(choice, len(logits_TE), balance_E, info, text=text),
             z_loss=self._z_loss(choice.squares, tokens, info),
-            rows_E=rows_E,
             counts_E=counts_E,
             balance_counts_E=balance_E,
             entropy_sum=choice.entropy_sum,
@@ -142,10 +138,7 @@ class Router(nn.Module):
         scores_TE = torch.sigmoid(logits_TE) if self.spec.score == "sigmoid" else torch.softmax(logits_TE, -1)
         with torch.no_grad():
             experts_TK = self._choose(logits_TE, scores_TE, info, token_index_T)
-            rows_SE = counts_SE = self._count(experts_TK, sequences)
-            if is_text_T is not None:
-                counts_SE = self._count(experts_TK, sequences, is_text_T)
-            free_SE = counts_SE
+            free_SE = counts_SE = self._count(experts_TK, sequences, is_text_T)
             if self.rule.counts_free:
                 free_SE = self._count(largest(scores_TE, self.top_k), sequences, is_text_T)
         weights_TK = routing_weights(logits_TE, scores_TE, experts_TK, self.spec)
@@ -159,7 +152,6 @@ class Router(nn.Module):
         return Choice(
             experts_TK=experts_TK,
             weights_TK=weights_TK,
-            rows_SE=rows_SE,
             counts_SE=counts_SE,
             free_counts_SE=free_SE,
             probs_SE=_sums(probs_TE, sequences) if self.spec.aux_loss else none,

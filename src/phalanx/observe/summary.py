@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from phalanx.core.config import RECIPE_FILE
 from phalanx.core.units import format_count, format_seconds
 from phalanx.observe.console import PLAIN_WIDTH
 from phalanx.observe.table import loss_text
@@ -50,7 +51,7 @@ class RunSummary:
 
 def next_commands(summary: RunSummary) -> tuple[tuple[str, str], ...]:
     """(command, what it does) that make sense after this run."""
-    run, recipe = shlex.quote(str(summary.folder)), shlex.quote(str(summary.folder / "recipe.toml"))
+    run, recipe = shlex.quote(str(summary.folder)), shlex.quote(str(summary.folder / RECIPE_FILE))
     name = summary.program
     go_on = (f"{name} train {recipe}", f"go on from step {summary.step}")
     said = ("Hello --chat", "let it answer") if summary.talks else (_beginning(summary.prompt), "let it write")

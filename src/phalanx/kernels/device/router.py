@@ -44,10 +44,8 @@ class Choice:
     experts_TK: torch.Tensor
     """int64, best first, the lowest expert first among equals."""
     weights_TK: torch.Tensor
-    rows_SE: torch.Tensor
-    """int64: pairs."""
     counts_SE: torch.Tensor
-    """Those of text: here and in all that follows padding is left out."""
+    """int64: pairs of text; here and in all that follows padding is left out."""
     free_counts_SE: torch.Tensor
     """Those of the choice that the balance loss counts."""
     probs_SE: torch.Tensor
@@ -128,10 +126,9 @@ class _Choose(torch.autograd.Function):
         blocks = -(-(tokens // sequences) // tile["ROWS"])
         experts_TK = torch.empty((tokens, top_k), dtype=torch.int64, device=logits_TE.device)
         weights_TK = logits_TE.new_empty(tokens, top_k)
-        is_masked = is_text_T is not None
-        wanted = (1 + is_masked + rule.counts_free, sequences, experts)
+        wanted = (1 + rule.counts_free, sequences, experts)
         counts = torch.zeros(wanted, dtype=torch.int64, device=logits_TE.device).unbind()
-        rows_SE, counts_SE, free_SE = counts[0], counts[is_masked], counts[-1]
+        counts_SE, free_SE = counts if rule.counts_free else 2 * counts
         parts_SbX = logits_TE.new_empty(sequences, blocks, experts + 2)
         if tokens:
             from phalanx.kernels.device.programs import router as programs
@@ -139,9 +136,9 @@ class _Choose(torch.autograd.Function):
             launch(
                 programs.choose, (blocks, sequences),
                 logits_TE, logits_TE if bias_E is None else bias_E, logits_TE if is_text_T is None else is_text_T,
-                experts_TK, weights_TK, rows_SE, counts_SE, free_SE, parts_SbX,
+                experts_TK, weights_TK, counts_SE, free_SE, parts_SbX,
                 tokens // sequences, experts, rule.scale, rule.tiny,
-                **_settings(rule), BIASED=bias_E is not None, FREE=rule.counts_free, MASKED=is_masked,
+                **_settings(rule), BIASED=bias_E is not None, FREE=rule.counts_free, MASKED=is_text_T is not None,
                 GROUPS=rule.groups, BEST=rule.group_best, GROUPS_KEPT=rule.groups_kept, TOP_K=top_k,
                 **tile, G2=1 << (rule.groups - 1).bit_length(), WIDE=wide_of(logits_TE.dtype), num_warps=4,
             )  # fmt: skip
@@ -149,15 +146,14 @@ class _Choose(torch.autograd.Function):
         ctx.save_for_backward(logits_TE, experts_TK, is_text_T)
         probs_SE, rest_S2 = sums_SX.split((experts, 2), 1)
         entropy_sum, squares = (rest_S2.squeeze(0) if sequences == 1 else rest_S2.sum(0)).unbind()
-        ctx.mark_non_differentiable(experts_TK, rows_SE, counts_SE, free_SE, entropy_sum)
-        return experts_TK, weights_TK, rows_SE, counts_SE, free_SE, probs_SE, squares, entropy_sum
+        ctx.mark_non_differentiable(experts_TK, counts_SE, free_SE, entropy_sum)
+        return experts_TK, weights_TK, counts_SE, free_SE, probs_SE, squares, entropy_sum
 
     @staticmethod
     def backward(
         ctx: Any,
         _experts: Any,
         d_weights_TK: torch.Tensor | None,
-        _rows: Any,
         _counts: Any,
         _free: Any,
         d_probs_SE: torch.Tensor | None,

@@ -43,12 +43,12 @@ def allowed_columns(
 
 @triton.jit
 def choose(
-    logits, bias, is_text, experts, weights, rows, counts, free_counts, parts, per_sequence, num_experts, scale, tiny,
+    logits, bias, is_text, experts, weights, counts, free_counts, parts, per_sequence, num_experts, scale, tiny,
     SIGMOID: tl.constexpr, AFTER: tl.constexpr, RENORM: tl.constexpr, BIASED: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
     GROUPS: tl.constexpr, BEST: tl.constexpr, GROUPS_KEPT: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, E2: tl.constexpr, K2: tl.constexpr, G2: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows, sequences). `parts` (sequences, blocks, E + 2): sums over rows of the probabilities, of their entropy, of `logsumexp(logits)^2`. Masked, only rows of text count, but in `rows`."""
+    """Grid (blocks of rows, sequences). `parts` (sequences, blocks, E + 2): sums over rows of the probabilities, of their entropy, of `logsumexp(logits)^2`. Masked, only rows of text count."""
     block, sequence = tl.program_id(0), tl.program_id(1)
     row_R, col_1E, k_1K = block * ROWS + tl.arange(0, ROWS), tl.arange(0, E2)[None, :], tl.arange(0, K2)[None, :]
     here_R, is_col_1E, last = row_R < per_sequence, col_1E < num_experts, num_experts - 1
@@ -94,12 +94,10 @@ def choose(
         chosen_RK = chosen_RK / (tl.sum(chosen_RK, axis=1) + tiny)[:, None]
     chosen_RK = tl.where((log_sum_R == log_sum_R)[:, None], chosen_RK, float("nan"))
     tl.store(weights + token_R[:, None] * TOP_K + k_1K, chosen_RK * scale, mask=here_R[:, None] & (k_1K < TOP_K))
-    hits_1E = tl.sum(tl.where(here_R[:, None], hits_RE, 0), axis=0)[None, :]
-    tl.atomic_add(rows + sequence * num_experts + col_1E, hits_1E.to(tl.int64), mask=is_col_1E & (hits_1E > 0))
     if MASKED:
         here_R = here_R & (tl.load(is_text + token_R, mask=here_R, other=0) != 0)
-        hits_1E = tl.sum(tl.where(here_R[:, None], hits_RE, 0), axis=0)[None, :]
-        tl.atomic_add(counts + sequence * num_experts + col_1E, hits_1E.to(tl.int64), mask=is_col_1E & (hits_1E > 0))
+    hits_1E = tl.sum(tl.where(here_R[:, None], hits_RE, 0), axis=0)[None, :]
+    tl.atomic_add(counts + sequence * num_experts + col_1E, hits_1E.to(tl.int64), mask=is_col_1E & (hits_1E > 0))
     if FREE:
         rank_RE = tl.where(is_col_1E, score_RE, -float("inf"))
         hits_RE = tl.zeros((ROWS, E2), dtype=tl.int32)
