@@ -8,10 +8,12 @@ the file and say in the commit what changed and why:
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -320,8 +322,20 @@ def stored() -> dict[str, dict[str, Any]]:
     return json.loads(STORED.read_text())  # type: ignore[no-any-return]
 
 
+def _plain_sum(values: Iterable[Any], /, start: Any = 0, *, of: Callable[..., Any] = sum) -> Any:
+    """`sum` that refuses numbers with a fraction in code that plans: from Python 3.12 on they are rounded otherwise, and hosts would differ."""
+    found = of(values, start)
+    assert type(found) is not float or not sys._getframe(1).f_globals["__name__"].startswith("phalanx.plan."), (
+        "say math.fsum"
+    )
+    return found
+
+
 @pytest.mark.parametrize("kind", PLANS)
-def test_plans_are_those_that_are_stored(kind: str, stored: dict[str, dict[str, Any]]) -> None:
+def test_plans_are_those_that_are_stored(
+    kind: str, stored: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builtins, "sum", _plain_sum)
     assert {name: digest(plan) for name, plan in PLANS[kind]()} == stored["plans"][kind]
 
 

@@ -335,7 +335,7 @@ def test_a_pipeline_gives_memory_back_behind_its_messages(words, forward_only, m
                 axis=Axis("pp", ranks, ranks.index(rank), None),
                 comms=comms,
             )
-            patch.setattr(boundary.Boundary, "empty", partial(received, memory, place))
+            patch.setattr(boundary.Boundary, "empty", staticmethod(partial(received, memory, place)))
             runner.run_pipeline(plan, passes, place)
             assert memory.deaths == memory.births >= 12 and memory.faults == []
             assert passes.most <= 2 * boundary.LEAST_OPEN + 1

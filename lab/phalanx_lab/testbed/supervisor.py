@@ -280,9 +280,15 @@ def main(argv: list[str]) -> int:
     if select.select([supervisor], [], [], 0)[0]:
         os._exit(1)  # the supervisor died before the line above
     os.close(supervisor)
-    control.send(json.dumps({"n": 0, "access": way}).encode())
-    kernel.make_mounts_private()
-    Switch(control).serve()
+    try:
+        kernel.make_mounts_private()
+    except OSError as error:  # in a changed root that is no mount of its own
+        answer = {"error": f"{error} (the root of the file system must be a mount)"}
+    else:
+        answer = {"access": way}
+    control.send(json.dumps({"n": 0, **answer}).encode())
+    if "access" in answer:
+        Switch(control).serve()
     os._exit(0)
 
 

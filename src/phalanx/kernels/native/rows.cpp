@@ -43,22 +43,37 @@ inline void store(bf16& out, float x) {
 inline void store(float& out, float x) { out = x; }
 inline void store(double& out, double x) { out = x; }
 
-// Keeps a sum as it is written: sums may be reordered here (`build.py`), and without fused products GCC joins the two parts of log 2 below into one
-// (e^x was 34 units in the last place off on a processor without FMA).
-#if defined(__has_builtin)
+// Keep a sum or a product as it is written: they may be reordered here (`build.py`), and without fused products GCC joins the two parts of log 2 below into one
+// (e^x was 34 units in the last place off on a processor without FMA). Clang, which makes no vectors of what has its `__arithmetic_fence`, is told so for a block.
+#if defined(__has_builtin) && !defined(__clang__)
 #if __has_builtin(__builtin_assoc_barrier)
 #define AS_WRITTEN(x) __builtin_assoc_barrier(x)
-#elif __has_builtin(__arithmetic_fence)
-#define AS_WRITTEN(x) __arithmetic_fence(x)
 #endif
 #endif
 #ifndef AS_WRITTEN
 #define AS_WRITTEN(x) (x)
 #endif
+#ifdef __clang__
+#define BLOCK_AS_WRITTEN _Pragma("clang fp reassociate(off)")
+#else
+#define BLOCK_AS_WRITTEN
+#endif
+
+// a * b + c, rounded once where the processor does that in one instruction. Of two products in a sum the compiler may fuse either, and GCC 15 and 16 choose otherwise
+// in the last few elements of a loop than in the whole vectors before them: where bits may not depend on who has which elements, this says it.
+template <class A> inline A fused(A a, A b, A c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    if constexpr (std::is_same_v<A, float>) return __builtin_fmaf(a, b, c);
+    else return __builtin_fma(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 
 // e^x without a branch, so that loops over it are vectorised; error below 1.5 units in the last place; 0 below the smallest normal number,
 // infinite from 88.02 on.
 inline float exponential(float x) {
+    BLOCK_AS_WRITTEN
     const float top = 88.02f, bottom = -87.33f;
     float y = x > top ? top : x;
     y = y < bottom ? bottom : y;
@@ -353,9 +368,11 @@ void adamw(wide<O>* master, const G* grad, wide<O>* average, wide<O>* square, O*
         const extent stop = start + BLOCK < size ? start + BLOCK : size;
         NO_ALIAS
         for (extent i = start; i < stop; ++i) {
-            const A g = A(load(grad[i])) * by, w = master[i], before_m = average[i], before_v = square[i];
-            const A m = before_m * b1 + g * c1, v = before_v * b2 + g * g * c2;
-            const A now = w * keep - rate * m / (std::sqrt(v) * root + small);
+            BLOCK_AS_WRITTEN
+            const A g = AS_WRITTEN(A(load(grad[i])) * by), w = master[i], before_m = average[i], before_v = square[i];
+            const A m = fused<A>(before_m, b1, AS_WRITTEN(g * c1)), v = fused<A>(before_v, b2, AS_WRITTEN(AS_WRITTEN(g * g) * c2));
+            const A down = AS_WRITTEN(AS_WRITTEN(rate * m) / fused<A>(std::sqrt(v), root, small));
+            const A now = fused<A>(w, keep, -down);
             average[i] = m;
             square[i] = v;
             master[i] = now;
@@ -615,7 +632,8 @@ template <class T> void fixed_squares(const T* x, extent size, double scale, std
         const extent stop = start + BLOCK < size ? start + BLOCK : size;
         double a = 0, b = 0, c = 0;
         for (extent i = start; i < stop; ++i) {
-            const double v = double(load(x[i])) * scale, square = v * v;
+            BLOCK_AS_WRITTEN
+            const double v = double(load(x[i])) * scale, square = AS_WRITTEN(v * v);
             const double first = __builtin_rint(square * 0x1p20), left = square - first * 0x1p-20;
             const double second = __builtin_rint(left * 0x1p52), last = left - second * 0x1p-52;
             a += first;

@@ -299,7 +299,7 @@ def _nearest(found: Sequence[_Degrees], wanted: Sequence[int]) -> _Degrees | Non
     logs = [math.log2(d) for d in wanted]
 
     def distance(degrees: _Degrees) -> float:
-        return round(sum([abs(_log2(d) - log) for d, log in zip(degrees, logs, strict=True)]), 6)
+        return round(math.fsum([abs(_log2(d) - log) for d, log in zip(degrees, logs, strict=True)]), 6)
 
     return min(found, key=lambda degrees: (distance(degrees), degrees), default=None)
 

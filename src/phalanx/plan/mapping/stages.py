@@ -36,7 +36,7 @@ class LayerCosts:
 
     @property
     def total(self) -> float:
-        return self.embedding + sum(self.blocks) + self.head
+        return self.embedding + math.fsum(self.blocks) + self.head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class StagePlan(Hashed):
     def imbalance(self) -> float:
         """Cost of the dearest stage over the mean."""
         costs = [stage.cost for stage in self.stages]
-        return max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0
+        return max(costs) * len(costs) / math.fsum(costs) if math.fsum(costs) else 1.0
 
     @property
     def table_ranks(self) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class StagePlan(Hashed):
 
     def explain(self) -> str:
         """A line for each stage: what it holds and its share of the work."""
-        total = sum(stage.cost for stage in self.stages) or 1.0
+        total = math.fsum(stage.cost for stage in self.stages) or 1.0
         lines = [
             f"{self.model}: {self.num_layers} layers over {len(self.stages)} stages; the one with most work has {self.imbalance:.3f} x the mean (FLOPs of a token forward and backward)"
         ]
@@ -166,7 +166,7 @@ def assign_stages(
     stages, first = [], 0
     for index, (rank, count) in enumerate(zip(rank_of_stage, counts, strict=True)):
         ends = (index == 0, index == num_stages - 1)
-        cost = sum(costs.blocks[first : first + count]) + ends[0] * costs.embedding + ends[1] * costs.head
+        cost = math.fsum(costs.blocks[first : first + count]) + ends[0] * costs.embedding + ends[1] * costs.head
         moe = tuple(layer for layer in spec.moe_layers if first <= layer < first + count)
         stages.append(
             Stage(

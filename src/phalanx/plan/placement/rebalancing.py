@@ -19,6 +19,7 @@ Shapes: L layers of a stage, E experts, N hosts.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -261,8 +262,8 @@ def _imbalance(stages: Sequence[StageNow], plans: Sequence[HostPlacement]) -> fl
     """Busiest rank over mean, the layers of all stages by their loads."""
     totals = [float(s.loads.sum()) / s.placement.pool.num_slots for s in stages]
     found = [max_over_mean(p.loads(s.loads), p.pool.slots) for s, p in zip(stages, plans, strict=True)]
-    whole = sum(totals)
-    return sum(t * f for t, f in zip(totals, found, strict=True)) / whole if whole else 1.0
+    whole = math.fsum(totals)
+    return math.fsum(t * f for t, f in zip(totals, found, strict=True)) / whole if whole else 1.0
 
 
 def _transfer_s(migrations: Sequence[Migration], costs: Costs) -> float:

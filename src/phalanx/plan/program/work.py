@@ -365,7 +365,7 @@ class Counting:
     def _weights(self, stage: int) -> float:
         """What a pass of weight gradients makes: every product of the stage once more."""
         rows, held = self._rows_of_part, self.layers_of_stage.get(stage, ())
-        return sum(2.0 * rows[part] * n for (layer, part), n in self._matrices.items() if layer in held)
+        return math.fsum(2.0 * rows[part] * n for (layer, part), n in self._matrices.items() if layer in held)
 
 
 def _used_by(held: LocalParam) -> str | None:

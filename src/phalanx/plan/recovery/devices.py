@@ -156,7 +156,7 @@ def _nearest(old: Folding, num_devices: int, limits: Limits) -> Folding | None:
 def _distance(folding: Folding, old: Folding) -> float:
     """Distance in doublings of the degrees that a person chose."""
     degrees = [axis for axis in DEGREES if axis != "ep"]
-    return round(sum(abs(math.log2(folding.degree(a) / old.degree(a))) for a in degrees), 6)
+    return round(math.fsum(abs(math.log2(folding.degree(a) / old.degree(a))) for a in degrees), 6)
 
 
 def _why_idle(folding: Folding, old: Folding, num_devices: int, limits: Limits) -> str:

@@ -15,6 +15,7 @@ Must never change: a function of its arguments alone. No host is removed if the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -193,7 +194,7 @@ def work_of_ranks(
         held = [number for part in stage for number in part.layers]
         dense = layer * len(held) + head * any(part.has_head for part in stage)
         mine = microbatches[folding.replica_of(rank)] * tokens_of_one
-        served = sum(
+        served = math.fsum(
             float(counts_LE[i, expert]) * share
             for i, number in enumerate(spec.moe_layers)
             if number in held

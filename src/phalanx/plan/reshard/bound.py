@@ -12,6 +12,7 @@ By duality the maximum over X is the optimum of a linear program; X is found fro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -86,7 +87,10 @@ def send_bound(flows: Sequence[Flow], hosts: Hosts, among: Iterable[int]) -> Bou
         if flow.needers and inside.issuperset(flow.holders):
             total += flow.num_bytes * (len(flow.needers) if inside.issuperset(flow.needers) else 1)
     return Bound(
-        kind="send", hosts=chosen, num_bytes=total, bytes_per_s=sum(hosts.send_bytes_per_s[h] for h in chosen) or 1.0
+        kind="send",
+        hosts=chosen,
+        num_bytes=total,
+        bytes_per_s=math.fsum(hosts.send_bytes_per_s[h] for h in chosen) or 1.0,
     )
 
 

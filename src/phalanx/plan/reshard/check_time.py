@@ -6,6 +6,7 @@ the layouts, element by element of the grid that all boxes make, with nothing bu
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
@@ -223,7 +224,7 @@ def bound_problems(plan: TimedPlan) -> list[Problem]:
     """The certificate holds by itself, and the plan is not faster than it allows."""
     bound, hosts = plan.bound, plan.hosts
     lanes = hosts.recv_bytes_per_s if bound.kind == "receive" else hosts.send_bytes_per_s
-    rate = sum(lanes[host] for host in bound.hosts)
+    rate = math.fsum(lanes[host] for host in bound.hosts)
     problems = []
     if bound.num_bytes and abs(rate - bound.bytes_per_s) > NEAR * rate:
         problems.append(_problem("bound", f"its hosts have {rate:g} bytes per second, not {bound.bytes_per_s:g}"))

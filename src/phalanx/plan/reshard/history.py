@@ -14,6 +14,7 @@ solution is a sender for each task and one order, and a task begins when its sen
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -156,8 +157,8 @@ def _spread(
     senders = {h for t in tasks for h in t.holders}
     receivers = {hosts.count + h for t in tasks for h in t.needers}
     values = [after[lane] for lane in sorted(senders | receivers)]
-    mean = sum(values) / len(values)
-    return sum((value - mean) ** 2 for value in values)
+    mean = math.fsum(values) / len(values)
+    return math.fsum((value - mean) ** 2 for value in values)
 
 
 def depth_first(tasks: Sequence[Flow], hosts: Hosts) -> Solution:

@@ -15,6 +15,7 @@ neighbours; a model with long skip connections has more.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -125,7 +126,7 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds in which each rank computes; a pair counts once."""
-        return tuple(sum(end - start for start, end in {(s.start, s.end) for s in spans}) for spans in self.spans)
+        return tuple(math.fsum(end - start for start, end in {(s.start, s.end) for s in spans}) for spans in self.spans)
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -135,7 +136,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Share of all ranks' time that is bubble, 0 to 1: (p-1)/(m+p-1) for 1F1B."""
-        return sum(self.idle) / (self.makespan * len(self.spans)) if self.makespan else 0.0
+        return math.fsum(self.idle) / (self.makespan * len(self.spans)) if self.makespan else 0.0
 
     @property
     def peak_live(self) -> tuple[int, ...]:
@@ -290,7 +291,7 @@ class _Run:
             end = now + self.seconds[first.kind][first.stage]
         elif self._ready(second):
             together = (first, second)
-            end = now + self.paired_share * sum(self.seconds[action.kind][action.stage] for action in together)
+            end = now + self.paired_share * math.fsum(self.seconds[action.kind][action.stage] for action in together)
         else:
             return
         spans += [ActionSpan(action, now, end) for action in together]

@@ -84,7 +84,7 @@ class Point:
 def risk_of(certificate: Certificate, failure: float) -> float:
     """Probability of a fatal loss when each host fails with probability `failure`: losses of k hosts, weighted by how likely k is."""
     n = certificate.num_hosts
-    return sum(
+    return math.fsum(
         math.comb(n, c.lost) * failure**c.lost * (1 - failure) ** (n - c.lost) * float(1 - c.low)
         for c in certificate.chances
     )

@@ -10,6 +10,7 @@ CPU the transport takes cycles, on a GPU processors). All times are seconds, rat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -61,7 +62,7 @@ class RankClock:
         hosts, rank, work = self.wire.host_of_rank, self.work.rank, self.work
         near = [p for p, host in enumerate(hosts) if host == hosts[rank] and p != rank]
         return {
-            (p, part): self.cost.latency_s + float(leaving_PP[p, rank]) * near_s * sum(work.share[p][: part + 1])
+            (p, part): self.cost.latency_s + float(leaving_PP[p, rank]) * near_s * math.fsum(work.share[p][: part + 1])
             for p in near
             for part in range(work.come[p])
         }
@@ -136,7 +137,7 @@ def _arrivals(work: LayerWork, cost: OverlapCost, leaving_PP: Ints) -> tuple[dic
     round_s = np.take_along_axis(leaving_PP, ring, 1) / (parts * cost.bytes_per_s)
     ends, rounds = np.cumsum(round_s, 1), round_s.sum(1)
     left = {
-        (p, part): float(rounds[p] * parts * sum(shares[p][:part]) + ends[p, (rank - p - 1) % size])
+        (p, part): float(rounds[p] * parts * math.fsum(shares[p][:part]) + ends[p, (rank - p - 1) % size])
         for p in others
         for part in range(len(shares[p]))
     }

@@ -15,6 +15,7 @@ pass computes outside its experts is not counted, though it hides messages too: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ class PassTime:
 
 def pass_time(ops: Sequence[TileOp], work: LayerWork, cost: OverlapCost, wire: WireBytes) -> PassTime:
     """Time of the operations of a rank whose peers are as busy as it."""
-    computing_s = sum(work.seconds(op, cost) for op in ops if op.kind not in _NO_COMPUTING)
+    computing_s = math.fsum(work.seconds(op, cost) for op in ops if op.kind not in _NO_COMPUTING)
     return PassTime(seconds_of(ops, work, cost, wire), computing_s, link_s(work.rank, cost, wire))
 
 
