@@ -208,6 +208,12 @@ def _start_host(control: socket.socket, message: Message, *, report: int, also_c
     os._exit(0)
 
 
+def _show_own_processes() -> None:
+    """In /proc. Inside containers that hide parts of it the kernel refuses; it then goes on to show the outer process ids."""
+    with contextlib.suppress(OSError):
+        kernel.mount_proc()
+
+
 _TCP = {
     # Linux remembers for each peer at which rate a connection had to slow down; here rates change, and runs must repeat
     "tcp_no_metrics_save": "1",
@@ -226,9 +232,7 @@ def _be_host(control: socket.socket, message: Message) -> None:
             os.sched_setaffinity(0, message["cores"])
         if Path("/etc/hosts").exists():
             kernel.bind(Path(message["hosts_file"]), Path("/etc/hosts"))
-        with contextlib.suppress(OSError):
-            # inside containers that hide parts of /proc the kernel refuses; /proc then goes on to show the outer process ids
-            kernel.mount_proc()
+        _show_own_processes()
         for name, value in _TCP.items():
             with contextlib.suppress(OSError):
                 Path(f"/proc/sys/net/ipv4/{name}").write_text(value)
@@ -288,6 +292,7 @@ def main(argv: list[str]) -> int:
         answer = {"access": way}
     control.send(json.dumps({"n": 0, **answer}).encode())
     if "access" in answer:
+        _show_own_processes()  # `ip` from iproute2 7 on looks for the namespace of a process there
         Switch(control).serve()
     os._exit(0)
 
