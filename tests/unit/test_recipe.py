@@ -10,7 +10,7 @@ from tiers import some
 from phalanx.cli.launching import Request, read_recipe
 from phalanx.core.config import Recipe, RouterConfig, TrainConfig
 from phalanx.core.errors import ConfigError, Problem
-from phalanx.core.processor import MULTIPLIES_BF16, Processor
+from phalanx.core.processor import MULTIPLIES_BF16, Processor, this_processor
 from phalanx.core.recipe import load_recipe, native_dtype
 from phalanx.core.rules import EFFECTS, LIMITS, recipe_problems
 from phalanx.core.settings import describe_settings
@@ -79,6 +79,16 @@ def test_a_run_goes_on_in_the_type_that_it_began_in(tmp_path: Path, monkeypatch:
     assert read_recipe(ask, world=4, several_machines=True).train.dtype == kept
     (tmp_path / "one" / "recipe.toml").unlink()
     assert read_recipe(ask, world=4, several_machines=True).train.dtype == "bfloat16"
+
+
+def test_a_processor_of_arm(tmp_path: Path) -> None:
+    """Grace, as its kernel tells it: numbers for names, another word for extensions."""
+    told = tmp_path / "cpuinfo"
+    told.write_text("processor\t: 0\nFeatures\t: fp asimd sve bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n")
+    found = this_processor(told)
+    assert found.name == "ARM 0x41 0xd4f" and {"sve", "bf16"} <= found.flags and found.dtype == "float32"
+    told.write_text("processor\t: 0\n")
+    assert this_processor(told) == Processor()
 
 
 def test_defaults_are_a_legal_recipe() -> None:

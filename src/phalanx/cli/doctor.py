@@ -27,7 +27,7 @@ from phalanx.core.errors import first_line, install_extra
 from phalanx.core.process import is_installed, most_open_files
 from phalanx.core.processor import data_sheet_flops_per_s, this_processor
 from phalanx.core.units import format_bytes, format_rate
-from phalanx.kernels.native import user_folder
+from phalanx.kernels.native import cpp_compiler, user_folder
 
 Verdict = Literal["ok", "note", "missing"]
 OLDEST_TORCH = (2, 11)
@@ -86,12 +86,12 @@ def _software() -> Iterator[MachineFact]:
         old = number < OLDEST_TORCH
         way = "pip install a newer one: 2.11 at least" if old else ""
         yield MachineFact("torch", torch.__version__, "missing" if old else "ok", way)
-    compiler = next((name for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
+    compiler = cpp_compiler()
     if compiler is None:
         way = "install one (Debian: apt-get install g++); elementwise kernels run slower without"
         yield MachineFact("compiler", "no C++ compiler", "note", way)
     else:
-        yield MachineFact("compiler", f"{compiler}: elementwise kernels are compiled at the first start")
+        yield MachineFact("compiler", f"{compiler.resolve().name}: elementwise kernels are compiled at the first start")
 
 
 def _processors() -> Iterator[MachineFact]:

@@ -75,4 +75,7 @@ def this_processor(path: Path = CPUINFO) -> Processor:
     def value(field: str) -> str:
         return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
-    return Processor(name=value("model name"), flags=frozenset(value("flags").split()))
+    # ARM's list is called otherwise, and the kernel has numbers for its makers and models
+    numbers = [value("CPU implementer"), value("CPU part")]
+    name = value("model name") or " ".join(["ARM", *numbers] if all(numbers) else [])
+    return Processor(name=name, flags=frozenset((value("flags") or value("Features")).split()))

@@ -38,15 +38,21 @@ OF_OTHERS = 0o022
 """Permissions by which others write."""
 
 
+def cpp_compiler() -> Path | None:
+    """The one that is used on this machine."""
+    found = next(filter(None, map(shutil.which, COMPILERS)), None)
+    return None if found is None else Path(found)
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled library, or None: no compiler, or it fails, or no folder to write to. Tried once in a process."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = cpp_compiler()
     if compiler is None:
         return None
     for folder in _folders():
         try:
-            return _opened(_built(Path(compiler), folder))
+            return _opened(_built(compiler, folder))
         except (OSError, subprocess.SubprocessError):
             continue
     return None
