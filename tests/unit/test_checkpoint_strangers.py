@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from phalanx.core.errors import CheckpointError
 from phalanx.plan.layout import Box
@@ -92,6 +92,21 @@ def test_what_we_write_is_read_by_us_step_by_step_and_by_torch(
     assert by_torch.planner_data is None and by_torch.version == "1.0.0"
     (tmp_path / TABLE_FILE).write_bytes(pickle.dumps(by_torch))  # as earlier versions wrote it
     assert decode(pickle.dumps(by_torch)) is None and said(read_table(tmp_path)) == said(whole)
+    with monkeypatch.context() as patch:  # and wrote it under Python 3.11.2, Debian 12's
+        patch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda one, _: (getattr, (type(one), one.name)))
+        (tmp_path / TABLE_FILE).write_bytes(old := pickle.dumps(by_torch))
+    assert b"getattr" in old and said(read_table(tmp_path)) == said(whole)
+
+
+@pytest.mark.parametrize("words", [(_MEM_FORMAT_ENCODING, "mro"), (str, "join"), (_MEM_FORMAT_ENCODING, 0)])
+def test_a_table_asks_for_memory_formats_alone(tmp_path: Path, words: tuple[Any, ...]) -> None:
+    class Stranger:
+        def __reduce__(self) -> Any:
+            return getattr, words
+
+    (tmp_path / TABLE_FILE).write_bytes(pickle.dumps(Stranger()))
+    with pytest.raises(CheckpointError, match=r"memory format has no name|names builtins.str"):
+        read_table(tmp_path)
 
 
 def test_a_table_with_a_changed_byte_is_read_as_torch_reads_it_or_not() -> None:

@@ -66,6 +66,15 @@ def _encoding(*given: Any) -> Any:
     return dcp_metadata._MEM_FORMAT_ENCODING(number)
 
 
+def _named_encoding(*given: Any) -> Any:
+    """The same by its name: Python 3.11.0 to 3.11.3, Debian 12's too, write an enumeration so."""
+    of, name = given
+    found = dcp_metadata._MEM_FORMAT_ENCODING.__members__.get(name) if of is _encoding and type(name) is str else None
+    if found is None:
+        raise pickle.UnpicklingError("a memory format has no name")
+    return found
+
+
 _CLASSES: tuple[type, ...] = (
     Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata, ChunkStorageMetadata, TensorProperties, _StorageInfo,
 )  # fmt: skip
@@ -75,6 +84,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "torch.Size": _size,
     "torch.serialization._get_layout": _layout,
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": _encoding,
+    "builtins.getattr": _named_encoding,
     **{f"{module}.{name}": _path for module in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath", "PurePosixPath")},
 }  # fmt: skip
 _NAMES: Mapping[str, Any] = {
