@@ -20,7 +20,7 @@ from phalanx.cli import lab, metrics as metrics_command, settings as settings_co
 from phalanx.cli.main import COMMANDS, help_text, main
 from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.errors import ConfigError, Problem, RunError
-from phalanx.core.process import most_open_files
+from phalanx.core.process import begun, most_open_files
 from phalanx.core.rules import EFFECTS
 from phalanx.core.settings import describe_settings
 from phalanx.data.cache import ensure_folder, silent, write_atomically
@@ -506,3 +506,12 @@ def test_too_few_open_files_are_refused_and_as_many_as_may_be_are_taken() -> Non
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(100, hard), hard))
             os._exit(most_open_files() != most or resource.getrlimit(resource.RLIMIT_NOFILE)[0] != most)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_process_whose_name_is_no_text() -> None:
+    """Linux cuts names after fifteen bytes, through a letter too."""
+    code = "import sys; open('/proc/self/comm', 'wb').write(b'a\\xc3'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        assert begun(other.pid).isdigit() and begun(other.pid) != begun(os.getpid())
+        other.kill()

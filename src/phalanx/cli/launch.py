@@ -99,7 +99,7 @@ def _take_number(rest: list[str], name: str, problems: list[Problem]) -> int | N
 def _write(path: Path, script: str) -> None:
     """Writes the script. A file of that name that says something else is left alone: somebody may have edited it."""
     check_writable(path)
-    if path.exists() and path.stat().st_size and path.read_text(errors="replace") != script:
+    if path.exists() and path.stat().st_size and path.read_text("utf-8", errors="replace") != script:
         rule, hint = (
             "is there already, and another script",
             f"remove it, or name another one: --out {shlex.quote(f'{path.stem}-2{path.suffix}')}",
