@@ -91,7 +91,7 @@ def _software() -> Iterator[MachineFact]:
         way = "install one (Debian: apt-get install g++); elementwise kernels run slower without"
         yield MachineFact("compiler", "no C++ compiler", "note", way)
     else:
-        yield MachineFact("compiler", f"{compiler.resolve().name}: elementwise kernels are compiled at the first start")
+        yield MachineFact("compiler", f"{compiler.name}: elementwise kernels are compiled at the first start")
 
 
 def _processors() -> Iterator[MachineFact]:

@@ -102,7 +102,7 @@ def most_open_files() -> int:
 
 def _status_kib(name: str) -> int:
     try:
-        text = Path("/proc/self/status").read_text()
+        text = Path("/proc/self/status").read_bytes().decode("utf-8", "replace")
     except OSError:
         return 0
     for line in text.splitlines():
