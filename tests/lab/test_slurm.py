@@ -114,7 +114,7 @@ def test_three_commands_of_the_page_survive_a_node_that_goes_down(cluster: Slurm
         assert cluster.job_state(number) == "RUNNING"
     finally:
         cluster.call("scancel", str(number))
-        cluster.wait(lambda: cluster.job_state(number) not in ("RUNNING", "COMPLETING"), "the end of the job")
+        cluster.wait(lambda: cluster.is_over(number), "the end of the job")
         cluster.set_up(node)
     kept = sorted(p.name for p in (tmp_path / "runs/tiny/checkpoints").glob("step-*"))
     assert kept and int(kept[-1].removeprefix("step-")) == max(s for _, s in steps()), "scancel saves the last step"

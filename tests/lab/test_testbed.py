@@ -331,8 +331,8 @@ def test_children_end_with_their_rank(bed: Testbed) -> None:
 
 
 def test_errors_name_what_is_wrong(bed: Testbed) -> None:
-    with pytest.raises(TestbedError, match=r"(No such file or directory|Permission denied): 'no-such-program'"):
-        bed.run(["no-such-program"])
+    with pytest.raises(TestbedError, match="No such file or directory: '/no-such-program'"):
+        bed.run(["/no-such-program"])  # a name alone is looked for in folders that may be closed to us
     with pytest.raises(TestbedError, match=r"(?s)testbed\.host = 7.*no command.*each once"):
         bed.run([], hosts=[7, 7])
     with pytest.raises(TestbedError, match="hosts 0 to 2"):

@@ -282,7 +282,7 @@ def state_of(pid: int) -> str:
 def _stat(pid: int) -> list[str]:
     """Fields of proc(5)'s `stat` from the state on: state, parent, group, session, ..."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rsplit(")", 1)[1].split()
     return []
 
 

@@ -116,13 +116,6 @@ def calm(folder: Path) -> dict[int, CalmStep]:
     return calm_steps([[*read_events(path)] for path in (folder / "runs/calm/events").glob("rank-*.jsonl")])
 
 
-OVER = (
-    *("", "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
-    *("REVOKED", "TIMEOUT"),
-)
-"""States from which a job does not come back (squeue(1)). On its way to be started anew it is SIGNALING, REQUEUED and others for moments."""
-
-
 class SlurmJob:
     """A job of the run in a folder."""
 
@@ -172,7 +165,7 @@ class SlurmJob:
         return "\n".join(path.read_text(errors="replace")[-3000:] for path in self.folder.glob("*.log"))
 
     def ended(self) -> bool:
-        return self.cluster.job_state(self.number) in OVER
+        return self.cluster.is_over(self.number)
 
 
 def hurt(job: SlurmJob, event: str, node: str) -> int | None:

@@ -67,7 +67,7 @@ def _process_namespace() -> int:
 def _start_time(pid: int) -> int | None:
     """Field 22 of /proc/PID/stat; None if there is no such process or it is a zombie, which owns nothing any more."""
     try:
-        fields = (_PROC / str(pid) / "stat").read_bytes().decode("utf-8", "replace").rpartition(")")[2].split()
+        fields = (_PROC / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])

@@ -23,6 +23,11 @@ from typing import Self
 from phalanx.core.errors import Problem, TestbedError
 from phalanx_lab.testbed.owner import VARIABLE, make_folder, new_owner, processes_of, reap_stale
 
+OVER = (
+    *("", "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("REVOKED", "TIMEOUT"),
+)
+"""States from which a job does not come back (squeue(1)). On its way to be started anew it is SIGNALING, REQUEUED and others for moments."""
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue")
 PACKAGES = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 START_S = 60.0
@@ -191,6 +196,10 @@ class SlurmCluster:
             return self.call("squeue", "-h", "-t", "all", "-j", str(job), "-o", "%T").strip()
         return ""
 
+    def is_over(self, job: int) -> bool:
+        """Whether it does not come back."""
+        return self.job_state(job) in OVER
+
     def nodes_of(self, job: int) -> tuple[str, ...]:
         """Nodes that a job has, the one of its batch script first."""
         listed = self.call("squeue", "-h", "-j", str(job), "-o", "%N").strip()
@@ -270,11 +279,11 @@ def _environ(pid: int) -> bytes:
 
 def _name(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text()
+        return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace")
     return ""
 
 
 def _parent(pid: int) -> int:
     with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])
     return 0

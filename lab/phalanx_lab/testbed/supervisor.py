@@ -251,6 +251,7 @@ def _enter(access: str) -> str:
             if way == "user":
                 kernel.enter_user_namespace()
             kernel.unshare(kernel.HOST_NAMESPACES)
+            kernel.make_mounts_private()  # refused in a changed root that is no mount
             return way
         except OSError as error:
             refused.append(f"{'as root' if way == 'root' else 'through a user namespace'}: {error.strerror}")
@@ -284,16 +285,9 @@ def main(argv: list[str]) -> int:
     if select.select([supervisor], [], [], 0)[0]:
         os._exit(1)  # the supervisor died before the line above
     os.close(supervisor)
-    try:
-        kernel.make_mounts_private()
-    except OSError as error:  # in a changed root that is no mount of its own
-        answer = {"error": f"{error} (the root of the file system must be a mount)"}
-    else:
-        answer = {"access": way}
-    control.send(json.dumps({"n": 0, **answer}).encode())
-    if "access" in answer:
-        _show_own_processes()  # `ip` from iproute2 7 on looks for the namespace of a process there
-        Switch(control).serve()
+    control.send(json.dumps({"n": 0, "access": way}).encode())
+    _show_own_processes()  # `ip` from iproute2 7 on looks for the namespace of a process there
+    Switch(control).serve()
     os._exit(0)
 
 

@@ -67,7 +67,7 @@ def peak_resident_bytes() -> int:
 def begun(pid: int) -> str:
     """When that process began, in the system's own words, so that another one with its number differs; empty: there is none. Where the system does not tell, that it is there."""
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().decode("utf-8", "replace").rsplit(")", 1)[1].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rsplit(")", 1)[1].split()[19]
     except (OSError, IndexError):
         if Path("/proc/self/stat").exists():
             return ""
@@ -102,7 +102,7 @@ def most_open_files() -> int:
 
 def _status_kib(name: str) -> int:
     try:
-        text = Path("/proc/self/status").read_bytes().decode("utf-8", "replace")
+        text = Path("/proc/self/status").read_text("utf-8", "replace")
     except OSError:
         return 0
     for line in text.splitlines():

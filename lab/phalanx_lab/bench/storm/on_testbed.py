@@ -219,7 +219,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 def _status(pid: int) -> dict[str, str]:
     with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text("utf-8", "replace").splitlines()
         return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
     return {}
 

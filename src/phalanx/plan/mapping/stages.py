@@ -75,7 +75,8 @@ class StagePlan(Hashed):
     def imbalance(self) -> float:
         """Cost of the dearest stage over the mean."""
         costs = [stage.cost for stage in self.stages]
-        return max(costs) * len(costs) / math.fsum(costs) if math.fsum(costs) else 1.0
+        total = math.fsum(costs)
+        return max(costs) * len(costs) / total if total else 1.0
 
     @property
     def table_ranks(self) -> tuple[int, ...]:
