@@ -1,21 +1,33 @@
-"""Nobody waits for a message whose sender died in the middle of it."""
+"""Nobody waits for a message whose other side died in the middle of it."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.core.config import Recipe
 from phalanx.core.errors import PeerError
+from phalanx.core.events import ignore
 from phalanx.runtime.comm.abortable import AbortableCall
-from phalanx.runtime.processes.world import use_loopback
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.exchange import Exchange, Message
+from phalanx.runtime.comm.groups import Axis
+from phalanx.runtime.comm.lost import LOOK_S, LostPeers
+from phalanx.runtime.processes.world import WorldInfo, use_loopback
+from phalanx.train.setup.rank import _collectives
+
+TIMEOUT_S, NUM_BYTES = 20.0, 600_000_000
 
 
 def test_values_and_errors_come_back() -> None:
@@ -91,55 +103,101 @@ def test_what_nobody_waited_for_keeps_its_groups_until_it_has_ended() -> None:
     escape.close()
 
 
-def _sender(port: int, num_bytes: int) -> None:
-    store = _join(1, port)
-    message = torch.zeros(num_bytes, dtype=torch.uint8)
-    store.get("posted")  # waits for the receiver
-    work = dist.isend(message, 0)
+def test_a_run_has_one_of_the_two_ways() -> None:
+    me: Any = SimpleNamespace(recipe=Recipe(), sinks=ignore, escape=None, info=WorldInfo())
+    comms = _collectives(me, None, left_free=0)
+    assert comms.escape is None and comms.lost is not None and comms.apart().lost is comms.lost
+    me.escape = AbortableCall(lambda: False)
+    comms = _collectives(me, None, left_free=0)
+    assert comms.escape is me.escape and comms.lost is None
+
+
+def _join(rank: int, port: int) -> tuple[dist.TCPStore, Axis]:
+    use_loopback()
+    store = dist.TCPStore("127.0.0.1", port, 2, False, timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S))
+    return store, Axis("pair", (0, 1), rank, dist.group.WORLD)
+
+
+def _post(comms: Collectives, axis: Axis, *, sends: bool) -> Exchange:
+    message = [Message(torch.zeros(NUM_BYTES, dtype=torch.uint8), 1 - axis.index)]
+    return comms.start_exchange(message if sends else [], [] if sends else message, axis, op_id="large")
+
+
+def _leaves(port: int, sends: bool) -> None:
+    store, axis = _join(1, port)
+    comms = Collectives(timeout_s=TIMEOUT_S)
+    store.get("posted")  # waits for the other
+    exchange = _post(comms, axis, sends=sends)
     time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGKILL)
-    del work
+    del exchange
 
 
-def _join(rank: int, port: int) -> dist.TCPStore:
-    use_loopback()
-    store = dist.TCPStore("127.0.0.1", port, 2, False, timeout=timedelta(seconds=20))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
-    return store
+def _is_late(port: int) -> None:
+    _, axis = _join(1, port)
+    time.sleep(3.5 * LOOK_S)
+    _post(Collectives(timeout_s=TIMEOUT_S), axis, sends=True).wait()
 
 
-def _receiver(port: int, num_bytes: int, answers: Any) -> None:
-    store = _join(0, port)
+def _stays(port: int, sends: bool, way: str, answers: Any, out: Path) -> None:
+    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 2)
     aborted = threading.Event()
-    work = dist.irecv(torch.zeros(num_bytes, dtype=torch.uint8), 1)
+    store, axis = _join(0, port)
+    if way == "escape":
+        comms = Collectives(timeout_s=TIMEOUT_S, escape=AbortableCall(aborted.is_set))
+        threading.Timer(1.0, aborted.set).start()
+    else:
+        comms = Collectives(timeout_s=TIMEOUT_S, lost=LostPeers())
+    exchange = _post(comms, axis, sends=sends)
     store.set("posted", "")
-    threading.Timer(1.0, aborted.set).start()
-    begin_s = time.monotonic()
+    answers.put("begun")
     try:
-        AbortableCall(aborted.is_set).run(lambda: work.wait(timedelta(seconds=20)))
+        exchange.wait()
         answers.put("it came")
-    except (PeerError, RuntimeError) as err:
-        answers.put((type(err).__name__, time.monotonic() - begin_s))
+    except PeerError as err:
+        answers.put(str(err))
     answers.close()
     answers.join_thread()
     os._exit(0)
 
 
 @pytest.mark.ranks
-def test_a_message_that_ends_in_the_middle() -> None:
-    """Without the escape gloo waits for the 20 s (measured: 6 s of 6)."""
-    import multiprocessing
+@pytest.mark.parametrize("way", ["escape", "lost"])
+@pytest.mark.parametrize("sends", [False, True], ids=["receives", "sends"])
+def test_a_message_that_ends_in_the_middle(sends: bool, way: str, tmp_path: Path) -> None:
+    """Without either way gloo waits for the whole timeout, on both sides (measured: 6 s of 6)."""
+    spawn = multiprocessing.get_context("forkserver")
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    answers, out = spawn.Queue(), tmp_path / "stderr"
+    stays = spawn.Process(target=_stays, args=(store.port, sends, way, answers, out))
+    leaves = spawn.Process(target=_leaves, args=(store.port, not sends))
+    for process in (stays, leaves):
+        process.start()
+    assert answers.get(timeout=120) == "begun"
+    begin_s = time.monotonic()
+    stays.join(TIMEOUT_S + 10)
+    leaves.join(10)
+    assert time.monotonic() - begin_s < TIMEOUT_S / 2 and leaves.exitcode == -signal.SIGKILL
+    said = out.read_text() if stays.exitcode else answers.get(timeout=10)
+    told_by_gloo = "exchange [large] over axis pair, ranks (0, 1), failed on rank 0"  # where the message had not begun
+    in_the_middle = (
+        "a message [large] over axis pair, ranks (0, 1), failed on rank 0: a rank left or failed in the middle"
+    )
+    assert told_by_gloo in said or ("did not end after" if way == "escape" else in_the_middle) in said
+    assert stays.exitcode == (2 if in_the_middle in said else 0)
 
+
+@pytest.mark.ranks
+def test_a_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("forkserver")
     store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
     answers = spawn.Queue()
-    work = [
-        spawn.Process(target=_receiver, args=(store.port, 600_000_000, answers)),
-        spawn.Process(target=_sender, args=(store.port, 600_000_000)),
-    ]
-    for process in work:
+    stays = spawn.Process(target=_stays, args=(store.port, False, "lost", answers, tmp_path / "stderr"))
+    is_late = spawn.Process(target=_is_late, args=(store.port,))
+    for process in (stays, is_late):
         process.start()
-    kind, seconds = answers.get(timeout=120)
-    for process in work:
+    assert [answers.get(timeout=120) for _ in range(2)] == ["begun", "it came"]
+    for process in (stays, is_late):
         process.join(10)
-    assert kind in ("PeerError", "RuntimeError", "DistBackendError") and seconds < 10.0
+    assert stays.exitcode == is_late.exitcode == 0

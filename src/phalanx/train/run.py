@@ -45,6 +45,7 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest, *, hook: MakeStepH
         end.reason = outcome.reason
     if rank.speaks:
         end.summarize(rank.folder.path, outcome)
+    rank.peers.gather(None)  # nobody leaves while another waits for a third (`LostPeers`)
     close_world()
     if rank.lock is not None:
         rank.lock.close()

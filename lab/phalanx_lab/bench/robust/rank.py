@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.core.errors import RunError
+from phalanx.core.errors import PeerError, RunError
 from phalanx.core.files import private_folder
 from phalanx.core.process import resident_bytes
 from phalanx.plan.mapping.folding import Folding
@@ -32,6 +32,7 @@ from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
+from phalanx.runtime.comm.lost import LostPeers
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
 from phalanx.runtime.moe.routed import routed_experts
@@ -90,12 +91,20 @@ class Raised:
 class RobustLayer:
     """The layer on this rank, by every method."""
 
-    def __init__(self, info: WorldInfo, folding: Folding, shape: RobustShape, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        info: WorldInfo,
+        folding: Folding,
+        shape: RobustShape,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        lost: LostPeers | None = None,
+    ) -> None:
         torch.set_num_threads(1)
         keep_freed_memory(threads=1)
         init_world(info, timeout_s=timeout_s)
         groups = build_groups(folding, rank=info.rank, cache=GroupCache(timeout_s=timeout_s))
-        self.comms, self.world = Collectives(timeout_s=timeout_s), groups.axis("world")
+        self.comms, self.world = Collectives(timeout_s=timeout_s, lost=lost), groups.axis("world")
         self.rank, self.shape, self.method = info.rank, shape, ""
         self.routed = {
             method: routed_experts(
@@ -158,19 +167,30 @@ class RobustLayer:
 def run_until_lost(end: Connection, info: WorldInfo, *, folding: Folding, shape: RobustShape) -> None:
     """Pass after pass. Tells when all methods have had a turn, then how it ended; lives on a little, and ends."""
     layer: RobustLayer | None = None
+
+    def tell(err: Exception) -> None:
+        end.send(_raised(err, "" if layer is None else layer.method))
+
+    def leave() -> None:
+        time.sleep(LINGER_S)
+        os._exit(RAISED)
+
+    def ended(err: PeerError) -> None:
+        tell(err)
+        leave()
+
     try:
-        layer, number = RobustLayer(info, folding, shape), 0
+        layer, number = RobustLayer(info, folding, shape, lost=LostPeers(ended)), 0
         while True:
             layer.run(number)
             number += 1
             if number == len(METHODS):
                 end.send("running")
     except Exception as err:
-        end.send(_raised(err, "" if layer is None else layer.method))
+        tell(err)
     layer = None
     gc.collect()  # buffers whose messages are still on their way are free from here on
-    time.sleep(LINGER_S)
-    os._exit(RAISED)
+    leave()
 
 
 def _raised(err: Exception, method: str) -> Raised:

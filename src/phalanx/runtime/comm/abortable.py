@@ -1,8 +1,11 @@
-"""A way out of calls that gloo never ends: a helper thread makes the call, and is abandoned once the process group is aborted.
+"""A way out of calls that gloo never ends.
 
-gloo (torch 2.13) reports an error to whoever waits for a message that has not begun, and not to a receiver whose message has partly arrived: a peer that dies, or a socket that is
-shut, in the middle of a message makes its receiver wait for the whole timeout of the collective (`tests/ranks/test_escape.py` shows it). Nothing in the process can end that wait, so the
-rank's own thread must not be the one in it.
+gloo (torch 2.13) reports an error to whoever waits for a message that has not begun, and to neither side of one that has partly gone: a peer that dies, or a socket that is
+shut, in the middle of a message makes the other wait for the whole timeout of the collective (`tests/ranks/test_escape.py` shows it; `Pair::signalException` of gloo's transport/tcp/pair.cc
+passes over what is being written or read). Nothing in the process can end that wait.
+
+    elastic runs    a helper thread makes the call, and is abandoned once the process group is aborted (`AbortableCall`)
+    other runs      the rank's own thread makes it, which costs less; where its peer is gone, the process ends (`runtime/comm/lost.py`)
 
 Must never change: an abandoned thread is never used again, and nothing it may still write is read.
 """

@@ -52,6 +52,7 @@ from phalanx.runtime.comm.exchange import (
     row_bytes,
 )
 from phalanx.runtime.comm.groups import DEFAULT_TIMEOUT_S, Axis
+from phalanx.runtime.comm.lost import LostPeers
 from phalanx.runtime.comm.pacing import Pace
 from phalanx.runtime.comm.peers import gathered
 from phalanx.runtime.comm.row_collectives import (
@@ -116,6 +117,7 @@ class Collectives:
         check_splits: bool = False,
         synchronous: bool = False,
         escape: AbortableCall | None = None,
+        lost: LostPeers | None = None,
         sums: MessageSums | None = None,
         tokens: TokenBuffers | None = None,
     ) -> None:
@@ -127,6 +129,8 @@ class Collectives:
         self.synchronous = synchronous
         self.escape = escape
         """In runs that survive the loss of ranks: ends waits for messages that would never end."""
+        self.lost = lost
+        """In other runs: ends the process there."""
         self.counters: dict[tuple[str, str], Counter] = {}
         self.layers = LayerTimes()
         self.doubts: list[torch.Tensor] = []
@@ -343,6 +347,7 @@ class Collectives:
             trace=self.trace,
             check_splits=self.check_splits,
             escape=self.escape,
+            lost=self.lost,
             sums=self.sums,
         )
         other._kept, other._is_helper_thread = kept, True
@@ -818,8 +823,12 @@ class Collectives:
             if self.escape is not None:
                 self.escape.progress.handed_over(work)
             return time.monotonic()
+        wait = partial(work.wait, timedelta(seconds=self.timeout_s))
         with self._away(axis):
-            run_abortable(self.escape, partial(work.wait, timedelta(seconds=self.timeout_s)))
+            if self.lost is not None:
+                self.lost.during(wait, axis, call.op_id)
+            else:
+                run_abortable(self.escape, wait)
             return time.monotonic()
 
     def _posted(self, call: Call) -> float:

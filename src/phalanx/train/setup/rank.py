@@ -40,6 +40,7 @@ from phalanx.runtime.comm import (
     Collectives,
     GroupCache,
     Groups,
+    LostPeers,
     MessageSums,
     Peers,
     build_groups,
@@ -279,6 +280,7 @@ def _collectives(rank: Rank, rows: CompiledRows | None, *, left_free: int) -> Co
         emit=rank.sinks,
         timeout_s=rank.recipe.launch.timeout_s,
         escape=rank.escape,
+        lost=LostPeers() if rank.escape is None else None,
         sums=MessageSums(rank.info.rank, rows=rows) if checks else None,
     )
     if rank.recipe.dispatch.transport == "deepep":
