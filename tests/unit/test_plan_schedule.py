@@ -14,7 +14,7 @@ from tiers import times
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.pipeline.schedule.check import order_problems
-from phalanx.plan.pipeline.schedule.clock import ScheduleCosts, simulate, uniform_costs
+from phalanx.plan.pipeline.schedule.clock import MOST_S, ScheduleCosts, simulate, uniform_costs
 from phalanx.plan.pipeline.schedule.make import (
     SCHEDULES,
     Action,
@@ -391,6 +391,12 @@ def test_costs_are_checked() -> None:
     with pytest.raises(PlanError) as caught:
         simulate(made, uniform_costs(3, forward=0, p2p=-1))
     assert len(caught.value.problems) == 6
+    with pytest.raises(PlanError, match=r"costs\.forward = 5e\+306: a pass takes a positive time, 1e\+100 at most"):
+        simulate(made, uniform_costs(2, forward=5e306))
+    longest = simulate(
+        made, uniform_costs(2, forward=MOST_S, input_grad=MOST_S / 2, weight_grad=MOST_S / 2, p2p=MOST_S)
+    )
+    assert 0 < longest.bubble < 1
 
 
 def test_explain_says_what_matters() -> None:

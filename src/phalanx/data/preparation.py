@@ -9,6 +9,7 @@ interrupted preparation leaves nothing that a later one could mistake for finish
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -397,6 +398,6 @@ def _mixed_counts(counts: Sequence[NDArray[np.int64]], weights: Sequence[float] 
     tokens = np.sum(counts, axis=(0, 2))
     mixed = np.zeros(counts[0].shape)
     for weight, each in zip(weights, counts, strict=True):
-        share = weight / sum(weights) * tokens / np.maximum(each.sum(axis=1), 1)
+        share = weight / math.fsum(weights) * tokens / np.maximum(each.sum(axis=1), 1)
         mixed += each * share[:, None]
     return np.rint(mixed).astype(np.int64)

@@ -30,6 +30,9 @@ Edge = tuple[int, int]
 Pair = tuple[Action, Action]
 """Two passes of one rank that run as one, in the order of the schedule."""
 
+MOST_S = 1e100
+"""Longest a pass or a transfer may take: however many there are, their sum is a number."""
+
 
 def chain(num_stages: int) -> tuple[Edge, ...]:
     """Each stage to the next."""
@@ -152,16 +155,14 @@ def cost_problems(costs: ScheduleCosts, num_stages: int) -> list[Problem]:
         if len(table) != num_stages:
             rule = f"has a cost for each of the {num_stages} stages"
             problems.append(Problem(where=f"costs.{name}", value=len(table), rule=rule))
-        bad = [cost for cost in table if not 0 < cost < float("inf")]
+        bad = [cost for cost in table if not 0 < cost <= MOST_S]
         if bad:
-            problems.append(
-                Problem(where=f"costs.{name}", value=bad[0], rule="a pass takes a positive time", hint="use 1")
-            )
+            rule = f"a pass takes a positive time, {MOST_S:g} at most"
+            problems.append(Problem(where=f"costs.{name}", value=bad[0], rule=rule, hint="use 1"))
     for cost in (costs.p2p, *costs.edge_p2p.values()):
-        if not 0 <= cost < float("inf"):
-            problems.append(
-                Problem(where="costs.p2p", value=cost, rule="must not be negative, and finite", hint="use 0")
-            )
+        if not 0 <= cost <= MOST_S:
+            rule = f"must not be negative, and {MOST_S:g} at most"
+            problems.append(Problem(where="costs.p2p", value=cost, rule=rule, hint="use 0"))
     return problems
 
 
