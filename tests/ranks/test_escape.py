@@ -5,27 +5,28 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.core.config import Recipe
+from phalanx.core.config import Recipe, RunConfig
 from phalanx.core.errors import PeerError
-from phalanx.core.events import ignore
+from phalanx.runtime.comm import lost as lost_peers
 from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange, Message
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.comm.lost import LOOK_S, LostPeers
-from phalanx.runtime.processes.world import WorldInfo, use_loopback
-from phalanx.train.setup.rank import _collectives
+from phalanx.runtime.processes.world import WorldInfo, takes_spare_messages, use_loopback
+from phalanx.train.setup.rank import _collectives, open_rank
 
 TIMEOUT_S, NUM_BYTES = 20.0, 600_000_000
 
@@ -103,13 +104,49 @@ def test_what_nobody_waited_for_keeps_its_groups_until_it_has_ended() -> None:
     escape.close()
 
 
-def test_a_run_has_one_of_the_two_ways() -> None:
-    me: Any = SimpleNamespace(recipe=Recipe(), sinks=ignore, escape=None, info=WorldInfo())
-    comms = _collectives(me, None, left_free=0)
-    assert comms.escape is None and comms.lost is not None and comms.apart().lost is comms.lost
-    me.escape = AbortableCall(lambda: False)
-    comms = _collectives(me, None, left_free=0)
-    assert comms.escape is me.escape and comms.lost is None
+def test_a_run_has_one_of_the_two_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = open_rank(Recipe(run=RunConfig(folder=str(tmp_path))), WorldInfo())
+    with fixed.sinks:
+        comms = _collectives(fixed, None, left_free=0)
+    assert comms.escape is None and comms.lost is fixed.lost is comms.apart().lost is fixed.peers._lost is not None
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    assert not takes_spare_messages()
+    elastic = replace(fixed, escape=AbortableCall(lambda: False), lost=None)
+    comms = _collectives(elastic, None, left_free=0)
+    assert comms.escape is elastic.escape and comms.lost is None
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (RuntimeError("Connection closed by peer [127.0.0.1]:9603"), "rank 5: Connection closed by peer [127.0.0.1]:9603"),
+        (RuntimeError("Application timeout caused pair closure"), ""),  # a wait of this process timed out: its own doing
+        (ValueError("the group was destroyed"), ""),
+        (None, ""),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_who_is_gone(error: Exception | None, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+
+    def isend(_: torch.Tensor, rank: int, group: object, tag: int) -> None:
+        asked.append(rank)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(dist, "isend", isend)
+    axis = Axis("ep", (4, 5), 0, None)
+    assert lost_peers._gone(axis) == found and asked == [5]
+
+
+def test_groups_are_asked_less_often_in_long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, axis = LostPeers(), Axis("ep", (0, 1), 0, None)
+    now_s, asked = 0.0, list[float]()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    for now_s in range(1, 20_000):
+        if lost._is_due(axis):
+            asked.append(now_s)
+    assert asked[:5] == [1, 2, 3, 4, 5] and asked[-1] - asked[-2] == 60 and len(asked) < 1000
 
 
 def _join(rank: int, port: int) -> tuple[dist.TCPStore, Axis]:
@@ -148,7 +185,9 @@ def _stays(port: int, sends: bool, way: str, answers: Any, out: Path) -> None:
         comms = Collectives(timeout_s=TIMEOUT_S, escape=AbortableCall(aborted.is_set))
         threading.Timer(1.0, aborted.set).start()
     else:
-        comms = Collectives(timeout_s=TIMEOUT_S, lost=LostPeers())
+        lost = LostPeers()
+        lost.tell = lambda err: print("told:", type(err).__name__, file=sys.stderr)
+        comms = Collectives(timeout_s=TIMEOUT_S, lost=lost)
     exchange = _post(comms, axis, sends=sends)
     store.set("posted", "")
     answers.put("begun")
@@ -186,6 +225,7 @@ def test_a_message_that_ends_in_the_middle(sends: bool, way: str, tmp_path: Path
     )
     assert told_by_gloo in said or ("did not end after" if way == "escape" else in_the_middle) in said
     assert stays.exitcode == (2 if in_the_middle in said else 0)
+    assert ("told: PeerError" in said) == (in_the_middle in said)
 
 
 @pytest.mark.ranks

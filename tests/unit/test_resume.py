@@ -45,7 +45,7 @@ class Told(list[Any]):
 def rank(path: Path, recipe: Recipe | None = None) -> Any:
     told = Told()
     return SimpleNamespace(
-        recipe=recipe or Recipe(), folder=RunFolder(path), sinks=told, peers=Peers(), escape=None, speaks=True, info=WorldInfo()
+        recipe=recipe or Recipe(), folder=RunFolder(path), sinks=told, peers=Peers(), escape=None, lost=None, speaks=True, info=WorldInfo()
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from phalanx.models import TokenBatch
 from phalanx.plan.mapping import AnyFolding, LayerPlacements
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.comm import Peers
 from phalanx.runtime.membership import Decision, run_steps
 from phalanx.runtime.processes import StopRequest
 from phalanx.train.build import token_batch
@@ -181,7 +182,10 @@ class Trainer:
             run_steps(self, self._step)
         finally:
             self.drop_batches()
-        return self.close(stopped=not self.finished())
+        outcome = self.close(stopped=not self.finished())
+        if self.elastic is None:  # nobody leaves while another waits for a third; `LostPeers` does not watch this one
+            Peers(self.rank.peers.group).gather(None)
+        return outcome
 
     def _measure_machine(self) -> None:
         """All ranks at once, as they compute in training."""

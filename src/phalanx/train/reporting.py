@@ -280,7 +280,7 @@ class RunEnd:
         """`step`: how many steps of the run are committed."""
         self.reason = ""
         """Why it ended well."""
-        self._tell, self._step, self._begin_s = tell, step, time.monotonic()
+        self._emit, self._step, self._begin_s = tell, step, time.monotonic()
 
     def __enter__(self) -> RunEnd:
         return self
@@ -288,10 +288,14 @@ class RunEnd:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.tell(error)
+
+    def tell(self, error: BaseException | None) -> None:
+        """The last event."""
         reason = self.reason
         if error is not None:
             reason = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:2]])
-        self._tell(RunEnded(step=self._step(), reason=reason, seconds=self._seconds))
+        self._emit(RunEnded(step=self._step(), reason=reason, seconds=self._seconds))
 
     def summarize(self, folder: Path, outcome: Outcome) -> None:
         """Print the summary of a run in `folder`. Where it cannot be written (a log file on a full disk), the run has ended well all the same."""

@@ -36,6 +36,7 @@ def open_checkpoints(
         by_steps=writer is not None,
         write_rate=config.write_rate,
         escape=rank.escape,
+        lost=rank.lost,
         writer=writer,
     )
     if later:

@@ -39,13 +39,14 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest, *, hook: MakeStepH
     stop.on_request = partial(_acknowledge, rank, SETTING_UP)
     trainer = None
     with rank.sinks, RunEnd(rank.sinks, lambda: trainer.step if trainer is not None else 0) as end:
+        if rank.lost is not None:
+            rank.lost.tell = end.tell
         trainer = build_trainer(rank, stop, hook=hook)
         stop.on_request = partial(_acknowledge, rank, STOPPING)
         outcome = trainer.run()
         end.reason = outcome.reason
     if rank.speaks:
         end.summarize(rank.folder.path, outcome)
-    rank.peers.gather(None)  # nobody leaves while another waits for a third (`LostPeers`)
     close_world()
     if rank.lock is not None:
         rank.lock.close()

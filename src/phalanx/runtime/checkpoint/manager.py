@@ -39,7 +39,7 @@ from phalanx.runtime.checkpoint.folder import (
     with_files,
 )
 from phalanx.runtime.checkpoint.host_copies import HostCopies, HostCopy
-from phalanx.runtime.comm import AbortableCall, Peers, run_abortable
+from phalanx.runtime.comm import AbortableCall, LostPeers, Peers, run_abortable
 from phalanx.runtime.state import BoxTensor
 
 if TYPE_CHECKING:
@@ -101,10 +101,11 @@ class CheckpointManager:
         by_steps: bool = False,
         write_rate: float = 0.0,
         escape: AbortableCall | None = None,
+        lost: LostPeers | None = None,
         writer: Writer | None = None,
     ) -> None:
         self.folder = CheckpointFolder(path, writer)
-        self._peers = Peers(group, escape=escape)
+        self._peers = Peers(group, escape=escape, lost=lost)
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         self._write_rate = write_rate

@@ -273,7 +273,7 @@ class Collectives:
         axis = self._own(axis)
         assert axis.group is not None
         with named_errors("gather_objects", axis, self.timeout_s), self._away(axis):
-            return run_abortable(self.escape, partial(gathered, value, axis.group))
+            return self._until(partial(gathered, value, axis.group), axis, "")
 
     # ---- messages between ranks, under way while this rank computes -----------------------------------------------------
 
@@ -823,13 +823,12 @@ class Collectives:
             if self.escape is not None:
                 self.escape.progress.handed_over(work)
             return time.monotonic()
-        wait = partial(work.wait, timedelta(seconds=self.timeout_s))
         with self._away(axis):
-            if self.lost is not None:
-                self.lost.during(wait, axis, call.op_id)
-            else:
-                run_abortable(self.escape, wait)
+            self._until(partial(work.wait, timedelta(seconds=self.timeout_s)), axis, call.op_id)
             return time.monotonic()
+
+    def _until(self, wait: Callable[[], T], axis: Axis, op_id: str) -> T:
+        return run_abortable(self.escape, wait) if self.lost is None else self.lost.during(wait, axis, op_id)
 
     def _posted(self, call: Call) -> float:
         """Now, on `time.monotonic`: the beginning of a collective."""

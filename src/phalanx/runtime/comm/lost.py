@@ -1,16 +1,20 @@
 """Waits of a rank whose peer left in the middle of a message, which gloo never ends (`runtime/comm/abortable.py` has the reason): the process ends with the error.
 
 For runs of a fixed number of ranks, which end when one is lost. On one machine their launcher sees it; a rank on another machine has nobody to tell it.
+
+A group of gloo refuses a new message to a peer that is gone. So where a wait goes on, a thread sends everybody in its group an empty one, which nobody receives (some 80 bytes stay until
+the group ends).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,11 +26,15 @@ from phalanx.runtime.comm.groups import Axis
 
 T = TypeVar("T")
 LOOK_S = 1.0
-"""How often somebody looks whether a wait has gone on since the last time, and asks after its peers; how long it may then still end by itself."""
-OFTEN = 8
-"""So many times in a row; later only every so many."""
+"""How often the thread looks whether a wait has gone on since the last time; how long one whose peer is gone may still end by itself."""
+OFTEN, SELDOM_S = 8, 60.0
+"""After so many questions to a group the next waits a second longer; so long at most."""
+SAY_S = 5.0
+"""How long the process may take for its last words."""
 _PROBE_TAG = 2**31 - 5
 """Tag of messages that nobody receives."""
+_OUR_OWN = "Application timeout"
+"""What gloo says where this process closed the connections itself: a wait of it timed out (`Collectives.break_off`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,18 +44,20 @@ class _Wait:
 
 
 class LostPeers:
-    """Ends the process (`ended`) where one of its threads waits for a rank that is gone, and gloo has not said so.
-
-    A group of gloo refuses a new message to a peer that is gone. So where a wait goes on, a thread sends everybody on its axis an empty one that nobody receives.
-    """
+    """Ends the process where one of its threads waits for a rank that is gone, and gloo has not said so."""
 
     def __init__(self, ended: Callable[[PeerError], None] | None = None) -> None:
-        self._ended = _end_process if ended is None else ended
+        """`ended`: instead of the end of the process."""
+        self.tell: Callable[[PeerError], None] = lambda _: None
+        """Called before the end."""
+        self._ended = self._end if ended is None else ended
         self._waits: dict[int, _Wait] = {}
         """By thread."""
+        self._asked: dict[int, tuple[int, float]] = {}
+        """How often each group was asked, and when last."""
         self._thread: threading.Thread | None = None
 
-    def during(self, wait: Callable[[], T], axis: Axis, op_id: str) -> T:
+    def during(self, wait: Callable[[], T], axis: Axis, op_id: str = "") -> T:
         """What `wait`, for messages over `axis`, returns or raises."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="lost-peers", daemon=True)
@@ -60,15 +70,34 @@ class LostPeers:
             del self._waits[me]
 
     def _look(self) -> None:
-        looks: dict[_Wait, int] = {}
+        before: Collection[_Wait] = ()
         while True:
             time.sleep(LOOK_S)
-            looks = {wait: looks.get(wait, -1) + 1 for wait in self._waits.copy().values()}
-            for wait, times in looks.items():
-                if times and (times <= OFTEN or times % OFTEN == 0) and (why := _gone(wait.axis)):
+            now = self._waits.copy().values()
+            for wait in now:
+                if wait in before and self._is_due(wait.axis) and (why := _gone(wait.axis)):
                     time.sleep(LOOK_S)
                     if wait in self._waits.copy().values():
                         self._ended(_error(wait, why))
+            before = now
+
+    def _is_due(self, axis: Axis) -> bool:
+        now_s = time.monotonic()
+        times, last_s = self._asked.get(id(axis.group), (0, -math.inf))
+        if now_s - last_s < min(SELDOM_S, (0.5 + times / OFTEN) * LOOK_S):
+            return False
+        self._asked[id(axis.group)] = times + 1, now_s
+        return True
+
+    def _end(self, error: PeerError) -> None:
+        late = threading.Timer(SAY_S, os._exit, (error.exit_code,))
+        late.daemon = True
+        late.start()
+        with contextlib.suppress(Exception):
+            self.tell(error)
+        with contextlib.suppress(OSError, ValueError):
+            print(printable(f"phalanx: {error}"), file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
 
 
 def _gone(axis: Axis) -> str:
@@ -78,7 +107,10 @@ def _gone(axis: Axis) -> str:
             try:
                 dist.isend(torch.empty(0), rank, axis.group, _PROBE_TAG)
             except RuntimeError as err:  # torch's DistError and its children derive from it
-                return f"rank {rank}: {first_line(err)}"
+                if _OUR_OWN not in str(err):
+                    return f"rank {rank}: {first_line(err)}"
+            except ValueError:  # the group has ended
+                return ""
     return ""
 
 
@@ -88,9 +120,3 @@ def _error(wait: _Wait, why: str) -> PeerError:
         f"a message{name} over axis {axis.name}, ranks {axis.ranks}, failed on rank {axis.ranks[axis.index]}: a rank left or failed in the "
         f"middle of it ({why})"
     )
-
-
-def _end_process(error: PeerError) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(printable(f"phalanx: {error}"), file=sys.stderr, flush=True)
-    os._exit(error.exit_code)

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from phalanx.core import messages
 from phalanx.core.errors import PeerError, PhalanxError, ProblemsError, RunError, first_line
 from phalanx.runtime.comm.abortable import AbortableCall, run_abortable
+from phalanx.runtime.comm.groups import Axis
+from phalanx.runtime.comm.lost import LostPeers
 
 T = TypeVar("T")
 FIRST_BYTES = 8192
@@ -36,10 +38,17 @@ def own_group(world: int, *, timeout_s: float) -> dist.ProcessGroup | None:
 class Peers:
     """The ranks of a gloo group (None: one rank alone)."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, escape: AbortableCall | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        escape: AbortableCall | None = None,
+        lost: LostPeers | None = None,
+    ) -> None:
         self.group = group
         self.escape = escape
         """Way out of calls, as in `Collectives`."""
+        self._lost = lost
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
 
@@ -56,7 +65,10 @@ class Peers:
 
     def _together(self, call: Callable[[], T]) -> T:
         try:
-            return run_abortable(self.escape, call)
+            if self._lost is None or self.group is None:
+                return run_abortable(self.escape, call)
+            ranks = tuple(dist.get_process_group_ranks(self.group))
+            return self._lost.during(call, Axis("world", ranks, self.rank, self.group))
         except RuntimeError as err:  # torch's DistError and its children derive from it
             raise PeerError(f"rank {self.rank} received nothing from some other rank: {first_line(err)}") from err
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         leave_errors_to_run as leave_errors_to_run,
         own_device as own_device,
         read_world as read_world,
+        takes_spare_messages as takes_spare_messages,
         use_interface_to as use_interface_to,
         use_loopback as use_loopback,
     )

@@ -48,7 +48,7 @@ from phalanx.runtime.comm import (
     with_second_groups,
 )
 from phalanx.runtime.moe import FusedMemory, Tuner, leave_free
-from phalanx.runtime.processes import StopRequest, WorldInfo, init_world, keep_freed_memory
+from phalanx.runtime.processes import StopRequest, WorldInfo, init_world, keep_freed_memory, takes_spare_messages
 from phalanx.train.setup.machine import MemoryMeter, hosts_of, numbered
 from phalanx.train.setup.run_folder import RunFolder, RunLock
 
@@ -86,6 +86,8 @@ class Rank:
     """Open as long as this run is ours (first rank only)."""
     escape: AbortableCall | None = None
     """Abortable call of an elastic run."""
+    lost: LostPeers | None = None
+    """In other runs."""
     told: Announced | None = None
     """Announcement of an elastic run: from the members' reports."""
 
@@ -102,7 +104,8 @@ def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
     keep_freed_memory(threads=torch.get_num_threads() if recipe.launch.device != "cuda" else 1)
     device = init_world(info, device=recipe.launch.device_type, timeout_s=timeout_s)
     be_deterministic(recipe.train.deterministic)
-    peers = Peers(own_group(info.world, timeout_s=PATIENCE_S))
+    lost = LostPeers() if takes_spare_messages() else None
+    peers = Peers(own_group(info.world, timeout_s=PATIENCE_S), lost=lost)
     folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
     # one rank of each host: on a file system that many share, each question of every rank is thousands
     peers.agree(
@@ -121,6 +124,7 @@ def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
         memory=MemoryMeter(device),
         lanes=own_lanes(device),
         lock=lock,
+        lost=lost,
     )
 
 
@@ -280,7 +284,7 @@ def _collectives(rank: Rank, rows: CompiledRows | None, *, left_free: int) -> Co
         emit=rank.sinks,
         timeout_s=rank.recipe.launch.timeout_s,
         escape=rank.escape,
-        lost=LostPeers() if rank.escape is None else None,
+        lost=rank.lost,
         sums=MessageSums(rank.info.rank, rows=rows) if checks else None,
     )
     if rank.recipe.dispatch.transport == "deepep":
