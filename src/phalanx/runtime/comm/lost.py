@@ -27,7 +27,7 @@ from phalanx.runtime.comm.groups import Axis
 T = TypeVar("T")
 LOOK_S = 1.0
 """How often the thread looks whether a wait has gone on since the last time; how long one whose peer is gone may still end by itself."""
-OFTEN, SELDOM_S = 8, 60.0
+OFTEN, SELDOM_S = 8, 20.0
 """After so many questions to a group the next waits a second longer; so long at most."""
 SAY_S = 5.0
 """How long the process may take for its last words."""
