@@ -149,6 +149,19 @@ def test_groups_are_asked_less_often_in_long_runs(monkeypatch: pytest.MonkeyPatc
     assert asked[:5] == [1, 2, 3, 4, 5] and asked[-1] - asked[-2] == lost_peers.SELDOM_S and len(asked) < 1200
 
 
+def test_a_run_that_ends_is_watched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_peers, "LOOK_S", 0.01)
+    monkeypatch.setattr(lost_peers, "_gone", lambda axis: "rank 1: gone")
+    errors, axis = list[PeerError](), Axis("ep", (0, 1), 0, None)
+    lost = LostPeers(errors.append)
+    with lost.telling(lambda _: None):
+        lost.during(lambda: time.sleep(0.5), axis, "rows")
+    assert "a message [rows] over axis ep, ranks (0, 1), failed on rank 0" in str(errors[0])
+    errors.clear()
+    lost.during(lambda: time.sleep(0.1), axis)
+    assert errors == []
+
+
 def _join(rank: int, port: int) -> tuple[dist.TCPStore, Axis]:
     use_loopback()
     store = dist.TCPStore("127.0.0.1", port, 2, False, timeout=timedelta(seconds=TIMEOUT_S))
@@ -186,7 +199,7 @@ def _stays(port: int, sends: bool, way: str, answers: Any, out: Path) -> None:
         threading.Timer(1.0, aborted.set).start()
     else:
         lost = LostPeers()
-        lost.tell = lambda err: print("told:", type(err).__name__, file=sys.stderr)
+        lost._tell = lambda err: print("told:", type(err).__name__, file=sys.stderr)
         comms = Collectives(timeout_s=TIMEOUT_S, lost=lost)
     exchange = _post(comms, axis, sends=sends)
     store.set("posted", "")

@@ -20,6 +20,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -183,8 +184,11 @@ class Trainer:
         finally:
             self.drop_batches()
         outcome = self.close(stopped=not self.finished())
-        if self.elastic is None:  # nobody leaves while another waits for a third; `LostPeers` does not watch this one
-            Peers(self.rank.peers.group).gather(None)
+        if (
+            self.elastic is None
+        ):  # nobody leaves while another waits for a third; `LostPeers` does not watch this one, and the run is whole without it
+            with suppress(PeerError):
+                Peers(self.rank.peers.group).gather(None)
         return outcome
 
     def _measure_machine(self) -> None:

@@ -9,9 +9,11 @@ Must never change: whoever is lost ends the run, and the same command goes on fr
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from phalanx.core.config import Recipe
+from phalanx.core.errors import PeerError
 from phalanx.core.events import Note
 from phalanx.core.process import say
 from phalanx.plan import resolve_shape
@@ -38,9 +40,11 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest, *, hook: MakeStepH
     rank = open_rank(recipe, info)
     stop.on_request = partial(_acknowledge, rank, SETTING_UP)
     trainer = None
-    with rank.sinks, RunEnd(rank.sinks, lambda: trainer.step if trainer is not None else 0) as end:
-        if rank.lost is not None:
-            rank.lost.tell = end.tell
+    with (
+        rank.sinks,
+        RunEnd(rank.sinks, lambda: trainer.step if trainer is not None else 0) as end,
+        nullcontext() if rank.lost is None else rank.lost.telling(partial(_last_words, rank, end)),
+    ):
         trainer = build_trainer(rank, stop, hook=hook)
         stop.on_request = partial(_acknowledge, rank, STOPPING)
         outcome = trainer.run()
@@ -51,6 +55,11 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest, *, hook: MakeStepH
     if rank.lock is not None:
         rank.lock.close()
     return 0
+
+
+def _last_words(rank: Rank, end: RunEnd, error: PeerError) -> None:
+    end.tell(error)
+    rank.sinks.close()
 
 
 def _acknowledge(rank: Rank, text: str) -> None:

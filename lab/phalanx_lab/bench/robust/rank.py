@@ -14,6 +14,7 @@ import ctypes
 import gc
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -168,8 +169,11 @@ def run_until_lost(end: Connection, info: WorldInfo, *, folding: Folding, shape:
     """Pass after pass. Tells when all methods have had a turn, then how it ended; lives on a little, and ends."""
     layer: RobustLayer | None = None
 
+    once = threading.Lock()
+
     def tell(err: Exception) -> None:
-        end.send(_raised(err, "" if layer is None else layer.method))
+        if once.acquire(blocking=False):
+            end.send(_raised(err, "" if layer is None else layer.method))
 
     def leave() -> None:
         time.sleep(LINGER_S)

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.runtime.comm.abortable import AbortableCall as AbortableCall, run_abortable as run_abortable
+    from phalanx.runtime.comm.abortable import (
+        BROKEN_OFF_S as BROKEN_OFF_S,
+        AbortableCall as AbortableCall,
+        run_abortable as run_abortable,
+    )
     from phalanx.runtime.comm.collectives import Collectives as Collectives
     from phalanx.runtime.comm.context_parallel import ContextParallel as ContextParallel
     from phalanx.runtime.comm.devices import (

@@ -328,7 +328,7 @@ class Collectives:
     def break_off(self, axis: Axis) -> None:
         """Let whatever is under way over the axis's own group fail, on this rank and on those that wait for it. gloo only; the group is lost.
 
-        There is no other way to end such a wait: gloo's waits end with their message, or with their group.
+        There is no other way to end such a wait: gloo's waits end with their message, or with their group. One for a message that has partly gone ends with neither.
         """
         if axis.group is None:
             return

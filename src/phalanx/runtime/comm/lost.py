@@ -2,19 +2,19 @@
 
 For runs of a fixed number of ranks, which end when one is lost. On one machine their launcher sees it; a rank on another machine has nobody to tell it.
 
-A group of gloo refuses a new message to a peer that is gone. So where a wait goes on, a thread sends everybody in its group an empty one, which nobody receives (some 80 bytes stay until
-the group ends).
+A group of gloo refuses a new message to a peer that is gone. So where a wait goes on, a thread sends everybody in its group an empty one, which nobody receives (some 80 bytes for each of
+them stay until the group ends, so it is asked less and less often).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ from phalanx.runtime.comm.groups import Axis
 T = TypeVar("T")
 LOOK_S = 1.0
 """How often the thread looks whether a wait has gone on since the last time; how long one whose peer is gone may still end by itself."""
-OFTEN, SELDOM_S = 8, 20.0
+OFTEN, SELDOM_S = 8, 60.0
 """After so many questions to a group the next waits a second longer; so long at most."""
 SAY_S = 5.0
 """How long the process may take for its last words."""
@@ -48,8 +48,8 @@ class LostPeers:
 
     def __init__(self, ended: Callable[[PeerError], None] | None = None) -> None:
         """`ended`: instead of the end of the process."""
-        self.tell: Callable[[PeerError], None] = lambda _: None
-        """Called before the end."""
+        self._tell: Callable[[PeerError], None] = lambda _: None
+        self._is_over = False
         self._ended = self._end if ended is None else ended
         self._waits: dict[int, _Wait] = {}
         """By thread."""
@@ -69,15 +69,24 @@ class LostPeers:
         finally:
             del self._waits[me]
 
+    @contextmanager
+    def telling(self, tell: Callable[[PeerError], None]) -> Iterator[None]:
+        """Inside the block `tell` is called before the end; behind it the run ends in its own way, and no wait is watched any more."""
+        self._tell = tell
+        try:
+            yield
+        finally:
+            self._is_over = True
+
     def _look(self) -> None:
         before: Collection[_Wait] = ()
-        while True:
+        while not self._is_over:
             time.sleep(LOOK_S)
             now = self._waits.copy().values()
             for wait in now:
                 if wait in before and self._is_due(wait.axis) and (why := _gone(wait.axis)):
                     time.sleep(LOOK_S)
-                    if wait in self._waits.copy().values():
+                    if wait in self._waits.copy().values() and not self._is_over:
                         self._ended(_error(wait, why))
             before = now
 
@@ -93,10 +102,10 @@ class LostPeers:
         late = threading.Timer(SAY_S, os._exit, (error.exit_code,))
         late.daemon = True
         late.start()
-        with contextlib.suppress(Exception):
-            self.tell(error)
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             print(printable(f"phalanx: {error}"), file=sys.stderr, flush=True)
+        with suppress(Exception):
+            self._tell(error)
         os._exit(error.exit_code)
 
 

@@ -10,6 +10,7 @@ Must never change: a rank's own output leaves from the thread that computes it, 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from phalanx.core.errors import RunError
 from phalanx.plan.pipeline import PipelinePlan, Transfer
 from phalanx.plan.pipeline.boundary import BoundaryMessage, EdgePlan, Relay, Route, direct_edge
 from phalanx.plan.pipeline.schedule import Edge
-from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
+from phalanx.runtime.comm import BROKEN_OFF_S, Axis, Collectives, Exchange, Message
 
 RECEIPT = 2**24
 """Added to the tag of a message, the tag of what says that it is there."""
@@ -233,9 +234,10 @@ class EdgeLane:
         self.raise_error()
 
     def abandon(self, comms: Collectives) -> None:
-        """End the thread now; its group is lost."""
+        """End the thread now, or leave it behind; its group is lost."""
         self._end()
-        while self._thread.is_alive():
+        end_s = time.monotonic() + BROKEN_OFF_S
+        while self._thread.is_alive() and time.monotonic() < end_s:
             comms.break_off(self.axis)
             self._thread.join(timeout=1.0)
 

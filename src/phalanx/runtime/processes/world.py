@@ -375,7 +375,7 @@ def _meeting_failed(info: WorldInfo, where: str, text: str, timeout_s: float) ->
 
 def takes_spare_messages() -> bool:
     """Whether a message that nobody receives does no harm: a debug level of torch compares how many each rank has sent, and lazy connections would be made for it."""
-    return dist.get_debug_level() != dist.DebugLevel.DETAIL and not os.environ.get("TORCH_GLOO_LAZY_INIT")
+    return dist.get_debug_level() != dist.DebugLevel.DETAIL and os.environ.get("TORCH_GLOO_LAZY_INIT", "0") in ("", "0")
 
 
 def close_world() -> None:
