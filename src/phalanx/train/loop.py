@@ -184,9 +184,8 @@ class Trainer:
         finally:
             self.drop_batches()
         outcome = self.close(stopped=not self.finished())
-        if (
-            self.elastic is None
-        ):  # nobody leaves while another waits for a third; `LostPeers` does not watch this one, and the run is whole without it
+        if self.elastic is None:
+            # Nobody leaves while another waits for a third. `LostPeers` does not watch this wait, and the run is whole without it.
             with suppress(PeerError):
                 Peers(self.rank.peers.group).gather(None)
         return outcome
