@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from phalanx.core.errors import PeerError, RunError
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.model.model import RouterSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
+from phalanx.runtime.comm.abortable import MOST_BROKEN_OFF
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups, with_second_groups
+from phalanx.runtime.moe import co_schedule
 from phalanx.runtime.moe.co_schedule import Baton, CoScheduler
 from phalanx.train.step.transaction import StepParts, train_step
 from phalanx.verify.numbers import StartingValues
@@ -211,6 +215,32 @@ def test_an_error_in_one_pass_ends_both_and_is_raised(which: int) -> None:
         return _raises(rank, cache, which)
 
     assert run_ranks(2, alone) == ["planned", "planned"]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_pass_in_the_middle_of_a_message_is_left_behind(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing ends its wait (`runtime/comm/abortable.py`). Where it is the rank's own thread that waits, the rank stays until the message's timeout."""
+    monkeypatch.setattr(co_schedule, "GRACE_S", 0.02)
+    broken_off, timeout, axis = list[Axis](), threading.Event(), Axis("ep", (0, 1), 0, None)
+    comms: Any = SimpleNamespace(beside=None, break_off=broken_off.append)
+    both = CoScheduler(comms, None)  # type: ignore[arg-type]
+    waits = threading.Event()
+
+    def stays() -> None:
+        with both.away(axis):
+            waits.set()
+            assert timeout.wait(1.0 if which else 30.0) == (not which)
+
+    def fails() -> None:
+        if which:
+            with both.away(axis):
+                assert waits.wait(10)
+        raise ArithmeticError("planned")
+
+    with pytest.raises(ArithmeticError, match="planned"), both:
+        both.run(*((stays, fails) if which else (fails, stays)))
+    assert broken_off == [axis] * MOST_BROKEN_OFF and comms.beside is None
+    timeout.set()
 
 
 class _Dies(Collectives):

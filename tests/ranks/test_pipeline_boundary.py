@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,11 +25,12 @@ from phalanx.plan.pipeline.comm import PipelinePlan, Transfer, plan_pipeline
 from phalanx.plan.pipeline.schedule.clock import Edge, chain
 from phalanx.plan.pipeline.schedule.make import make_schedule
 from phalanx.plan.reshard.types import Hop
+from phalanx.runtime.comm.abortable import MOST_BROKEN_OFF
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.comm.peers import own_group
-from phalanx.runtime.pipeline import runner
-from phalanx.runtime.pipeline.boundary import Boundary
+from phalanx.runtime.pipeline import boundary as boundaries, runner
+from phalanx.runtime.pipeline.boundary import Boundary, EdgeLane
 from phalanx.runtime.pipeline.runner import Tensors, run_pipeline
 from ranks import RankError, run_ranks
 
@@ -334,6 +337,21 @@ def _busy(rank: int, cache: GroupCache) -> tuple[dict[int, float], dict[int, flo
 def test_a_rank_passes_on_while_it_computes() -> None:
     _, busy, other = run_ranks(3, _busy)
     assert other[0][1] < busy[1][0], "the second micro-batch came through a rank that still had its first one"
+
+
+def test_a_lane_in_the_middle_of_a_message_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing ends its wait (`runtime/comm/abortable.py`)."""
+    monkeypatch.setattr(boundaries, "GRACE_S", 0.02)
+    timeout, broken_off, axis = threading.Event(), list[Axis](), Axis("edge", (0, 1), 0, None)
+    comms: Any = SimpleNamespace(apart=lambda: None, break_off=broken_off.append)
+    lane = EdgeLane(SimpleNamespace(comms=comms), axis, "lane of a test")  # type: ignore[arg-type]
+    arrival: Any = SimpleNamespace(take_part=lambda _: timeout.wait(30))
+    route: Any = SimpleNamespace(incoming=lambda: [SimpleNamespace(peer=1)], receives=[None])
+    lane.add(arrival, route, tag=0, op_id="", answered=frozenset())
+    lane.abandon(comms)
+    assert broken_off == [axis] * MOST_BROKEN_OFF
+    timeout.set()
+    lane._thread.join(10)
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.runtime.comm.abortable import (
-        BROKEN_OFF_S as BROKEN_OFF_S,
+        MOST_BROKEN_OFF as MOST_BROKEN_OFF,
         AbortableCall as AbortableCall,
         run_abortable as run_abortable,
     )

@@ -27,8 +27,8 @@ LOOK_S = 0.02
 """How often the rank's own thread checks whether the process group was aborted."""
 GRACE_S = 0.1
 """How long after the abort a call may still end by itself, with an error that says more."""
-BROKEN_OFF_S = 5.0
-"""How long a thread is waited for whose group was broken off: one in the middle of a message is left behind."""
+MOST_BROKEN_OFF = 5
+"""How often the group that a thread waits for is broken off, a second apart: then it is in the middle of a message, and left behind."""
 
 _Call = Callable[[], Any]
 

@@ -29,7 +29,7 @@ from typing import TypeVar
 
 import torch
 
-from phalanx.runtime.comm import Axis, Collectives, SecondGroups
+from phalanx.runtime.comm import MOST_BROKEN_OFF, Axis, Collectives, SecondGroups
 
 First = TypeVar("First")
 Second = TypeVar("Second")
@@ -125,7 +125,8 @@ class CoScheduler:
             begun.wait()
             self._baton.take()
             self._to_its_end(mine, its, lambda: out.append(first()))
-            its.ended.wait()
+            if self._failed is None:
+                its.ended.wait()
         finally:
             self.comms.beside = None
         failed, self._failed = self._failed, None
@@ -134,7 +135,7 @@ class CoScheduler:
         return out[0], made[0]
 
     def _to_its_end(self, side: _Side, other: _Side, task: Callable[[], None]) -> None:
-        """Run a pass that has the baton; keep the first error, and see to it that the other pass ends after one."""
+        """Run a pass that has the baton; keep the first error, and see to it that the other pass ends after one, or is left behind (the run ends)."""
         try:
             self._raise_if_failed()
             task()
@@ -146,10 +147,12 @@ class CoScheduler:
         finally:
             side.ended.set()
             self._baton.give()
-        while self._failed is not None and not other.ended.wait(GRACE_S):
+        broken_off = 0
+        while self._failed is not None and broken_off < MOST_BROKEN_OFF and not other.ended.wait(GRACE_S):
             axis = other.waits_for
             if axis is not None:
                 self.comms.break_off(axis)
+                broken_off += 1
 
     def _raise_if_failed(self) -> None:
         if self._failed is not None:
@@ -194,10 +197,10 @@ class CoScheduler:
         return self._thread.ident
 
     def close(self) -> None:
-        """End the second thread."""
+        """End the second thread; one that was left behind ends when it can."""
         if self._thread is not None:
             self._work.put(None)
-            self._thread.join()
+            self._thread.join(None if self._sides[1].ended.is_set() or not self._sides[1].thread else 0)
             self._thread = None
 
     def __enter__(self) -> CoScheduler:

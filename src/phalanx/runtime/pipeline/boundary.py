@@ -10,7 +10,6 @@ Must never change: a rank's own output leaves from the thread that computes it, 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +20,14 @@ from phalanx.core.errors import RunError
 from phalanx.plan.pipeline import PipelinePlan, Transfer
 from phalanx.plan.pipeline.boundary import BoundaryMessage, EdgePlan, Relay, Route, direct_edge
 from phalanx.plan.pipeline.schedule import Edge
-from phalanx.runtime.comm import BROKEN_OFF_S, Axis, Collectives, Exchange, Message
+from phalanx.runtime.comm import MOST_BROKEN_OFF, Axis, Collectives, Exchange, Message
 
 RECEIPT = 2**24
 """Added to the tag of a message, the tag of what says that it is there."""
 LEAST_OPEN = 4
 """Sends that may always be under way: a receiver that is a little late should not stop the sender."""
+GRACE_S = 1.0
+"""How long a lane may take to end before its group is broken off again."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -236,10 +237,10 @@ class EdgeLane:
     def abandon(self, comms: Collectives) -> None:
         """End the thread now, or leave it behind; its group is lost."""
         self._end()
-        end_s = time.monotonic() + BROKEN_OFF_S
-        while self._thread.is_alive() and time.monotonic() < end_s:
-            comms.break_off(self.axis)
-            self._thread.join(timeout=1.0)
+        for _ in range(MOST_BROKEN_OFF):
+            if self._thread.is_alive():
+                comms.break_off(self.axis)
+                self._thread.join(GRACE_S)
 
     def _end(self) -> None:
         with self._more:
