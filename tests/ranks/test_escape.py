@@ -24,7 +24,7 @@ from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange, Message
 from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.comm.lost import LOOK_S, LostPeers
+from phalanx.runtime.comm.lost import LOOK_S, LostPeers, PeerQuestions
 from phalanx.runtime.processes.world import WorldInfo, takes_spare_messages, use_loopback
 from phalanx.train.setup.rank import _collectives, open_rank
 
@@ -108,12 +108,18 @@ def test_a_run_has_one_of_the_two_ways(tmp_path: Path, monkeypatch: pytest.Monke
     fixed = open_rank(Recipe(run=RunConfig(folder=str(tmp_path))), WorldInfo())
     with fixed.sinks:
         comms = _collectives(fixed, None, left_free=0)
-    assert comms.escape is None and comms.lost is fixed.lost is comms.apart().lost is fixed.peers._lost is not None
+    assert (
+        comms.escape is comms.asks is None
+        and comms.lost is fixed.lost is comms.apart().lost is fixed.peers._lost is not None
+    )
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
     assert not takes_spare_messages()
     elastic = replace(fixed, escape=AbortableCall(lambda: False), lost=None)
     comms = _collectives(elastic, None, left_free=0)
-    assert comms.escape is elastic.escape and comms.lost is None
+    assert comms.escape is elastic.escape and comms.lost is comms.asks is None  # which connects lazily
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    comms = _collectives(elastic, None, left_free=0)
+    assert comms.lost is None and comms.asks is comms.apart().asks is not None
 
 
 @pytest.mark.parametrize(
@@ -140,11 +146,11 @@ def test_who_is_gone(error: Exception | None, found: str, monkeypatch: pytest.Mo
 
 
 def test_groups_are_asked_less_often_in_long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost, axis = LostPeers(), Axis("ep", (0, 1), 0, None)
+    questions, axis = PeerQuestions(), Axis("ep", (0, 1), 0, None)
     now_s, asked = 0.0, list[float]()
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     for now_s in range(1, 20_000):
-        if lost._is_due(axis):
+        if questions._is_due(axis):
             asked.append(now_s)
     assert asked[:5] == [1, 2, 3, 4, 5] and asked[-1] - asked[-2] == lost_peers.SELDOM_S and len(asked) < 1200
 
@@ -194,9 +200,11 @@ def _stays(port: int, sends: bool, way: str, answers: Any, out: Path) -> None:
     os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 2)
     aborted = threading.Event()
     store, axis = _join(0, port)
-    if way == "escape":
-        comms = Collectives(timeout_s=TIMEOUT_S, escape=AbortableCall(aborted.is_set))
-        threading.Timer(1.0, aborted.set).start()
+    if way != "lost":
+        asks = PeerQuestions() if way == "asked" else None
+        comms = Collectives(timeout_s=TIMEOUT_S, escape=AbortableCall(aborted.is_set), asks=asks)
+        if way == "escape":
+            threading.Timer(1.0, aborted.set).start()
     else:
         lost = LostPeers()
         lost._tell = lambda err: print("told:", type(err).__name__, file=sys.stderr)
@@ -215,7 +223,7 @@ def _stays(port: int, sends: bool, way: str, answers: Any, out: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("way", ["escape", "lost"])
+@pytest.mark.parametrize("way", ["escape", "asked", "lost"])
 @pytest.mark.parametrize("sends", [False, True], ids=["receives", "sends"])
 def test_a_message_that_ends_in_the_middle(sends: bool, way: str, tmp_path: Path) -> None:
     """Without either way gloo waits for the whole timeout, on both sides (measured: 6 s of 6)."""
@@ -237,8 +245,8 @@ def test_a_message_that_ends_in_the_middle(sends: bool, way: str, tmp_path: Path
         "a message [large] over axis pair, ranks (0, 1), failed on rank 0: a rank left or failed in the middle"
     )
     assert told_by_gloo in said or ("did not end after" if way == "escape" else in_the_middle) in said
-    assert stays.exitcode == (2 if in_the_middle in said else 0)
-    assert ("told: PeerError" in said) == (in_the_middle in said)
+    assert stays.exitcode == (2 if in_the_middle in said and way == "lost" else 0)
+    assert ("told: PeerError" in said) == (stays.exitcode == 2)
 
 
 @pytest.mark.ranks

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         nccl_options as nccl_options,
         with_second_groups as with_second_groups,
     )
-    from phalanx.runtime.comm.lost import LostPeers as LostPeers
+    from phalanx.runtime.comm.lost import LostPeers as LostPeers, PeerQuestions as PeerQuestions
     from phalanx.runtime.comm.peers import Peers as Peers, own_group as own_group
     from phalanx.runtime.comm.progress import RankProgress as RankProgress, State as State
     from phalanx.runtime.comm.row_collectives import RowsUnderWay as RowsUnderWay, backward_id as backward_id

@@ -4,8 +4,8 @@ gloo (torch 2.13) reports an error to whoever waits for a message that has not b
 shut, in the middle of a message makes the other wait for the whole timeout of the collective (`tests/ranks/test_escape.py` shows it; `Pair::signalException` of gloo's transport/tcp/pair.cc
 passes over what is being written or read). Nothing in the process can end that wait.
 
-    elastic runs    a helper thread makes the call, and is abandoned once the process group is aborted (`AbortableCall`)
-    other runs      the rank's own thread makes it, which costs less; where its peer is gone, the process ends (`runtime/comm/lost.py`)
+    elastic runs    a helper thread makes the call, and is abandoned once the process group is aborted, or a peer has left it (`AbortableCall`)
+    other runs      the rank's own thread makes it, which costs less; where its peer has left, the process ends (`runtime/comm/lost.py`)
 
 Must never change: an abandoned thread is never used again, and nothing it may still write is read.
 """
@@ -27,6 +27,8 @@ LOOK_S = 0.02
 """How often the rank's own thread checks whether the process group was aborted."""
 GRACE_S = 0.1
 """How long after the abort a call may still end by itself, with an error that says more."""
+ASK_S = 1.0
+"""How often a wait asks whether a peer has left; how long it may then still end by itself."""
 MOST_BROKEN_OFF = 5
 """How often the group that a thread waits for is broken off, a second apart: then it is in the middle of a message, and left behind."""
 
@@ -58,12 +60,12 @@ class AbortableCall:
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. Raises `PeerError` where it does not end after an abort, and after `close`."""
+    def run(self, work: Callable[[], T], *, left: Callable[[], str] = lambda: "") -> T:
+        """What `work` returns or raises. Raises `PeerError` where it does not end after an abort, or after `left`, which is asked now and then, has said which peer left the group; and after `close`."""
         with self.progress.waiting():
-            return self._run(work)
+            return self._run(work, left)
 
-    def _run(self, work: Callable[[], T]) -> T:
+    def _run(self, work: Callable[[], T], left: Callable[[], str]) -> T:
         with self._lock:  # a call behind the end of its thread would never be made
             if self._is_closed:  # another thread of the rank may not know yet
                 raise PeerError("the process group was aborted")
@@ -73,15 +75,19 @@ class AbortableCall:
                 self._open.append(thread)
             thread.calls.put(work)
         begin_s = time.monotonic()
-        looks = round(GRACE_S / LOOK_S)
+        looks, asks_s, why = round(GRACE_S / LOOK_S), begin_s + ASK_S, ""
         while True:
             try:
                 value, error = thread.answers.get(timeout=LOOK_S)
             except queue.Empty:
                 looks -= self.aborted()
-                if looks < 0:
+                text = "a message did not end after the process group was aborted" if looks < 0 else ""
+                if (now_s := time.monotonic()) >= asks_s:
+                    asks_s = now_s + ASK_S
+                    text, why = text or why, left()
+                if text:
                     self._own.thread, thread.kept = None, self.keep()
-                    raise PeerError("a message did not end after the process group was aborted") from None
+                    raise PeerError(text) from None
                 continue
             if threading.get_ident() == self._thread:
                 self.waited_s += time.monotonic() - begin_s
@@ -130,9 +136,9 @@ class AbortableCall:
             self._open.clear()
 
 
-def run_abortable(escape: AbortableCall | None, work: Callable[[], T]) -> T:
+def run_abortable(escape: AbortableCall | None, work: Callable[[], T], *, left: Callable[[], str] = lambda: "") -> T:
     """Runs `work` through `escape` where there is one, else directly."""
-    return work() if escape is None else escape.run(work)
+    return work() if escape is None else escape.run(work, left=left)
 
 
 class _CallThread:

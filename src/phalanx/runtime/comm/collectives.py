@@ -52,7 +52,7 @@ from phalanx.runtime.comm.exchange import (
     row_bytes,
 )
 from phalanx.runtime.comm.groups import DEFAULT_TIMEOUT_S, Axis
-from phalanx.runtime.comm.lost import LostPeers
+from phalanx.runtime.comm.lost import LostPeers, PeerQuestions
 from phalanx.runtime.comm.pacing import Pace
 from phalanx.runtime.comm.peers import gathered
 from phalanx.runtime.comm.row_collectives import (
@@ -117,6 +117,7 @@ class Collectives:
         check_splits: bool = False,
         synchronous: bool = False,
         escape: AbortableCall | None = None,
+        asks: PeerQuestions | None = None,
         lost: LostPeers | None = None,
         sums: MessageSums | None = None,
         tokens: TokenBuffers | None = None,
@@ -129,6 +130,8 @@ class Collectives:
         self.synchronous = synchronous
         self.escape = escape
         """In runs that survive the loss of ranks: ends waits for messages that would never end."""
+        self.asks = asks
+        """Beside `escape`: tells of peers that have left a group."""
         self.lost = lost
         """In other runs: ends the process there."""
         self.counters: dict[tuple[str, str], Counter] = {}
@@ -347,6 +350,7 @@ class Collectives:
             trace=self.trace,
             check_splits=self.check_splits,
             escape=self.escape,
+            asks=self.asks,
             lost=self.lost,
             sums=self.sums,
         )
@@ -828,7 +832,11 @@ class Collectives:
             return time.monotonic()
 
     def _until(self, wait: Callable[[], T], axis: Axis, op_id: str) -> T:
-        return run_abortable(self.escape, wait) if self.lost is None else self.lost.during(wait, axis, op_id)
+        if self.lost is not None:
+            return self.lost.during(wait, axis, op_id)
+        if self.asks is None:
+            return run_abortable(self.escape, wait)
+        return run_abortable(self.escape, wait, left=partial(self.asks.left, axis, op_id))
 
     def _posted(self, call: Call) -> float:
         """Now, on `time.monotonic`: the beginning of a collective."""

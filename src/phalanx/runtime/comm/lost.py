@@ -1,6 +1,8 @@
-"""Waits of a rank whose peer left in the middle of a message, which gloo never ends (`runtime/comm/abortable.py` has the reason): the process ends with the error.
+"""Waits of a rank whose peer left in the middle of a message, which gloo never ends (`runtime/comm/abortable.py` has the reason): who asks, and what follows.
 
-For runs of a fixed number of ranks, which end when one is lost. On one machine their launcher sees it; a rank on another machine has nobody to tell it.
+In a run of a fixed number of ranks, which ends when one is lost, the process ends with the error (`LostPeers`). On one machine the launcher sees it; a rank on another machine has nobody to
+tell it. In an elastic run membership tells of members that are lost; that one has left its groups because of an error of its own, or that a link is cut between two whom the service reaches,
+it does not: there the wait asks, and is given up (`AbortableCall`).
 
 A group of gloo refuses a new message to a peer that is gone. So where a wait goes on, a thread sends everybody in its group an empty one, which nobody receives (some 80 bytes for each of
 them stay until the group ends, so it is asked less and less often).
@@ -26,7 +28,7 @@ from phalanx.runtime.comm.groups import Axis
 
 T = TypeVar("T")
 LOOK_S = 1.0
-"""How often the thread looks whether a wait has gone on since the last time; how long one whose peer is gone may still end by itself."""
+"""How often the thread of `LostPeers` looks whether a wait has gone on since the last time; how long one whose peer is gone may still end by itself."""
 OFTEN, SELDOM_S = 8, 60.0
 """After so many questions to a group the next waits a second longer; so long at most."""
 SAY_S = 5.0
@@ -35,6 +37,45 @@ _PROBE_TAG = 2**31 - 5
 """Tag of messages that nobody receives."""
 _OUR_OWN = "Application timeout"
 """What gloo says where this process closed the connections itself: a wait of it timed out (`Collectives.break_off`)."""
+
+
+class PeerQuestions:
+    """Asks groups whether everybody is still in them, less and less often."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, tuple[int, float]] = {}
+        """How often each group was asked, and when last."""
+
+    def left(self, axis: Axis, op_id: str = "") -> str:
+        """What to say of a wait for messages over `axis` of which a rank is gone; empty where all are there, and where the group was asked a moment ago."""
+        why = _gone(axis) if self._is_due(axis) else ""
+        name = f" [{op_id}]" if op_id else ""
+        return why and (
+            f"a message{name} over axis {axis.name}, ranks {axis.ranks}, failed on rank {axis.ranks[axis.index]}: a rank left or failed in the "
+            f"middle of it ({why})"
+        )
+
+    def _is_due(self, axis: Axis) -> bool:
+        now_s = time.monotonic()
+        times, last_s = self._asked.get(id(axis.group), (0, -math.inf))
+        if now_s - last_s < min(SELDOM_S, (0.5 + times / OFTEN) * LOOK_S):
+            return False
+        self._asked[id(axis.group)] = times + 1, now_s
+        return True
+
+
+def _gone(axis: Axis) -> str:
+    """Which rank of the axis is gone, and what the transport says of it; empty where all are there."""
+    for rank in axis.ranks:
+        if rank != axis.ranks[axis.index]:
+            try:
+                dist.isend(torch.empty(0), rank, axis.group, _PROBE_TAG)
+            except RuntimeError as err:  # torch's DistError and its children derive from it
+                if _OUR_OWN not in str(err):
+                    return f"rank {rank}: {first_line(err)}"
+            except ValueError:  # the group has ended
+                return ""
+    return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +94,7 @@ class LostPeers:
         self._ended = self._end if ended is None else ended
         self._waits: dict[int, _Wait] = {}
         """By thread."""
-        self._asked: dict[int, tuple[int, float]] = {}
-        """How often each group was asked, and when last."""
+        self._questions = PeerQuestions()
         self._thread: threading.Thread | None = None
 
     def during(self, wait: Callable[[], T], axis: Axis, op_id: str = "") -> T:
@@ -84,19 +124,11 @@ class LostPeers:
             time.sleep(LOOK_S)
             now = self._waits.copy().values()
             for wait in now:
-                if wait in before and self._is_due(wait.axis) and (why := _gone(wait.axis)):
+                if wait in before and (why := self._questions.left(wait.axis, wait.op_id)):
                     time.sleep(LOOK_S)
                     if wait in self._waits.copy().values() and not self._is_over:
-                        self._ended(_error(wait, why))
+                        self._ended(PeerError(why))
             before = now
-
-    def _is_due(self, axis: Axis) -> bool:
-        now_s = time.monotonic()
-        times, last_s = self._asked.get(id(axis.group), (0, -math.inf))
-        if now_s - last_s < min(SELDOM_S, (0.5 + times / OFTEN) * LOOK_S):
-            return False
-        self._asked[id(axis.group)] = times + 1, now_s
-        return True
 
     def _end(self, error: PeerError) -> None:
         late = threading.Timer(SAY_S, os._exit, (error.exit_code,))
@@ -107,25 +139,3 @@ class LostPeers:
         with suppress(Exception):
             self._tell(error)
         os._exit(error.exit_code)
-
-
-def _gone(axis: Axis) -> str:
-    """Which rank of the axis is gone, and what the transport says of it; empty where all are there."""
-    for rank in axis.ranks:
-        if rank != axis.ranks[axis.index]:
-            try:
-                dist.isend(torch.empty(0), rank, axis.group, _PROBE_TAG)
-            except RuntimeError as err:  # torch's DistError and its children derive from it
-                if _OUR_OWN not in str(err):
-                    return f"rank {rank}: {first_line(err)}"
-            except ValueError:  # the group has ended
-                return ""
-    return ""
-
-
-def _error(wait: _Wait, why: str) -> PeerError:
-    name, axis = f" [{wait.op_id}]" if wait.op_id else "", wait.axis
-    return PeerError(
-        f"a message{name} over axis {axis.name}, ranks {axis.ranks}, failed on rank {axis.ranks[axis.index]}: a rank left or failed in the "
-        f"middle of it ({why})"
-    )

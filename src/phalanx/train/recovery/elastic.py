@@ -41,9 +41,18 @@ from phalanx.plan.recovery import (
     wanted_ranks,
 )
 from phalanx.runtime.checkpoint import CheckpointManager, Writer, import_beside
-from phalanx.runtime.comm import AbortableCall, Axis, Collectives, Peers, RankProgress, build_groups, with_second_groups
+from phalanx.runtime.comm import (
+    AbortableCall,
+    Axis,
+    Collectives,
+    PeerQuestions,
+    Peers,
+    RankProgress,
+    build_groups,
+    with_second_groups,
+)
 from phalanx.runtime.membership import Generation, GroupEpoch, MemberReport, NoMapping, Reformed, Resolution, resolve
-from phalanx.runtime.processes import StopRequest, WorldInfo
+from phalanx.runtime.processes import StopRequest, WorldInfo, takes_spare_messages
 from phalanx.runtime.reshard import hosts_by_name
 from phalanx.train import (
     Elastic,
@@ -314,7 +323,12 @@ class ElasticMember:
         self._escape = AbortableCall(lambda: team.aborted, keep=team.groups.all, progress=self._signs)
         ranks = tuple(range(team.size))
         return Everyone(
-            comms=Collectives(emit=self.sinks, timeout_s=self.recipe.launch.timeout_s, escape=self._escape),
+            comms=Collectives(
+                emit=self.sinks,
+                timeout_s=self.recipe.launch.timeout_s,
+                escape=self._escape,
+                asks=PeerQuestions() if takes_spare_messages() else None,
+            ),
             axis=Axis("everyone", ranks, team.rank, team.groups.get(ranks)),
             peers=Peers(team.groups.get(ranks, purpose="control"), escape=self._escape),
             hosts=hosts_by_name([r.about.node for r in team.reports], ranks),
