@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from phalanx.runtime.membership.membership import (
     MembershipError,
 )
 from phalanx.runtime.membership.service import start_network_store, start_store
+from phalanx_lab.testbed.slurm import free_ports
 
 ROOT = Path(__file__).parents[2]
 
@@ -180,7 +180,7 @@ class EtcdHost:
 
     def __init__(self, program: str, folder: Path) -> None:
         self.program, self.folder = program, folder
-        self.ports = _free_ports(2)
+        self.ports = free_ports(2)
         self.service: Service = EtcdService("127.0.0.1", self.ports[0], run="test")
         self.again()
 
@@ -210,14 +210,6 @@ class EtcdHost:
         self.kill()
 
     keeps_values = True
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in found:
-            sock.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in found]
 
 
 def etcd_program() -> str | None:

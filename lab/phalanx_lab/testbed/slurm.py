@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -257,12 +258,15 @@ class SlurmCluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens at now."""
+    """Ports of this machine that nobody listens at now, and that the kernel gives to no connection meanwhile (`ip_local_port_range`)."""
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
+        while len(found) < count:
+            sock, port = stack.enter_context(socket.socket()), random.SystemRandom().randrange(10_000, 32_000)
+            with contextlib.suppress(OSError):
+                sock.bind(("127.0.0.1", port))
+                found.append(port)
+    return found
 
 
 def _kill(pids: Sequence[int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import time
 from dataclasses import replace
@@ -14,6 +13,7 @@ from phalanx.core.errors import RunError
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.keys_etcd import EtcdService
 from phalanx_lab.bench.storm.trainer import StormSetup, TrainerChaosCluster
+from phalanx_lab.testbed.slurm import free_ports
 
 START_S = 20.0
 
@@ -22,7 +22,7 @@ class EtcdChaosCluster(TrainerChaosCluster):
     """Local hosts and an etcd of their own; `program` is its path (`sh scripts/etcd.sh` prints one)."""
 
     def __init__(self, setup: StormSetup, folder: Path, *, program: Path) -> None:
-        self._program, self._ports = program, _free_ports(2)
+        self._program, self._ports = program, free_ports(2)
         where = EtcdService("127.0.0.1", self._ports[0], run="storm")
         address = f"etcd://{where.host}:{where.port}/{where.run}"
         super().__init__(replace(setup, service=address), folder, service=where)
@@ -72,11 +72,3 @@ class EtcdChaosCluster(TrainerChaosCluster):
     def kill_service(self, back_s: float) -> None:
         self._stop_etcd()
         self.later(back_s, self._start_etcd)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in found:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in found]
