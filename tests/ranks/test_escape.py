@@ -20,11 +20,11 @@ import torch.distributed as dist
 from phalanx.core.config import Recipe, RunConfig
 from phalanx.core.errors import PeerError
 from phalanx.runtime.comm import lost as lost_peers
-from phalanx.runtime.comm.abortable import AbortableCall
+from phalanx.runtime.comm.abortable import ASK_S, AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange, Message
 from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.comm.lost import LOOK_S, LostPeers, PeerQuestions
+from phalanx.runtime.comm.lost import LostPeers, PeerQuestions
 from phalanx.runtime.processes.world import WorldInfo, takes_spare_messages, use_loopback
 from phalanx.train.setup.rank import _collectives, open_rank
 
@@ -156,7 +156,7 @@ def test_groups_are_asked_less_often_in_long_runs(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run_that_ends_is_watched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_peers, "LOOK_S", 0.01)
+    monkeypatch.setattr(lost_peers, "ASK_S", 0.01)
     monkeypatch.setattr(lost_peers, "_gone", lambda axis: "rank 1: gone")
     errors, axis = list[PeerError](), Axis("ep", (0, 1), 0, None)
     lost = LostPeers(errors.append)
@@ -192,7 +192,7 @@ def _leaves(port: int, sends: bool) -> None:
 
 def _is_late(port: int) -> None:
     _, axis = _join(1, port)
-    time.sleep(3.5 * LOOK_S)
+    time.sleep(3.5 * ASK_S)
     _post(Collectives(timeout_s=TIMEOUT_S), axis, sends=True).wait()
 
 

@@ -24,11 +24,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line, printable
+from phalanx.runtime.comm.abortable import ASK_S
 from phalanx.runtime.comm.groups import Axis
 
 T = TypeVar("T")
-LOOK_S = 1.0
-"""How often the thread of `LostPeers` looks whether a wait has gone on since the last time; how long one whose peer is gone may still end by itself."""
 OFTEN, SELDOM_S = 8, 60.0
 """After so many questions to a group the next waits a second longer; so long at most."""
 SAY_S = 5.0
@@ -58,7 +57,7 @@ class PeerQuestions:
     def _is_due(self, axis: Axis) -> bool:
         now_s = time.monotonic()
         times, last_s = self._asked.get(id(axis.group), (0, -math.inf))
-        if now_s - last_s < min(SELDOM_S, (0.5 + times / OFTEN) * LOOK_S):
+        if now_s - last_s < min(SELDOM_S, (0.5 + times / OFTEN) * ASK_S):
             return False
         self._asked[id(axis.group)] = times + 1, now_s
         return True
@@ -121,11 +120,11 @@ class LostPeers:
     def _look(self) -> None:
         before: Collection[_Wait] = ()
         while not self._is_over:
-            time.sleep(LOOK_S)
+            time.sleep(ASK_S)
             now = self._waits.copy().values()
             for wait in now:
                 if wait in before and (why := self._questions.left(wait.axis, wait.op_id)):
-                    time.sleep(LOOK_S)
+                    time.sleep(ASK_S)
                     if wait in self._waits.copy().values() and not self._is_over:
                         self._ended(PeerError(why))
             before = now

@@ -51,6 +51,8 @@ class Peers:
         self._lost = lost
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
+        ranks = tuple(dist.get_process_group_ranks(group)) if group is not None and lost is not None else (self.rank,)
+        self._axis = Axis("world", ranks, self.rank, group)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order. Raises `PeerError` where a rank has gone."""
@@ -65,10 +67,9 @@ class Peers:
 
     def _together(self, call: Callable[[], T]) -> T:
         try:
-            if self._lost is None or self.group is None:
+            if self._lost is None:
                 return run_abortable(self.escape, call)
-            ranks = tuple(dist.get_process_group_ranks(self.group))
-            return self._lost.during(call, Axis("world", ranks, self.rank, self.group))
+            return self._lost.during(call, self._axis)
         except RuntimeError as err:  # torch's DistError and its children derive from it
             raise PeerError(f"rank {self.rank} received nothing from some other rank: {first_line(err)}") from err
 
