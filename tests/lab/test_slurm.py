@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.core.errors import RunError
 from phalanx.observe.event_log import read_events
 from phalanx_lab.bench import slurm
-from phalanx_lab.bench.storm.ledger import CalmStep
+from phalanx_lab.bench.storm.ledger import CalmStep, judge, read_ledger
 from phalanx_lab.testbed.owner import processes_of
 from phalanx_lab.testbed.slurm import PACKAGES, SlurmCluster, free_ports, missing_programs
 
@@ -133,6 +134,31 @@ def test_no_event_costs_a_sample(
     assert found.job_ended == "COMPLETED", found
     if way == "elastic" and event in slurm.SURVIVED:
         assert found.next_step_s <= NEXT_S * SLOWER, found
+
+
+def test_a_process_that_ended_before_it_took_part_is_one_of_its_own() -> None:
+    formed = {
+        "kind": "TeamFormed",
+        "time_s": 2.0,
+        "life": "a",
+        "uid": "n2.0.b",
+        "generation": 2,
+        "members": 1,
+        "step": 0,
+    }
+    log = [
+        {"kind": "RunEnded", "time_s": 1.0, "step": 0, "reason": "StaleMember: n2.0.a was excluded"},
+        {"kind": "RunStarted", "time_s": 2.0, "step": 0, "world": 1},
+        formed,
+        {"kind": "StepEnded", "time_s": 3.0, "step": 1, "loss": 1.0, "grad_norm": 1.0},
+        {"kind": "SamplesTaken", "time_s": 3.0, "step": 1, "windows": [4]},
+    ]
+    found = slurm.members_of([log])
+    assert [[e["kind"] for e in one] for one in found] == [["Reformed", "StepEnded", "SamplesTaken"]]
+    calm = {1: CalmStep(loss=1.0, norm=1.0, windows=frozenset({4}))}
+    assert judge(read_ledger(found), calm, steps=1).problems == []
+    with pytest.raises(RunError, match="rank 1 told of step 1 before"):
+        slurm.members_of([log, log[3:]])
 
 
 def test_a_cluster_without_its_programs_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,10 @@ def test_history_forgets_what_training_went_back_behind(tmp_path: Path) -> None:
     assert history.samples[0]["text"] == "b" and history.notes[0]["text"] == "w"
     write(tmp_path, started(step=6))
     assert read_history(tmp_path).ended is None
+    write(tmp_path, RunEnded(step=0, reason="StaleMember: it was excluded", seconds=1.0), ended(8))
+    assert (
+        read_history(tmp_path).ended is None
+    )  # one that the others went on without: its place was taken before it ended
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,10 @@ def run_event(
 
 
 def members_of(logs: Sequence[Sequence[Record]]) -> list[list[Record]]:
-    """Logs as the ledger reads them: of each process its own, with the generations of a later life of the service above those of the earlier ones. In the fixed way each start is a generation."""
+    """Logs as the ledger reads them: of each process its own, with the generations of a later life of the service above those of the earlier ones. In the fixed way each start is a generation.
+
+    One that the others went on without before it took part (it was silent for `resilience.limit_s`, as on a machine that has more to do) tells nothing but its end. Raises `RunError` for a step of such a one.
+    """
     lives = sorted((e["time_s"], e["life"]) for log in logs for e in log if e["kind"] == "TeamFormed")
     order = list(dict.fromkeys(life for _, life in lives))
     found: list[list[Record]] = []
@@ -251,8 +254,10 @@ def members_of(logs: Sequence[Sequence[Record]]) -> list[list[Record]]:
             elif event["kind"] == "TeamFormed":
                 number = BATCH_OF_A_LIFE * order.index(event["life"]) + event["generation"]
                 found[-1].append({**event, "kind": "Reformed", "uid": f"r{rank}.{len(found)}", "generation": number})
-            else:
+            elif starts:
                 found[-1].append(event)
+            elif event["kind"] == "StepEnded":
+                raise RunError(f"rank {rank} told of step {event['step']} before it took part")
     return found
 
 

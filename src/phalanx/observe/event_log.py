@@ -216,6 +216,7 @@ def apply(history: History, record: Record) -> None:
                     del kept[step]
         case "StepEnded":
             history.steps[record["step"]] = record
+            history.ended = None  # an end before it was of a process that the others went on without
         case "Validated":
             history.validations[record["step"]] = record
         case "CheckpointSaved":
