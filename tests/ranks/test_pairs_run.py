@@ -20,7 +20,6 @@ from phalanx.core.errors import PeerError, RunError
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.model.model import RouterSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.runtime.comm.abortable import MOST_BROKEN_OFF
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups, with_second_groups
 from phalanx.runtime.moe import co_schedule
@@ -219,17 +218,24 @@ def test_an_error_in_one_pass_ends_both_and_is_raised(which: int) -> None:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_pass_in_the_middle_of_a_message_is_left_behind(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing ends its wait (`runtime/comm/abortable.py`). Where it is the rank's own thread that waits, the rank stays until the message's timeout."""
+    """Nothing ends its wait (`runtime/comm/abortable.py`). Where it is the rank's own thread that waits, the run is told, and ends."""
     monkeypatch.setattr(co_schedule, "GRACE_S", 0.02)
-    broken_off, timeout, axis = list[Axis](), threading.Event(), Axis("ep", (0, 1), 0, None)
-    comms: Any = SimpleNamespace(beside=None, break_off=broken_off.append)
+    broken_off, given_up, axis = list[Axis](), list[BaseException](), Axis("ep", (0, 1), 0, None)
+    timeout, said = threading.Event(), list[str]()
+
+    def give_up(error: BaseException) -> None:
+        given_up.append(error)
+        said.append(both.failed)
+        timeout.set()
+
+    comms: Any = SimpleNamespace(beside=None, break_off=broken_off.append, give_up=give_up)
     both = CoScheduler(comms, None)  # type: ignore[arg-type]
     waits = threading.Event()
 
     def stays() -> None:
         with both.away(axis):
             waits.set()
-            assert timeout.wait(1.0 if which else 30.0) == (not which)
+            timeout.wait(30)
 
     def fails() -> None:
         if which:
@@ -239,7 +245,10 @@ def test_a_pass_in_the_middle_of_a_message_is_left_behind(which: int, monkeypatc
 
     with pytest.raises(ArithmeticError, match="planned"), both:
         both.run(*((stays, fails) if which else (fails, stays)))
-    assert broken_off == [axis] * MOST_BROKEN_OFF and comms.beside is None
+    assert broken_off == [axis] and comms.beside is None
+    assert [str(e) for e in given_up] == ["planned"] * which
+    assert said == ["a pass beside this one failed: ArithmeticError: planned"] * which
+    assert (both.failed == "") == bool(which), "a pass that was left behind goes no further"
     timeout.set()
 
 

@@ -1,5 +1,7 @@
 """What one rank finds out, all ranks know; a failure of one is the same error on all."""
 
+import time
+
 import pytest
 
 from phalanx.core.errors import ConfigError, PhalanxError, Problem, RunError
@@ -43,6 +45,27 @@ def test_all_know_everything() -> None:
     assert run_ranks(3, talk) == [([0, 10, 20], "from 0", [True] * len(LENGTHS))] * 3
     alone = Peers()
     assert alone.agree(lambda: 1) == [1] and alone.first(lambda: 2) == 2 and (alone.rank, alone.size) == (0, 1)
+
+
+def wait_longer(rank: int, cache: GroupCache) -> tuple[list[int], float]:
+    """For one that comes later than a group may take to be made; then, to part, less long."""
+    peers = Peers(own_group(2, timeout_s=1, patience_s=30))
+    if rank:
+        time.sleep(3)
+    heard = peers.gather(rank)
+    peers.part(timeout_s=20)
+    begin_s = time.monotonic()
+    if rank:
+        time.sleep(6)
+        return heard, 0.0
+    peers.part(timeout_s=1)  # the other does not come to it
+    return heard, time.monotonic() - begin_s
+
+
+def test_messages_wait_longer_than_the_making_of_their_group_and_the_last_one_less_long() -> None:
+    (first, waited_s), (second, _) = run_ranks(2, wait_longer)
+    assert first == second == [0, 1] and 0.9 < waited_s < 5.0
+    Peers().part(timeout_s=1)
 
 
 def fail(rank: int, cache: GroupCache, kind: str) -> None:

@@ -98,6 +98,23 @@ def test_ranks_meet_and_compute(tmp_path: Path) -> None:
     assert wait_for(tmp_path, "sum0", "sum1", "sum2") == ["3 1"] * 3
 
 
+def test_what_a_rank_says_before_it_ends_itself_is_told_before_the_error_of_a_peer(tmp_path: Path) -> None:
+    body = """
+    from phalanx.core.errors import PeerError
+    from phalanx.runtime.comm import LostPeers
+    from phalanx.runtime.processes import report_error
+    def main(info, stop):
+        if info.rank != 1:
+            time.sleep(0.1)
+            raise PeerError("received nothing from rank 1")
+        LostPeers(report_error).end(RunError("the rows of rank 1 are gone"))
+    run(main)
+    """
+    code, _, err = finish(start(tmp_path, body))
+    assert code == 2 and "RunError the rows of rank 1 are gone" in err and "received nothing" not in err
+    assert err.count("the rows of rank 1") == 1, "the launcher says it"
+
+
 @pytest.mark.core
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     process = start(tmp_path, SLEEPERS)

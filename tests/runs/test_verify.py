@@ -10,6 +10,8 @@ import subprocess
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.step.transaction import StepResult
 from phalanx.train.step.vote import ExchangeTimes
 from phalanx.verify import session
-from phalanx.verify.compare import RankReport, errors, not_saved_once, uncovered
+from phalanx.verify.compare import RankReport, errors, not_saved_once, rounded_floor, uncovered
 from phalanx.verify.forced import force_overlap
 from phalanx.verify.many_steps import Curve, judge
 from phalanx.verify.numbers import microbatch
@@ -370,6 +372,13 @@ def test_error_is_relative_to_the_whole_tensor_and_to_the_norm() -> None:
     assert errors([box([2.0])], want, floor=100.0) == {"x": 1 / 100}
     assert errors([box([float("nan")])], want, floor=0.0) == {"x": float("inf")}
     assert errors([box([1e-9])], {"x": torch.zeros(4)}, floor=1e-8)["x"] == pytest.approx(0.1)
+
+
+def test_in_bfloat16_a_small_gradient_counts_as_half_of_the_root_mean_square() -> None:
+    large, small = torch.full((4,), 3.0), torch.full((5,), 0.1)
+    norm = (large.square().sum() + small.square().sum()).sqrt().item()
+    want: Any = SimpleNamespace(result=SimpleNamespace(grad_norm=norm), gradients={"large": large, "small": small})
+    assert rounded_floor(want) == pytest.approx(0.5 * torch.cat([large, small]).square().mean().sqrt().item())
 
 
 def test_what_nobody_compared_is_a_failure() -> None:

@@ -20,7 +20,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -32,7 +31,6 @@ from phalanx.models import TokenBatch
 from phalanx.plan.mapping import AnyFolding, LayerPlacements
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager
-from phalanx.runtime.comm import Peers
 from phalanx.runtime.membership import Decision, run_steps
 from phalanx.runtime.processes import StopRequest
 from phalanx.train.build import token_batch
@@ -185,9 +183,7 @@ class Trainer:
             self.drop_batches()
         outcome = self.close(stopped=not self.finished())
         if self.elastic is None:
-            # Nobody leaves while another waits for a third. `LostPeers` does not watch this wait, and the run is whole without it.
-            with suppress(PeerError):
-                Peers(self.rank.peers.group).gather(None)
+            self.rank.peers.part(timeout_s=self.rank.recipe.launch.timeout_s)
         return outcome
 
     def _measure_machine(self) -> None:

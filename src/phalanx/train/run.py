@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from functools import partial
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import PeerError
 from phalanx.core.events import Note
 from phalanx.core.process import say
 from phalanx.plan import resolve_shape
@@ -57,7 +56,7 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest, *, hook: MakeStepH
     return 0
 
 
-def _last_words(rank: Rank, end: RunEnd, error: PeerError) -> None:
+def _last_words(rank: Rank, end: RunEnd, error: BaseException) -> None:
     end.tell(error)
     rank.sinks.close()
 
@@ -74,7 +73,9 @@ def build_trainer(rank: Rank, stop: StopRequest, *, hook: MakeStepHook) -> Train
     """Everything that a run needs, resumed where there is something to resume. Collective."""
     recipe = rank.recipe
     # a group of its own: disks are slow; a peer that died is noticed at once
-    manager = open_checkpoints(rank, group=own_group(rank.info.world, timeout_s=PATIENCE_S))
+    manager = open_checkpoints(
+        rank, group=own_group(rank.info.world, timeout_s=recipe.launch.timeout_s, patience_s=PATIENCE_S)
+    )
     if not recipe.checkpoint.resume:
         rank.peers.first(rank.folder.refuse_mixing)
     candidates = rank.peers.first(lambda: start_candidates(recipe, manager.folder))

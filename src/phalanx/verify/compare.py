@@ -19,6 +19,9 @@ from phalanx.train.step import StepParts, StepResult
 from phalanx.verify.reference import Reference, model_boxes
 
 FLOOR = 1e-8
+ROUNDED = 0.5
+"""In bfloat16, whose limit is five roundings, a gradient counts as being as large as so much of the root mean square of all. Of the biases and norms of queries and keys little more is left
+than what the softmax does not take away: the terms cancel, their rounding does not."""
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -56,7 +59,8 @@ def compare(
     """Hold everything that this rank has against the reference."""
     floor = FLOOR * want.result.grad_norm
     report = RankReport(case=case, rank=parts.groups.rank)
-    report.gradients = errors(gradients.boxes(), want.gradients, floor=floor)
+    rounded = rounded_floor(want) if parts.model.dtype == torch.bfloat16 else 0.0
+    report.gradients = errors(gradients.boxes(), want.gradients, floor=max(floor, rounded))
     held = [*parts.state.boxes(), *model_boxes(parts)]
     report.step = errors([b for b in held if not b.name.startswith("buffer/")], want.after, floor=floor)
     report.scalars = _scalars(result, want.result)
@@ -68,6 +72,11 @@ def compare(
     report.covered = _places(gradients.boxes())
     report.saved = _places(b for b in held if b.primary and b.name.startswith("master/"))
     return report
+
+
+def rounded_floor(want: Reference) -> float:
+    """Of gradients in bfloat16."""
+    return ROUNDED * want.result.grad_norm / sum(x.numel() for x in want.gradients.values()) ** 0.5
 
 
 def _places(boxes: Iterable[BoxTensor]) -> list[tuple[str, list[int], list[int]]]:

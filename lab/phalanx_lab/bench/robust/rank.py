@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.core.errors import PeerError, RunError
+from phalanx.core.errors import RunError
 from phalanx.core.files import private_folder
 from phalanx.core.process import resident_bytes
 from phalanx.plan.mapping.folding import Folding
@@ -171,7 +171,7 @@ def run_until_lost(end: Connection, info: WorldInfo, *, folding: Folding, shape:
 
     once = threading.Lock()
 
-    def tell(err: Exception) -> None:
+    def tell(err: BaseException) -> None:
         if once.acquire(blocking=False):
             end.send(_raised(err, "" if layer is None else layer.method))
 
@@ -179,12 +179,8 @@ def run_until_lost(end: Connection, info: WorldInfo, *, folding: Folding, shape:
         time.sleep(LINGER_S)
         os._exit(RAISED)
 
-    def ended(err: PeerError) -> None:
-        tell(err)
-        leave()
-
     try:
-        layer, number = RobustLayer(info, folding, shape, lost=LostPeers(ended)), 0
+        layer, number = RobustLayer(info, folding, shape, lost=LostPeers(tell, end=lambda _: leave())), 0
         while True:
             layer.run(number)
             number += 1
@@ -197,7 +193,7 @@ def run_until_lost(end: Connection, info: WorldInfo, *, folding: Folding, shape:
     leave()
 
 
-def _raised(err: Exception, method: str) -> Raised:
+def _raised(err: BaseException, method: str) -> Raised:
     text = str(err)
     clear = isinstance(err, RunError) and "axis" in text and "rank" in text
     return Raised(at_s=time.monotonic(), error=type(err).__name__, text=text, clear=clear, method=method)

@@ -12,7 +12,6 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.runtime.comm.abortable import (
-        MOST_BROKEN_OFF as MOST_BROKEN_OFF,
         AbortableCall as AbortableCall,
         run_abortable as run_abortable,
     )
@@ -37,7 +36,11 @@ if TYPE_CHECKING:
         nccl_options as nccl_options,
         with_second_groups as with_second_groups,
     )
-    from phalanx.runtime.comm.lost import LostPeers as LostPeers, PeerQuestions as PeerQuestions
+    from phalanx.runtime.comm.lost import (
+        LostPeers as LostPeers,
+        PeerQuestions as PeerQuestions,
+        print_error as print_error,
+    )
     from phalanx.runtime.comm.peers import Peers as Peers, own_group as own_group
     from phalanx.runtime.comm.progress import RankProgress as RankProgress, State as State
     from phalanx.runtime.comm.row_collectives import RowsUnderWay as RowsUnderWay, backward_id as backward_id

@@ -29,8 +29,6 @@ GRACE_S = 0.1
 """How long after the abort a call may still end by itself, with an error that says more."""
 ASK_S = 1.0
 """How often a wait asks whether a peer has left; how long it may then still end by itself."""
-MOST_BROKEN_OFF = 5
-"""How often the group that a thread waits for is broken off, a second apart: then it is in the middle of a message, and left behind."""
 
 _Call = Callable[[], Any]
 

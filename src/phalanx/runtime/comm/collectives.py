@@ -94,6 +94,10 @@ class TwoPasses(Protocol):
     def offer(self) -> None:
         """Let the other pass have a turn, if it waits for one."""
 
+    @property
+    def failed(self) -> str:
+        """What to say of a pass that has failed; empty while none has."""
+
 
 class Collectives:
     """All data collectives of one rank.
@@ -834,9 +838,17 @@ class Collectives:
     def _until(self, wait: Callable[[], T], axis: Axis, op_id: str) -> T:
         if self.lost is not None:
             return self.lost.during(wait, axis, op_id)
-        if self.asks is None:
-            return run_abortable(self.escape, wait)
-        return run_abortable(self.escape, wait, left=partial(self.asks.left, axis, op_id))
+        return run_abortable(self.escape, wait, left=partial(self._left, axis, op_id))
+
+    def _left(self, axis: Axis, op_id: str) -> str:
+        """Why a wait for messages over `axis` is given up; empty where it goes on."""
+        failed = "" if self.beside is None else self.beside.failed
+        return failed or ("" if self.asks is None else self.asks.left(axis, op_id))
+
+    def give_up(self, error: BaseException) -> None:
+        """The rank's own thread waits in the middle of a message, and another of its threads has failed with `error`: a fixed run ends; in an elastic one the wait asks, and is given up."""
+        if self.lost is not None:
+            self.lost.end(error)
 
     def _posted(self, call: Call) -> float:
         """Now, on `time.monotonic`: the beginning of a collective."""

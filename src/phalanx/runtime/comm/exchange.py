@@ -169,9 +169,12 @@ def named_errors(op: str, axis: Axis, timeout_s: float, op_id: str = "") -> Iter
 def _reason(text: str, timeout_s: float) -> str:
     if "timed out" in text or "timeout" in text:
         return f"no answer within {timeout_s:g} s"
-    if any(word in text for word in ("connection", "closed", "reset by", "broken pipe", "socket", "remote")):
-        return "a rank left or failed"
-    return "the transport refused it"
+    return "a rank left or failed" if is_departure(text) else "the transport refused it"
+
+
+def is_departure(text: str) -> bool:
+    """Whether an error of the transport, in small letters, is about the other end of a connection."""
+    return any(word in text for word in ("connection", "closed", "reset by", "broken pipe", "socket", "remote"))
 
 
 def num_bytes(x: torch.Tensor) -> int:

@@ -4,8 +4,8 @@ In a run of a fixed number of ranks, which ends when one is lost, the process en
 tell it. In an elastic run membership tells of members that are lost; that one has left its groups because of an error of its own, or that a link is cut between two whom the service reaches,
 it does not: there the wait asks, and is given up (`AbortableCall`).
 
-A group of gloo refuses a new message to a peer that is gone. So where a wait goes on, a thread sends everybody in its group an empty one, which nobody receives (some 80 bytes for each of
-them stay until the group ends, so it is asked less and less often).
+A group of gloo refuses a new message to a peer that is gone. So where a wait goes on, a thread sends ranks of its group an empty one, which nobody receives. Some 80 bytes for each of them
+stay until the group ends, so a few are asked at a time, in turn, and less and less often. Of many ranks others ask the rest, and who finds that one is gone goes too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,18 +24,21 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from phalanx.core.errors import PeerError, first_line, printable
+from phalanx.core.errors import PeerError, PhalanxError, first_line, printable
 from phalanx.runtime.comm.abortable import ASK_S
+from phalanx.runtime.comm.exchange import is_departure
 from phalanx.runtime.comm.groups import Axis
 
 T = TypeVar("T")
-OFTEN, SELDOM_S = 8, 60.0
+OFTEN, SELDOM_S = 8, 10.0
 """After so many questions to a group the next waits a second longer; so long at most."""
+AT_ONCE = 8
+"""So many ranks are asked by a question."""
 SAY_S = 5.0
 """How long the process may take for its last words."""
 _PROBE_TAG = 2**31 - 5
 """Tag of messages that nobody receives."""
-_OUR_OWN = "Application timeout"
+_OUR_OWN = "application timeout"
 """What gloo says where this process closed the connections itself: a wait of it timed out (`Collectives.break_off`)."""
 
 
@@ -47,33 +51,36 @@ class PeerQuestions:
 
     def left(self, axis: Axis, op_id: str = "") -> str:
         """What to say of a wait for messages over `axis` of which a rank is gone; empty where all are there, and where the group was asked a moment ago."""
-        why = _gone(axis) if self._is_due(axis) else ""
+        why = _gone(axis, self._whom(axis))
         name = f" [{op_id}]" if op_id else ""
         return why and (
             f"a message{name} over axis {axis.name}, ranks {axis.ranks}, failed on rank {axis.ranks[axis.index]}: a rank left or failed in the "
             f"middle of it ({why})"
         )
 
-    def _is_due(self, axis: Axis) -> bool:
+    def _whom(self, axis: Axis) -> tuple[int, ...]:
+        """Ranks of the axis to ask now."""
         now_s = time.monotonic()
         times, last_s = self._asked.get(id(axis.group), (0, -math.inf))
         if now_s - last_s < min(SELDOM_S, (0.5 + times / OFTEN) * ASK_S):
-            return False
+            return ()
         self._asked[id(axis.group)] = times + 1, now_s
-        return True
+        others = axis.ranks[axis.index + 1 :] + axis.ranks[: axis.index]
+        at = times * AT_ONCE % len(others)
+        return (others[at:] + others[:at])[:AT_ONCE]
 
 
-def _gone(axis: Axis) -> str:
-    """Which rank of the axis is gone, and what the transport says of it; empty where all are there."""
-    for rank in axis.ranks:
-        if rank != axis.ranks[axis.index]:
-            try:
-                dist.isend(torch.empty(0), rank, axis.group, _PROBE_TAG)
-            except RuntimeError as err:  # torch's DistError and its children derive from it
-                if _OUR_OWN not in str(err):
-                    return f"rank {rank}: {first_line(err)}"
-            except ValueError:  # the group has ended
-                return ""
+def _gone(axis: Axis, ranks: Sequence[int]) -> str:
+    """Which of these ranks of the axis is gone, and what the transport says of it; empty where all are there."""
+    for rank in ranks:
+        try:
+            dist.isend(torch.empty(0), rank, axis.group, _PROBE_TAG)
+        except (
+            Exception
+        ) as err:  # a group that has ended, or a transport that sends no empty messages: that is an answer of nobody
+            text = str(err).lower()
+            if is_departure(text) and _OUR_OWN not in text:
+                return f"rank {rank}: {first_line(err)}"
     return ""
 
 
@@ -86,11 +93,13 @@ class _Wait:
 class LostPeers:
     """Ends the process where one of its threads waits for a rank that is gone, and gloo has not said so."""
 
-    def __init__(self, ended: Callable[[PeerError], None] | None = None) -> None:
-        """`ended`: instead of the end of the process."""
-        self._tell: Callable[[PeerError], None] = lambda _: None
+    def __init__(
+        self, say: Callable[[BaseException], None] | None = None, *, end: Callable[[int], None] = os._exit
+    ) -> None:
+        """`say`: says why the process ends, on stderr by default. `end`: with an exit code."""
+        self._say, self._exit = print_error if say is None else say, end
+        self._tell: Callable[[BaseException], None] = lambda _: None
         self._is_over = False
-        self._ended = self._end if ended is None else ended
         self._waits: dict[int, _Wait] = {}
         """By thread."""
         self._questions = PeerQuestions()
@@ -109,7 +118,7 @@ class LostPeers:
             del self._waits[me]
 
     @contextmanager
-    def telling(self, tell: Callable[[PeerError], None]) -> Iterator[None]:
+    def telling(self, tell: Callable[[BaseException], None]) -> Iterator[None]:
         """Inside the block `tell` is called before the end; behind it the run ends in its own way, and no wait is watched any more."""
         self._tell = tell
         try:
@@ -126,15 +135,26 @@ class LostPeers:
                 if wait in before and (why := self._questions.left(wait.axis, wait.op_id)):
                     time.sleep(ASK_S)
                     if wait in self._waits.copy().values() and not self._is_over:
-                        self._ended(PeerError(why))
+                        self.end(PeerError(why))
             before = now
 
-    def _end(self, error: PeerError) -> None:
-        late = threading.Timer(SAY_S, os._exit, (error.exit_code,))
+    def end(self, error: BaseException) -> None:
+        """End the process with an error that its own thread, which waits, cannot raise. From another thread."""
+        code = error.exit_code if isinstance(error, PhalanxError) else 1
+        late = threading.Timer(SAY_S, self._exit, (code,))
         late.daemon = True
         late.start()
         with suppress(OSError, ValueError):
-            print(printable(f"phalanx: {error}"), file=sys.stderr, flush=True)
+            self._say(error)
         with suppress(Exception):
             self._tell(error)
-        os._exit(error.exit_code)
+        late.cancel()
+        self._exit(code)
+
+
+def print_error(error: BaseException) -> None:
+    """As the command line does: the error where the user can act on it, else its traceback."""
+    text = (
+        f"phalanx: {error}" if isinstance(error, PhalanxError) else "".join(traceback.format_exception(error)).rstrip()
+    )
+    print(printable(text), file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ Must never change: a failure of one rank becomes the same error on all of them, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -28,11 +29,14 @@ FEW = 4
 """So many ranks with more than their first part send the rest one after the other; of more, all ranks send as much as the longest."""
 
 
-def own_group(world: int, *, timeout_s: float) -> dist.ProcessGroup | None:
-    """A gloo group over all ranks that nothing else uses, so that its messages mix with no others. Collective."""
+def own_group(world: int, *, timeout_s: float, patience_s: float | None = None) -> dist.ProcessGroup | None:
+    """A gloo group over all ranks that nothing else uses, so that its messages mix with no others. Collective. It is made within `timeout_s`; its messages wait for `patience_s` (None: as long)."""
     if world == 1:
         return None
-    return dist.new_group(list(range(world)), timeout=timedelta(seconds=timeout_s), backend="gloo")
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=timeout_s), backend="gloo")
+    if patience_s is not None:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=patience_s), group)
+    return group
 
 
 class Peers:
@@ -64,6 +68,14 @@ class Peers:
         if self.group is None:
             return iter([value])
         return map(messages.decode, self._together(partial(sent_to_first, messages.encode(value), self.group)))
+
+    def part(self, *, timeout_s: float) -> None:
+        """Nobody leaves while another waits for a third: the last thing that ranks do together. They are whole without it, so it fails for nothing, and `LostPeers` does not watch it."""
+        if self.group is not None:
+            with suppress(RuntimeError):
+                work = dist.barrier(self.group, async_op=True)
+                assert work is not None  # this rank is in the group
+                work.wait(timedelta(seconds=timeout_s))
 
     def _together(self, call: Callable[[], T]) -> T:
         try:

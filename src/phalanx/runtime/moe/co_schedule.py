@@ -14,7 +14,7 @@ has groups of its own (`Groups.second`). Each group then sees the passes of one 
 backward pass starts, stay on the groups of the first.
 
 Must never change: the results are those, bit by bit, of one pass after the other; an error in one pass ends both and is raised once, in the caller's
-thread; no thread is left behind. For hosts (gloo): a device has streams for this.
+thread; no thread is left behind but one in the middle of a message, whose wait nothing ends (`runtime/comm/abortable.py`): the run ends. For hosts (gloo): a device has streams for this.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from typing import TypeVar
 
 import torch
 
-from phalanx.runtime.comm import MOST_BROKEN_OFF, Axis, Collectives, SecondGroups
+from phalanx.core.errors import first_line
+from phalanx.runtime.comm import Axis, Collectives, SecondGroups
 
 First = TypeVar("First")
 Second = TypeVar("Second")
-GRACE_S = 1.0
-"""How long a pass may take to notice that the other has failed, before what it waits for is broken off."""
+GRACE_S = 0.3
+"""How long a pass may take to notice that the other has failed, before what it waits for is broken off; and then, before it is left behind. Together less than a launcher waits for more
+errors once a rank has ended."""
 
 
 class _OtherFailed(BaseException):
@@ -129,7 +131,9 @@ class CoScheduler:
                 its.ended.wait()
         finally:
             self.comms.beside = None
-        failed, self._failed = self._failed, None
+        failed = self._failed
+        if its.ended.is_set():
+            self._failed = None  # its traceback holds what the passes held
         if failed is not None:
             raise failed
         return out[0], made[0]
@@ -147,12 +151,12 @@ class CoScheduler:
         finally:
             side.ended.set()
             self._baton.give()
-        broken_off = 0
-        while self._failed is not None and broken_off < MOST_BROKEN_OFF and not other.ended.wait(GRACE_S):
-            axis = other.waits_for
-            if axis is not None:
+        while (failed := self._failed) is not None and not other.ended.wait(GRACE_S):
+            if (axis := other.waits_for) is not None:
                 self.comms.break_off(axis)
-                broken_off += 1
+                if not other.ended.wait(GRACE_S) and other is self._sides[0]:
+                    self.comms.give_up(failed)
+                return
 
     def _raise_if_failed(self) -> None:
         if self._failed is not None:
@@ -181,6 +185,12 @@ class CoScheduler:
             side.waits_for = None
             self._baton.take()
         self._raise_if_failed()
+
+    @property
+    def failed(self) -> str:
+        """What to say of a pass that has failed; empty while none has."""
+        error = self._failed
+        return "" if error is None else f"a pass beside this one failed: {type(error).__name__}: {first_line(error)}"
 
     def offer(self) -> None:
         """Let the other pass go on, if what it waits for is there: for a pass that computes long without a wait."""

@@ -10,8 +10,9 @@ Must never change: a rank's own output leaves from the thread that computes it, 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +21,14 @@ from phalanx.core.errors import RunError
 from phalanx.plan.pipeline import PipelinePlan, Transfer
 from phalanx.plan.pipeline.boundary import BoundaryMessage, EdgePlan, Relay, Route, direct_edge
 from phalanx.plan.pipeline.schedule import Edge
-from phalanx.runtime.comm import MOST_BROKEN_OFF, Axis, Collectives, Exchange, Message
+from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
 
 RECEIPT = 2**24
 """Added to the tag of a message, the tag of what says that it is there."""
 LEAST_OPEN = 4
 """Sends that may always be under way: a receiver that is a little late should not stop the sender."""
-GRACE_S = 1.0
-"""How long a lane may take to end before its group is broken off again."""
+GRACE_S = 0.3
+"""How long lanes may take to end once their group is broken off. Less than a launcher waits for more errors once a rank has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -234,13 +235,16 @@ class EdgeLane:
             self._thread.join()
         self.raise_error()
 
-    def abandon(self, comms: Collectives) -> None:
-        """End the thread now, or leave it behind; its group is lost."""
-        self._end()
-        for _ in range(MOST_BROKEN_OFF):
-            if self._thread.is_alive():
-                comms.break_off(self.axis)
-                self._thread.join(GRACE_S)
+    @staticmethod
+    def abandon(lanes: Collection[EdgeLane], comms: Collectives) -> None:
+        """End their threads now; their groups are lost. One in the middle of a message is left behind: nothing ends its wait (`runtime/comm/abortable.py`)."""
+        for lane in lanes:
+            lane._end()
+        for axis in {id(lane.axis.group): lane.axis for lane in lanes if lane._thread.is_alive()}.values():
+            comms.break_off(axis)
+        end_s = time.monotonic() + GRACE_S
+        for lane in lanes:
+            lane._thread.join(max(0.0, end_s - time.monotonic()))
 
     def _end(self) -> None:
         with self._more:

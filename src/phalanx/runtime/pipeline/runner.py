@@ -85,7 +85,7 @@ def run_pipeline(
 
     `beside` runs the plan's pairs; all ranks have one, or none.
 
-    Raises `PeerError`, naming the transfer, where another rank is gone or silent. No thread outlives the call.
+    Raises `PeerError`, naming the transfer, where another rank is gone or silent. No thread outlives the call but a lane in the middle of a message.
     After an error the axis's group is of no more use: what was posted in it waits for its message still.
     """
     check_sides(plan, boundary)
@@ -141,8 +141,7 @@ class _Executor:
 
     def abandon(self) -> None:
         """End what is under way on threads."""
-        for lane in self.lanes.values():
-            lane.abandon(self.boundary.comms)
+        EdgeLane.abandon(self.lanes.values(), self.boundary.comms)
 
     def _run_posted(self) -> None:
         """Receives are posted ahead of their place, unless all is to be waited for where it stands."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ends_at_once as ends_at_once,
         leave_terminal as leave_terminal,
         on_stop as on_stop,
+        report_error as report_error,
         run_local as run_local,
         run_one as run_one,
         threads_per_rank as threads_per_rank,

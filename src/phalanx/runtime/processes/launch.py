@@ -35,6 +35,7 @@ from phalanx.core import messages
 from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.core.files import private_folder
 from phalanx.core.process import name_process, usable_cores
+from phalanx.runtime.comm import print_error
 from phalanx.runtime.processes.world import WorldInfo
 
 STOPPED = 130
@@ -43,6 +44,8 @@ SETTLE_S = 0.5
 """How long to listen for other causes after the first rank failed: a killed rank makes its peers fail too, a little later."""
 MAX_REPORT_BYTES = 32_000
 """An error report must fit a pipe (64 KiB) that is not being read yet."""
+_report_pipe: list[int] = []
+"""Of a rank that `run_local` forked, until it has said what went wrong."""
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -197,15 +200,26 @@ def _child(main: RankMain, info: WorldInfo, *, threads: int, parent: int, report
     os.setsid()  # the terminal's Ctrl-C reaches the parent only, which passes it on once
     die_with_parent(parent)
     name_process(f"phalanx-rank-{info.rank}")
+    _report_pipe.append(report)
     try:
         code = run_one(main, info, threads=threads)
     except BaseException as err:
-        os.write(report, _report(err))
+        report_error(err)
         code = 2 if isinstance(err, PhalanxError) else 1
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     return code
+
+
+def report_error(err: BaseException) -> None:
+    """Say what ends this rank: to its launcher where that is `run_local`, which hears the first error, else on stderr."""
+    try:
+        pipe = _report_pipe.pop()
+    except IndexError:
+        print_error(err)
+    else:
+        os.write(pipe, _report(err))
 
 
 def _report(err: BaseException) -> bytes:

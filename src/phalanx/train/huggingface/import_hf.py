@@ -45,7 +45,7 @@ from phalanx.runtime.processes import StopRequest, WorldInfo, close_world, init_
 from phalanx.runtime.state import BoxTensor
 from phalanx.train import moment_dtype, state_dtype
 from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint
-from phalanx.train.setup import DTYPES, PATIENCE_S, RunFolder, versions
+from phalanx.train.setup import DTYPES, PATIENCE_S, RunFolder, lost_peers, versions
 
 FINE_TUNING_LR = 2e-5
 """Highest learning rate for weights that are trained already (Llama 2, arXiv 2307.09288, section 3.1): that of a model of random weights would wreck them."""
@@ -189,7 +189,9 @@ def import_rank(job: Import, info: WorldInfo, stop: StopRequest) -> int:
     """Read and write this rank's share. Collective; returns the exit code."""
     timeout_s = job.recipe.launch.timeout_s
     init_world(info, timeout_s=timeout_s)
-    peers = Peers(own_group(info.world, timeout_s=PATIENCE_S))
+    lost = lost_peers()
+    groups = [own_group(info.world, timeout_s=timeout_s, patience_s=PATIENCE_S) for _ in range(2)]
+    peers = Peers(groups[0], lost=lost)
     locks = []
 
     def prepare() -> None:
@@ -202,9 +204,7 @@ def import_rank(job: Import, info: WorldInfo, stop: StopRequest) -> int:
     compute = DTYPES[job.recipe.train.dtype]
     moments = moment_dtype(job.recipe.optim, compute)
     boxes = share_of(job.spec, rank=info.rank, world=info.world, dtype=state_dtype(compute), moments=moments)
-    manager = CheckpointManager(
-        job.folder.checkpoints.path, group=own_group(info.world, timeout_s=PATIENCE_S), asynchronous=False
-    )
+    manager = CheckpointManager(job.folder.checkpoints.path, group=groups[1], asynchronous=False, lost=lost)
     manager.open()
     with BoxReader(job.checkpoint) as reader:
         manager.save(boxes, _run_state(job, info), fill=reader.fill)
@@ -212,6 +212,7 @@ def import_rank(job: Import, info: WorldInfo, stop: StopRequest) -> int:
     read = peers.gather(reader.bytes_read)
     if info.rank == 0:
         print(_told(job, read))
+    peers.part(timeout_s=timeout_s)
     close_world()
     return 0
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Announced as Announced,
         Rank as Rank,
         be_deterministic as be_deterministic,
+        lost_peers as lost_peers,
         make_context as make_context,
         message_ctas as message_ctas,
         name_of_rows as name_of_rows,

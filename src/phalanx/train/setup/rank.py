@@ -49,7 +49,14 @@ from phalanx.runtime.comm import (
     with_second_groups,
 )
 from phalanx.runtime.moe import FusedMemory, Tuner, leave_free
-from phalanx.runtime.processes import StopRequest, WorldInfo, init_world, keep_freed_memory, takes_spare_messages
+from phalanx.runtime.processes import (
+    StopRequest,
+    WorldInfo,
+    init_world,
+    keep_freed_memory,
+    report_error,
+    takes_spare_messages,
+)
 from phalanx.train.setup.machine import MemoryMeter, hosts_of, numbered
 from phalanx.train.setup.run_folder import RunFolder, RunLock
 
@@ -98,6 +105,11 @@ class Rank:
         return self.info.rank == 0 and self.recipe.observe.is_for_people
 
 
+def lost_peers() -> LostPeers | None:
+    """Ends this process where it waits for a rank that is gone; None where questions would do harm."""
+    return LostPeers(report_error) if takes_spare_messages() else None
+
+
 def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
     """Join the world and open the run folder. Collective."""
     timeout_s = recipe.launch.timeout_s
@@ -105,8 +117,8 @@ def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
     keep_freed_memory(threads=torch.get_num_threads() if recipe.launch.device != "cuda" else 1)
     device = init_world(info, device=recipe.launch.device_type, timeout_s=timeout_s)
     be_deterministic(recipe.train.deterministic)
-    lost = LostPeers() if takes_spare_messages() else None
-    peers = Peers(own_group(info.world, timeout_s=PATIENCE_S), lost=lost)
+    lost = lost_peers()
+    peers = Peers(own_group(info.world, timeout_s=timeout_s, patience_s=PATIENCE_S), lost=lost)
     folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
     # one rank of each host: on a file system that many share, each question of every rank is thousands
     peers.agree(
