@@ -39,6 +39,8 @@ MORE_KINDS = (
 heartbeats go on, and one of these that SIGKILL does not end for a while; SIGSTOP of all workers of all hosts, later SIGCONT; kill -9 of a worker, and one wrong bit in what its
 successor receives; SIGSTOP of the service; kill -9 of the service, whose port another process tries to take."""
 STILL_KINDS = ("hang", "unkillable")
+THAW_S = 5.0
+"""How much longer than it should a frozen worker waits for its host to put it out."""
 PUT_OUT_KINDS = ("freeze", "host", "two hosts", "cut", "part", "slow", *STILL_KINDS)
 """Faults for which a worker may be removed although its process exists, as far as others know."""
 KEPT_S = 3.0
@@ -210,6 +212,13 @@ class ChaosCluster(TrainingCluster):
         self.away_s.append(back_s)
         return fault
 
+    def _thaw(self, place: int, pid: int, end_s: float) -> None:
+        """Let it go on once another has its place: on a busy machine its host finds late that it is silent."""
+        if self.process_of(place) == pid and time.monotonic() < end_s:
+            self.later(0.1, partial(self._thaw, place, pid, end_s))
+        else:
+            send(pid, signal.SIGCONT)
+
     def _strike(self, kind: str, place: int, rng: random.Random, back_s: float) -> list[str] | None:
         """Whom it hit; None where there is no such fault here."""
         name = self.host_of(place)
@@ -220,7 +229,7 @@ class ChaosCluster(TrainingCluster):
                 pid = self.process_of(place)  # the one that is there now goes on, whoever has the place then
                 self.signal_worker(place, signal.SIGSTOP)
                 if pid is not None:
-                    self.later(back_s, partial(send, pid, signal.SIGCONT))
+                    self.later(back_s, partial(self._thaw, place, pid, time.monotonic() + back_s + THAW_S))
             case "notice":
                 self.signal_host(name, signal.SIGTERM)
                 self.later(back_s, lambda: self._come_back(name))
