@@ -26,6 +26,9 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange, Message
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.comm.lost import LostPeers, PeerQuestions
+from phalanx.runtime.moe import co_schedule
+from phalanx.runtime.pipeline import boundary
+from phalanx.runtime.processes import launch
 from phalanx.runtime.processes.world import WorldInfo, takes_spare_messages, use_loopback
 from phalanx.train.setup.rank import _collectives, open_rank
 
@@ -128,6 +131,7 @@ def test_a_run_has_one_of_the_two_ways(tmp_path: Path, monkeypatch: pytest.Monke
     [
         (RuntimeError("Connection closed by peer [127.0.0.1]:9603"), "rank 5: Connection closed by peer [127.0.0.1]:9603"),
         (RuntimeError("Read error [127.0.0.1]:9603: Connection timed out"), "rank 5: Read error [127.0.0.1]:9603: Connection timed out"),
+        (RuntimeError("Read error [10.0.0.7]:9603: No route to host"), "rank 5: Read error [10.0.0.7]:9603: No route to host"),
         (RuntimeError("Application timeout caused pair closure"), ""),  # a wait of this process timed out: its own doing
         (RuntimeError("No backend type associated with device type cpu"), ""),  # what a transport cannot do says nothing of a rank
         (ValueError("the group was destroyed"), ""),
@@ -187,14 +191,19 @@ def test_a_wait_beside_a_pass_that_failed_is_given_up(monkeypatch: pytest.Monkey
 
 def test_the_end_is_said_and_told_once_with_the_error_or_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     codes, told = list[int](), list[BaseException]()
-    lost = LostPeers(end=codes.append)
-    with lost.telling(told.append):
-        comms = Collectives(lost=lost)
-        comms.give_up(PeerError("rank 1 is gone"))
-        comms.give_up(ArithmeticError("a fault of ours"))
+    for error in (PeerError("rank 1 is gone"), ArithmeticError("a fault of ours")):
+        lost = LostPeers(end=codes.append)
+        with lost.telling(told.append):
+            comms = Collectives(lost=lost)
+            comms.give_up(error)
+            comms.give_up(PeerError("that follows from it"))
     assert codes == [2, 1] and [str(e) for e in told] == ["rank 1 is gone", "a fault of ours"]
     assert capsys.readouterr().err == "phalanx: rank 1 is gone\nArithmeticError: a fault of ours\n"
     Collectives().give_up(PeerError("of an elastic run"))
+
+
+def test_a_launcher_waits_longer_than_a_rank_takes_to_leave_what_is_stuck() -> None:
+    assert 2 * co_schedule.GRACE_S + boundary.GRACE_S < launch.SETTLE_S * 0.7
 
 
 def test_a_run_that_ends_is_watched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +217,9 @@ def test_a_run_that_ends_is_watched_no_more(monkeypatch: pytest.MonkeyPatch) -> 
     errors.clear()
     lost.during(lambda: time.sleep(0.1), axis)
     assert errors == []
+    lost = LostPeers(errors.append, asks=False, end=lambda _: None)
+    lost.during(lambda: time.sleep(0.1), axis)
+    assert errors == [] and lost._thread is None
 
 
 def _join(rank: int, port: int) -> tuple[dist.TCPStore, Axis]:

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch.distributed as dist
 
 from phalanx.core.errors import ConfigError, PhalanxError, Problem, RunError
 from phalanx.runtime.comm.groups import GroupCache
@@ -49,9 +50,10 @@ def test_all_know_everything() -> None:
 
 def wait_longer(rank: int, cache: GroupCache) -> tuple[list[int], float]:
     """For one that comes later than a group may take to be made; then, to part, less long."""
-    peers = Peers(own_group(2, timeout_s=1, patience_s=30))
+    dist.barrier()
+    peers = Peers(own_group(2, timeout_s=3, patience_s=30))
     if rank:
-        time.sleep(3)
+        time.sleep(5)
     heard = peers.gather(rank)
     peers.part(timeout_s=20)
     begin_s = time.monotonic()
@@ -59,6 +61,8 @@ def wait_longer(rank: int, cache: GroupCache) -> tuple[list[int], float]:
         time.sleep(6)
         return heard, 0.0
     peers.part(timeout_s=1)  # the other does not come to it
+    dist.destroy_process_group(peers.group)
+    del peers  # the end of a group waits for what is under way in it
     return heard, time.monotonic() - begin_s
 
 

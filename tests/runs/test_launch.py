@@ -107,7 +107,9 @@ def test_what_a_rank_says_before_it_ends_itself_is_told_before_the_error_of_a_pe
         if info.rank != 1:
             time.sleep(0.1)
             raise PeerError("received nothing from rank 1")
-        LostPeers(report_error).end(RunError("the rows of rank 1 are gone"))
+        lost = LostPeers(report_error)
+        with lost.telling(lambda _: time.sleep(4)):  # a sink that is slow; the launcher does not wait for it
+            lost.end(RunError("the rows of rank 1 are gone"))
     run(main)
     """
     code, _, err = finish(start(tmp_path, body))

@@ -34,7 +34,7 @@ from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.step.transaction import StepResult
 from phalanx.train.step.vote import ExchangeTimes
 from phalanx.verify import session
-from phalanx.verify.compare import RankReport, errors, not_saved_once, rounded_floor, uncovered
+from phalanx.verify.compare import RankReport, errors, gradient_errors, not_saved_once, uncovered
 from phalanx.verify.forced import force_overlap
 from phalanx.verify.many_steps import Curve, judge
 from phalanx.verify.numbers import microbatch
@@ -374,11 +374,17 @@ def test_error_is_relative_to_the_whole_tensor_and_to_the_norm() -> None:
     assert errors([box([1e-9])], {"x": torch.zeros(4)}, floor=1e-8)["x"] == pytest.approx(0.1)
 
 
-def test_in_bfloat16_a_small_gradient_counts_as_half_of_the_root_mean_square() -> None:
-    large, small = torch.full((4,), 3.0), torch.full((5,), 0.1)
-    norm = (large.square().sum() + small.square().sum()).sqrt().item()
-    want: Any = SimpleNamespace(result=SimpleNamespace(grad_norm=norm), gradients={"large": large, "small": small})
-    assert rounded_floor(want) == pytest.approx(0.5 * torch.cat([large, small]).square().mean().sqrt().item())
+def test_in_bfloat16_what_cancels_counts_as_half_of_the_root_mean_square() -> None:
+    tensors = {"large": [4.0, 4.0], "small.weight": [0.1], "0.wk.bias": [0.1], "k_norm.weight": [8.0]}
+    gradients = {name: torch.tensor(values) for name, values in tensors.items()}
+    whole = torch.cat(list(gradients.values()))
+    want: Any = SimpleNamespace(result=SimpleNamespace(grad_norm=whole.norm().item()), gradients=gradients)
+    boxes = [BoxTensor(n, (len(x),), Box((0,), (len(x),)), x + 1e-3, primary=False) for n, x in gradients.items()]
+    exact = {"large": 1e-3 / 4, "small.weight": 1e-2, "0.wk.bias": 1e-2, "k_norm.weight": 1e-3 / 8}
+    half = 0.5 * whole.square().mean().sqrt().item()
+    for dtype, changed in ((torch.float64, {}), (torch.float32, {}), (torch.bfloat16, {"0.wk.bias": 1e-3 / half})):
+        found = gradient_errors(boxes, want, dtype=dtype)
+        assert found == pytest.approx({**exact, **changed}, rel=1e-3)
 
 
 def test_what_nobody_compared_is_a_failure() -> None:

@@ -20,8 +20,9 @@ from phalanx.verify.reference import Reference, model_boxes
 
 FLOOR = 1e-8
 ROUNDED = 0.5
-"""In bfloat16, whose limit is five roundings, a gradient counts as being as large as so much of the root mean square of all. Of the biases and norms of queries and keys little more is left
-than what the softmax does not take away: the terms cancel, their rounding does not."""
+CANCELS = ("wq.bias", "wk.bias", "q_norm.weight", "k_norm.weight")
+"""Of the gradients of these, sums over all rows, the softmax takes most away: terms cancel, their rounding does not. In bfloat16, whose limit is five roundings, each counts as being as large as
+`ROUNDED` times the root mean square of all gradients."""
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -59,8 +60,7 @@ def compare(
     """Hold everything that this rank has against the reference."""
     floor = FLOOR * want.result.grad_norm
     report = RankReport(case=case, rank=parts.groups.rank)
-    rounded = rounded_floor(want) if parts.model.dtype == torch.bfloat16 else 0.0
-    report.gradients = errors(gradients.boxes(), want.gradients, floor=max(floor, rounded))
+    report.gradients = gradient_errors(gradients.boxes(), want, dtype=parts.model.dtype)
     held = [*parts.state.boxes(), *model_boxes(parts)]
     report.step = errors([b for b in held if not b.name.startswith("buffer/")], want.after, floor=floor)
     report.scalars = _scalars(result, want.result)
@@ -74,9 +74,14 @@ def compare(
     return report
 
 
-def rounded_floor(want: Reference) -> float:
-    """Of gradients in bfloat16."""
-    return ROUNDED * want.result.grad_norm / sum(x.numel() for x in want.gradients.values()) ** 0.5
+def gradient_errors(boxes: Iterable[BoxTensor], want: Reference, *, dtype: torch.dtype) -> dict[str, float]:
+    """Name -> error of a gradient that was computed in `dtype`."""
+    boxes, norm = list(boxes), want.result.grad_norm
+    found = errors(boxes, want.gradients, floor=FLOOR * norm)
+    if dtype == torch.bfloat16:
+        mean = norm / sum(x.numel() for x in want.gradients.values()) ** 0.5
+        found |= errors([b for b in boxes if b.name.endswith(CANCELS)], want.gradients, floor=ROUNDED * mean)
+    return found
 
 
 def _places(boxes: Iterable[BoxTensor]) -> list[tuple[str, list[int], list[int]]]:

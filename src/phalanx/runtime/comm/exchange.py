@@ -174,7 +174,8 @@ def _reason(text: str, timeout_s: float) -> str:
 
 def is_departure(text: str) -> bool:
     """Whether an error of the transport, in small letters, is about the other end of a connection."""
-    return any(word in text for word in ("connection", "closed", "reset by", "broken pipe", "socket", "remote"))
+    words = ("connection", "closed", "reset by", "broken pipe", "socket", "remote", "no route", "unreachable")
+    return any(word in text for word in words)
 
 
 def num_bytes(x: torch.Tensor) -> int:

@@ -75,9 +75,7 @@ def _gone(axis: Axis, ranks: Sequence[int]) -> str:
     for rank in ranks:
         try:
             dist.isend(torch.empty(0), rank, axis.group, _PROBE_TAG)
-        except (
-            Exception
-        ) as err:  # a group that has ended, or a transport that sends no empty messages: that is an answer of nobody
+        except Exception as err:  # of a group that has ended, or of a transport that sends no empty messages, too
             text = str(err).lower()
             if is_departure(text) and _OUR_OWN not in text:
                 return f"rank {rank}: {first_line(err)}"
@@ -94,10 +92,15 @@ class LostPeers:
     """Ends the process where one of its threads waits for a rank that is gone, and gloo has not said so."""
 
     def __init__(
-        self, say: Callable[[BaseException], None] | None = None, *, end: Callable[[int], None] = os._exit
+        self,
+        say: Callable[[BaseException], None] | None = None,
+        *,
+        asks: bool = True,
+        end: Callable[[int], None] = os._exit,
     ) -> None:
-        """`say`: says why the process ends, on stderr by default. `end`: with an exit code."""
-        self._say, self._exit = print_error if say is None else say, end
+        """`say`: says why the process ends, on stderr by default. `asks`: whether it looks for ranks that are gone. `end`: with an exit code."""
+        self._say, self._asks, self._exit = print_error if say is None else say, asks, end
+        self._ends = threading.Lock()
         self._tell: Callable[[BaseException], None] = lambda _: None
         self._is_over = False
         self._waits: dict[int, _Wait] = {}
@@ -107,6 +110,8 @@ class LostPeers:
 
     def during(self, wait: Callable[[], T], axis: Axis, op_id: str = "") -> T:
         """What `wait`, for messages over `axis`, returns or raises."""
+        if not self._asks:
+            return wait()
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="lost-peers", daemon=True)
             self._thread.start()
@@ -139,7 +144,9 @@ class LostPeers:
             before = now
 
     def end(self, error: BaseException) -> None:
-        """End the process with an error that its own thread, which waits, cannot raise. From another thread."""
+        """End the process with an error that its own thread, which waits, cannot raise. From another thread; the first error counts."""
+        if not self._ends.acquire(blocking=False):
+            return
         code = error.exit_code if isinstance(error, PhalanxError) else 1
         late = threading.Timer(SAY_S, self._exit, (code,))
         late.daemon = True

@@ -33,8 +33,10 @@ def own_group(world: int, *, timeout_s: float, patience_s: float | None = None) 
     """A gloo group over all ranks that nothing else uses, so that its messages mix with no others. Collective. It is made within `timeout_s`; its messages wait for `patience_s` (None: as long)."""
     if world == 1:
         return None
-    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=timeout_s), backend="gloo")
-    if patience_s is not None:
+    debug = dist.get_debug_level() == dist.DebugLevel.DETAIL  # its groups keep the time that they were made with
+    made_s = timeout_s if patience_s is None or not debug else patience_s
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=made_s), backend="gloo")
+    if patience_s is not None and not debug:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=patience_s), group)
     return group
 
@@ -72,10 +74,12 @@ class Peers:
     def part(self, *, timeout_s: float) -> None:
         """Nobody leaves while another waits for a third: the last thing that ranks do together. They are whole without it, so it fails for nothing, and `LostPeers` does not watch it."""
         if self.group is not None:
+            limit = dist.BarrierOptions()
+            limit.timeout = timedelta(
+                seconds=timeout_s
+            )  # of the barrier, not of the wait alone: else the group's end would wait for it
             with suppress(RuntimeError):
-                work = dist.barrier(self.group, async_op=True)
-                assert work is not None  # this rank is in the group
-                work.wait(timedelta(seconds=timeout_s))
+                self.group.barrier(limit).wait()
 
     def _together(self, call: Callable[[], T]) -> T:
         try:

@@ -34,9 +34,9 @@ from phalanx.runtime.comm import Axis, Collectives, SecondGroups
 
 First = TypeVar("First")
 Second = TypeVar("Second")
-GRACE_S = 0.3
-"""How long a pass may take to notice that the other has failed, before what it waits for is broken off; and then, before it is left behind. Together less than a launcher waits for more
-errors once a rank has ended."""
+GRACE_S = 0.1
+"""How long a pass may take to notice that the other has failed, before what it waits for is broken off; and then, before it is left behind. Twice this, and what lanes may take
+(`runtime/pipeline/boundary.py`), is less than a launcher waits for more errors once a rank has ended."""
 
 
 class _OtherFailed(BaseException):

@@ -27,7 +27,7 @@ RECEIPT = 2**24
 """Added to the tag of a message, the tag of what says that it is there."""
 LEAST_OPEN = 4
 """Sends that may always be under way: a receiver that is a little late should not stop the sender."""
-GRACE_S = 0.3
+GRACE_S = 0.1
 """How long lanes may take to end once their group is broken off. Less than a launcher waits for more errors once a rank has ended."""
 
 

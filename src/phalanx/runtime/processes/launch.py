@@ -45,7 +45,9 @@ SETTLE_S = 0.5
 MAX_REPORT_BYTES = 32_000
 """An error report must fit a pipe (64 KiB) that is not being read yet."""
 _report_pipe: list[int] = []
-"""Of a rank that `run_local` forked, until it has said what went wrong."""
+"""Of a rank that `run_local` forked."""
+_reported = threading.Lock()
+"""Taken by who says what went wrong."""
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -213,13 +215,13 @@ def _child(main: RankMain, info: WorldInfo, *, threads: int, parent: int, report
 
 
 def report_error(err: BaseException) -> None:
-    """Say what ends this rank: to its launcher where that is `run_local`, which hears the first error, else on stderr."""
-    try:
-        pipe = _report_pipe.pop()
-    except IndexError:
-        print_error(err)
+    """Say what ends this rank, once: to its launcher where that is `run_local`, else on stderr."""
+    if not _reported.acquire(blocking=False):
+        return
+    if _report_pipe:
+        os.write(_report_pipe[0], _report(err))
     else:
-        os.write(pipe, _report(err))
+        print_error(err)
 
 
 def _report(err: BaseException) -> bytes:
@@ -327,7 +329,10 @@ class _Watch:
         for child in failed:
             if child.signal:
                 raise RunError(_killed(child))
-        child, report = min(((c, _read_report(c)) for c in failed), key=lambda found: _distance(found[1]))
+        said = [
+            (c, _read_report(c)) for c in self.children
+        ]  # those that were killed in the middle of their last words, too
+        child, report = min((x for x in said if x[0] in failed or x[1] is not None), key=lambda x: _distance(x[1]))
         if isinstance(report, PhalanxError):
             raise report
         text = str(report).rstrip() if report is not None else f"it ended with exit code {child.code}"

@@ -105,9 +105,9 @@ class Rank:
         return self.info.rank == 0 and self.recipe.observe.is_for_people
 
 
-def lost_peers() -> LostPeers | None:
-    """Ends this process where it waits for a rank that is gone; None where questions would do harm."""
-    return LostPeers(report_error) if takes_spare_messages() else None
+def lost_peers() -> LostPeers:
+    """Ends this process where it waits for a rank that is gone, unless questions would do harm."""
+    return LostPeers(report_error, asks=takes_spare_messages())
 
 
 def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
