@@ -66,7 +66,7 @@ COSTS = {"row_s": 1.0, "bytes_per_s": 1e9, "rebuild_s": 1e-3}
 UNSEEN = {
     *(t.__name__ for t in vars(config).values() if dataclasses.is_dataclass(t)),
     "MemoryMeter", "Prefetch", "PassTimes", "ExchangeTimes", "LayerTimes", "AbortableCall", "JsonlSink", "HelperProcess",
-    "_Reduced", "Thread", "GroupCache", "ProcessGroup", "Tuner",
+    "_Reduced", "Thread", "GroupCache", "ProcessGroup", "Tuner", "PeerQuestions", "_Wait",
 }  # fmt: skip
 """Types that are not looked into: the recipe, which would always differ, and what is of one process or one moment."""
 

@@ -9,7 +9,6 @@ Must never change: whoever is lost ends the run, and the same command goes on fr
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 
 from phalanx.core.config import Recipe
@@ -38,11 +37,12 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest, *, hook: MakeStepH
     """Run `recipe` as rank `info.rank`; returns the exit code. Raises `PhalanxError` for whatever a person can act on."""
     rank = open_rank(recipe, info)
     stop.on_request = partial(_acknowledge, rank, SETTING_UP)
+    assert rank.lost is not None  # of a fixed run
     trainer = None
     with (
         rank.sinks,
         RunEnd(rank.sinks, lambda: trainer.step if trainer is not None else 0) as end,
-        nullcontext() if rank.lost is None else rank.lost.telling(partial(_last_words, rank, end)),
+        rank.lost.telling(partial(_last_words, rank, end)),
     ):
         trainer = build_trainer(rank, stop, hook=hook)
         stop.on_request = partial(_acknowledge, rank, STOPPING)

@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.runtime.comm.abortable import (
-        AbortableCall as AbortableCall,
-        run_abortable as run_abortable,
-    )
+    from phalanx.runtime.comm.abortable import AbortableCall as AbortableCall, run_abortable as run_abortable
     from phalanx.runtime.comm.collectives import Collectives as Collectives
     from phalanx.runtime.comm.context_parallel import ContextParallel as ContextParallel
     from phalanx.runtime.comm.devices import (

@@ -329,9 +329,7 @@ class _Watch:
         for child in failed:
             if child.signal:
                 raise RunError(_killed(child))
-        said = [
-            (c, _read_report(c)) for c in self.children
-        ]  # those that were killed in the middle of their last words, too
+        said = [(c, _read_report(c)) for c in self.children]  # of those that were killed while they told, too
         child, report = min((x for x in said if x[0] in failed or x[1] is not None), key=lambda x: _distance(x[1]))
         if isinstance(report, PhalanxError):
             raise report
