@@ -90,7 +90,7 @@ def seen_of(words: list[str], *, rank: int, cache: GroupCache, folder: Path) -> 
         kind = type(event).__name__
         counted[kind] += 1
         fields = {k: v for k, v in vars(event).items() if not MEASURED.search(k)}
-        _walk(fields, f"event {kind} {counted[kind]}", seen, set())
+        _walk(fields, f"event {kind} {counted[kind]}", seen, {})
     files = (str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     names = collections.Counter(re.sub(r"[0-9a-f]{6,}|[0-9]{3,}.*", "#", name) for name in files)
     seen.update({f"file {name}": str(count) for name, count in names.items()})
@@ -112,16 +112,16 @@ def _processes_left_out(rank: int, cache: GroupCache, seen: Seen, events: list[E
         return made[-1]
 
     def init_world(info: WorldInfo, *given: Any, **words: Any) -> torch.device:
-        _walk((given, words), "world", seen, set())
+        _walk((given, words), "world", seen, {})
         return torch.device("cpu")
 
     def run_local(main: Any, **words: Any) -> int:
-        _walk((main, words), "ranks", seen, set())
+        _walk((main, words), "ranks", seen, {})
         info = WorldInfo(rank=rank, world=dist.get_world_size(), local_rank=rank, local_world=dist.get_world_size())
         return int(main(info, launch.StopRequest()))
 
     def supervise(main: Any, *given: Any, tell: Any, **words: Any) -> Any:
-        _walk((given, words), "supervisor", seen, set())
+        _walk((given, words), "supervisor", seen, {})
         return types.SimpleNamespace(run=lambda: main(_Agent(f"local.{rank}")))
 
     def telling(self: Sinks, event: Event, /) -> None:
@@ -129,7 +129,7 @@ def _processes_left_out(rank: int, cache: GroupCache, seen: Seen, events: list[E
         told(self, event)
 
     def closing(self: loop.Trainer, **words: Any) -> Any:
-        _walk(self, "trainer", seen, set())
+        _walk(self, "trainer", seen, {})
         seen["served"] = _listeners(self.rank.recipe.observe.prometheus_port or 0)
         seen["torch"] = f"{torch.get_num_threads()} threads, deterministic {torch.get_deterministic_debug_mode()}"
         return close(self, **words)
@@ -215,7 +215,7 @@ class _Hosts:
     seen: Seen
 
     def __init__(self, folder: RunFolder, **words: Any) -> None:
-        _walk(words, "hosts", self.seen, set())
+        _walk(words, "hosts", self.seen, {})
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -267,8 +267,8 @@ def _one_generation(
 # ---- what is seen ----------------------------------------------------------------------------------------------------
 
 
-def _walk(value: Any, path: str, seen: Seen, been: set[int]) -> None:
-    """Write down every plain value that can be reached from `value`, by the way that leads to it."""
+def _walk(value: Any, path: str, seen: Seen, been: dict[int, object]) -> None:
+    """Write down every plain value that can be reached from `value`, by the way that leads to it. `been` keeps what was looked at, so that nothing new gets its id."""
     name = type(value).__name__
     if value is None or isinstance(value, bool | int | float | str | bytes | PurePath | enum.Enum):
         seen[path] = repr(value)
@@ -279,7 +279,7 @@ def _walk(value: Any, path: str, seen: Seen, been: set[int]) -> None:
     elif id(value) in been or name in UNSEEN:
         return
     else:
-        been.add(id(value))
+        been[id(value)] = value
         for key, part in _parts_of(value):
             if not (path.startswith(("event", "trainer")) and MEASURED.search(key.rsplit(".", 1)[-1])):
                 _walk(part, f"{path}.{key}", seen, been)
@@ -300,5 +300,8 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.FunctionType):
         yield "function", value.__qualname__
     elif type(value).__module__.startswith("phalanx"):
-        yield from getattr(value, "__dict__", {}).items()
+        # a cached property follows from the rest, and is there once anybody, also a thread beside this one, has asked for it
+        cached = functools.cached_property
+        fields = dict(getattr(value, "__dict__", {}))
+        yield from ((k, v) for k, v in fields.items() if not isinstance(getattr(type(value), k, None), cached))
         yield from ((slot, getattr(value, slot, None)) for slot in getattr(type(value), "__slots__", ()))

@@ -17,6 +17,7 @@ from phalanx.core.events import CheckpointSaved, Note, RunEnded
 from phalanx.plan.mapping.stage_foldings import parse_stages
 from phalanx.runtime.checkpoint.folder import CheckpointFolder, parse_state
 from phalanx.runtime.checkpoint.manager import CheckpointManager, Saved
+from phalanx.runtime.comm.lost import LostPeers
 from phalanx.runtime.comm.peers import Peers
 from phalanx.runtime.processes import StopRequest
 from phalanx.runtime.processes.world import WorldInfo
@@ -90,6 +91,7 @@ def test_a_disk_that_refuses_the_log_of_a_host_ends_no_run(tmp_path: Path) -> No
 
 def test_the_first_ctrl_c_is_answered_while_a_run_is_set_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     me, stop = rank(tmp_path), StopRequest(immediate=lambda: None)
+    me.lost = LostPeers(asks=False)
 
     def build(*_: Any, **__: Any) -> Any:
         stop(signal.SIGINT, None)
