@@ -30,7 +30,8 @@ from phalanx.runtime.moe import co_schedule
 from phalanx.runtime.pipeline import boundary
 from phalanx.runtime.processes import launch
 from phalanx.runtime.processes.world import WorldInfo, takes_spare_messages, use_loopback
-from phalanx.train.setup.rank import _collectives, open_rank
+from phalanx.train.recovery.elastic import ElasticMember
+from phalanx.train.setup.rank import Rank, _collectives, open_rank
 
 TIMEOUT_S, NUM_BYTES = 20.0, 600_000_000
 
@@ -112,18 +113,25 @@ def test_a_run_has_one_of_the_two_ways(tmp_path: Path, monkeypatch: pytest.Monke
     fixed = open_rank(Recipe(run=RunConfig(folder=str(tmp_path))), WorldInfo())
     with fixed.sinks:
         comms = _collectives(fixed, None, left_free=0)
-    assert (
-        comms.escape is comms.asks is None
-        and comms.lost is fixed.lost is comms.apart().lost is fixed.peers._lost is not None
-    )
+    assert comms.escape is None and comms.lost is fixed.lost is comms.apart().lost is fixed.peers._lost is not None
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
     assert not takes_spare_messages()
-    elastic = replace(fixed, escape=AbortableCall(lambda: False), lost=None)
-    comms = _collectives(elastic, None, left_free=0)
-    assert comms.escape is elastic.escape and comms.lost is comms.asks is None  # which connects lazily
+    assert _escape_of_a_member(fixed).asks is None  # which connects lazily
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
-    comms = _collectives(elastic, None, left_free=0)
-    assert comms.lost is None and comms.asks is comms.apart().asks is not None
+    escape = _escape_of_a_member(fixed)
+    comms = _collectives(replace(fixed, escape=escape, lost=None), None, left_free=0)
+    assert comms.lost is None and comms.escape is comms.apart().escape is escape and escape.asks is not None
+
+
+def _escape_of_a_member(rank: Rank) -> AbortableCall:
+    """Of one that is alone in its generation."""
+    me: Any = SimpleNamespace(_signs=None, sinks=rank.sinks, recipe=rank.recipe, device=rank.device)
+    groups = SimpleNamespace(get=lambda *_, **__: None, all=lambda: ())
+    report = SimpleNamespace(about=SimpleNamespace(node="a"))
+    team: Any = SimpleNamespace(aborted=False, size=1, rank=0, reports=[report], groups=groups)
+    everyone = ElasticMember._connect(me, team)
+    assert everyone.comms.lost is None and everyone.comms.escape is everyone.peers.escape is me._escape
+    return me._escape  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -264,8 +272,8 @@ def _stays(port: int, sends: bool, way: str, answers: Any, out: Path) -> None:
     aborted = threading.Event()
     store, axis = _join(0, port)
     if way != "lost":
-        asks = PeerQuestions() if way == "asked" else None
-        comms = Collectives(timeout_s=TIMEOUT_S, escape=AbortableCall(aborted.is_set), asks=asks)
+        asks = PeerQuestions().left if way == "asked" else None
+        comms = Collectives(timeout_s=TIMEOUT_S, escape=AbortableCall(aborted.is_set, asks=asks))
     else:
         lost = LostPeers()
         lost._tell = lambda err: print("told:", type(err).__name__, file=sys.stderr)

@@ -45,8 +45,10 @@ class AbortableCall:
         *,
         keep: Callable[[], object] = lambda: None,
         progress: RankProgress | None = None,
+        asks: Callable[..., str] | None = None,
     ) -> None:
-        self.aborted, self.keep = aborted, keep
+        """`asks` tells of ranks that have left a group (`PeerQuestions.left`); None where nobody does."""
+        self.aborted, self.keep, self.asks = aborted, keep, asks
         self.progress = RankProgress() if progress is None else progress
         """Of the thread that makes this: calls are waits for other ranks."""
         self.waited_s = 0.0

@@ -52,7 +52,7 @@ from phalanx.runtime.comm.exchange import (
     row_bytes,
 )
 from phalanx.runtime.comm.groups import DEFAULT_TIMEOUT_S, Axis
-from phalanx.runtime.comm.lost import LostPeers, PeerQuestions
+from phalanx.runtime.comm.lost import LostPeers
 from phalanx.runtime.comm.pacing import Pace
 from phalanx.runtime.comm.peers import gathered
 from phalanx.runtime.comm.row_collectives import (
@@ -121,7 +121,6 @@ class Collectives:
         check_splits: bool = False,
         synchronous: bool = False,
         escape: AbortableCall | None = None,
-        asks: PeerQuestions | None = None,
         lost: LostPeers | None = None,
         sums: MessageSums | None = None,
         tokens: TokenBuffers | None = None,
@@ -134,8 +133,6 @@ class Collectives:
         self.synchronous = synchronous
         self.escape = escape
         """In runs that survive the loss of ranks: ends waits for messages that would never end."""
-        self.asks = asks
-        """Beside `escape`: tells of peers that have left a group."""
         self.lost = lost
         """In other runs: ends the process there."""
         self.counters: dict[tuple[str, str], Counter] = {}
@@ -354,7 +351,6 @@ class Collectives:
             trace=self.trace,
             check_splits=self.check_splits,
             escape=self.escape,
-            asks=self.asks,
             lost=self.lost,
             sums=self.sums,
         )
@@ -843,7 +839,7 @@ class Collectives:
     def _left(self, axis: Axis, op_id: str) -> str:
         """Why a wait for messages over `axis` is given up; empty where it goes on."""
         failed = "" if self.beside is None else self.beside.failed
-        return failed or ("" if self.asks is None else self.asks.left(axis, op_id))
+        return failed or ("" if self.escape is None or self.escape.asks is None else self.escape.asks(axis, op_id))
 
     def give_up(self, error: BaseException) -> None:
         """The rank's own thread waits in the middle of a message, and another of its threads has failed with `error`: a fixed run ends; in an elastic one the wait asks, and is given up."""

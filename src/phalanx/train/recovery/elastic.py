@@ -320,14 +320,14 @@ class ElasticMember:
 
     def _connect(self, team: GroupEpoch) -> Everyone:
         """What all members talk over, those that are idle too."""
-        self._escape = AbortableCall(lambda: team.aborted, keep=team.groups.all, progress=self._signs)
+        asks = PeerQuestions().left if takes_spare_messages() else None
+        self._escape = AbortableCall(lambda: team.aborted, keep=team.groups.all, progress=self._signs, asks=asks)
         ranks = tuple(range(team.size))
         return Everyone(
             comms=Collectives(
                 emit=self.sinks,
                 timeout_s=self.recipe.launch.timeout_s,
                 escape=self._escape,
-                asks=PeerQuestions() if takes_spare_messages() else None,
             ),
             axis=Axis("everyone", ranks, team.rank, team.groups.get(ranks)),
             peers=Peers(team.groups.get(ranks, purpose="control"), escape=self._escape),

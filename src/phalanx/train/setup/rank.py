@@ -42,7 +42,6 @@ from phalanx.runtime.comm import (
     Groups,
     LostPeers,
     MessageSums,
-    PeerQuestions,
     Peers,
     build_groups,
     own_group,
@@ -297,7 +296,6 @@ def _collectives(rank: Rank, rows: CompiledRows | None, *, left_free: int) -> Co
         emit=rank.sinks,
         timeout_s=rank.recipe.launch.timeout_s,
         escape=rank.escape,
-        asks=PeerQuestions() if rank.escape is not None and takes_spare_messages() else None,
         lost=rank.lost,
         sums=MessageSums(rank.info.rank, rows=rows) if checks else None,
     )
