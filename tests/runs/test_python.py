@@ -9,6 +9,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 
 import phalanx
@@ -70,8 +71,11 @@ def test_errors_come_before_anything_starts_or_with_what_the_program_said() -> N
     with pytest.raises((ProgramError, DataError)) as ended:
         phalanx.train_model("recipes/tiny.toml", {"data.sources": ["empty"], "data.builtin_bytes": None}, show=False)
     assert ended.value.exit_code == 2 and "is an empty folder" in str(ended.value)
-    with pytest.raises(ConfigError, match=r"observe\.log_interval"):
-        phalanx.train_model("recipes/tiny.toml", {"observe.log_interval": 1})
+    with pytest.raises(ConfigError, match=r"a program gets the events of its run") as given:
+        phalanx.train_model("recipes/tiny.toml", {"observe.log_interval": 1, "observe.console": "plain"})
+    assert [p.where for p in given.value.problems] == ["observe.console", "observe.log_interval"]
+    with pytest.raises(ConfigError, match=r"must be text, a number, true or false, None, or a list of these"):
+        phalanx.load_recipe("recipes/tiny.toml", {"train.steps": {3}})
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         phalanx.open_run("nowhere")
 
@@ -108,6 +112,16 @@ def test_plans_and_predictions_start_nothing() -> None:
     with pytest.raises(ConfigError) as found:
         phalanx.search("olmoe-1b-8b", "h100y8")
     assert len(found.value.problems) == 2 and "olmoe-1b-7b" in str(found.value)
+    with pytest.raises(ConfigError) as found:
+        phalanx.search("olmoe-1b-7b", "h100x8", seq_len=0, keep=0, precision="int8", routing="even")  # type: ignore[arg-type]
+    assert [p.where for p in found.value.problems] == ["seq_len", "keep", "routing", "precision"]
+    given = {
+        "train.steps": numpy.int64(3),
+        "optim.lr": numpy.float32(0.5),
+        "data.sources": [Path("/data/\N{OPEN FILE FOLDER}/x.txt")],
+    }
+    told = phalanx.load_recipe("recipes/tiny.toml", given | {"data.builtin_bytes": None})
+    assert (told.train.steps, told.optim.lr, told.data.sources) == (3, 0.5, ("/data/\N{OPEN FILE FOLDER}/x.txt",))
 
 
 def test_a_mapping_is_proven() -> None:

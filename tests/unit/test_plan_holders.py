@@ -112,6 +112,12 @@ def test_copies_on_one_rank_are_one_weight_whose_slots_stand_together() -> None:
     assert placement.group_slots(0).tolist() == [2, 2, 0, 1, 1, 0]
 
 
+def test_groups_have_equally_many_ranks() -> None:
+    ragged = Placement(num_experts=2, slots=(((0,), (1,)), ((0,), (1,), (0,))))
+    with pytest.raises(PlanError, match=r"placement\.slots = \[2, 3\]: every group has the same number of ranks"):
+        ragged.check()
+
+
 def test_buckets_are_alike_on_ranks_that_hold_different_numbers_of_experts() -> None:
     folding, specs = make_folding(world=2, ep=2), parameters(TINY)
     uneven = Placement(num_experts=8, slots=((tuple(range(8)), (0,) * 8),))

@@ -58,6 +58,7 @@ def test_a_forward_plan_has_all_forward_passes_and_comes_to_its_end(name: str, m
         ({"virtual": 5}, 2, "at most 8; nearest legal: 4"),
         ({"schedule": "zbv"}, 5, "folding.pp = 5: with 2 virtual and 5 pipeline ranks there are 10 stages"),
         ({"schedule": "zbv"}, 5, "at most 8; nearest legal: folding.pp 4"),
+        ({"schedule": "interleaved_1f1b", "virtual": 9}, 9, "at most 8; nearest legal: pipeline.virtual 1"),
         ({"layers": (3, 2, 1)}, 2, "pipeline.layers = [3, 2, 1]: must give the layers of each of the 2 stages; for example"),
         ({"layers": (3, 2)}, 2, "pipeline.layers = [3, 2]: must sum to num_layers = 6, not to 5"),
         ({"layers": (2, 0, 4)}, 3, "pipeline.layers[1] = 0: must be at least 1: a stage in the middle would hold nothing"),

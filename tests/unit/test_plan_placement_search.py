@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -356,3 +360,20 @@ def test_planted_faults_are_caught(monkeypatch, fault):
         except PlanError:
             seen += 1
     assert seen
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the names of kernels are those of x86-64")
+def test_the_processor_has_no_part_in_a_plan() -> None:
+    """Ties of loads were broken by the last bit of a product of matrices: hosts with other processors made other plans."""
+    ask = (
+        "import numpy as np; from phalanx.plan.placement.search import equal_pool, plan_placement, replica_counts\n"
+        "for seed, N, E, s in ((1, 4, 32, 25), (7, 6, 32, 19), (31, 5, 64, 31), (73, 6, 32, 20)):\n"
+        "    rng = np.random.default_rng(seed); rng.integers(3, 7); rng.choice([16, 32, 64]); rng.integers(0, 12)\n"
+        "    loads, pool = rng.integers(1, 6, (1, E)).astype(float), equal_pool(N, s)\n"
+        "    print(plan_placement(replica_counts(loads, pool, floor=2), pool, loads).hash)\n"
+    )
+    told = [
+        subprocess.check_output([sys.executable, "-c", ask], text=True, env=os.environ | kernels)
+        for kernels in ({}, {"OPENBLAS_CORETYPE": "Prescott"})  # which every processor has
+    ]
+    assert told[0] == told[1] and len(told[0].split()) == 4

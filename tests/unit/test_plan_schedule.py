@@ -393,6 +393,10 @@ def test_costs_are_checked() -> None:
     assert len(caught.value.problems) == 6
     with pytest.raises(PlanError, match=r"costs\.forward = 5e\+306: a pass takes a positive time, 1e\+100 at most"):
         simulate(made, uniform_costs(2, forward=5e306))
+    with pytest.raises(PlanError, match=r"costs = 2: .* 1e\+09 times as long as the shortest pass at most; use 1e-08"):
+        simulate(made, uniform_costs(2, forward=1e-17))
+    with pytest.raises(PlanError, match=r"costs = 1e\+20: "):
+        simulate(made, uniform_costs(2, p2p=1e20))
     longest = simulate(
         made, uniform_costs(2, forward=MOST_S, input_grad=MOST_S / 2, weight_grad=MOST_S / 2, p2p=MOST_S)
     )

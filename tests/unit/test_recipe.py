@@ -282,6 +282,8 @@ def test_every_limit_refuses_and_suggests_what_it_accepts(name: str) -> None:
         assert found and found[0].rule.endswith(f"must be at most {top:g}") and limit.allows(top)
     for bound in (limit.most, limit.below):
         if bound is not None:
+            found = [p for p in problems_of(f"--{name}={10**20}") if p.where == f"--{name}"]
+            assert found and found[0].rule.endswith(limit.rule) and not found[0].hint.endswith("000000000")
             assert limit.allows(bound) == (limit.most is not None) and not limit.allows(bound + 1)
 
 

@@ -180,12 +180,29 @@ def test_the_way_back_of_a_sum_is_whole() -> None:
     follow(back)
 
 
-def test_replicas_that_cannot_be_numbered_as_terms() -> None:
-    whole, half = (Held(Box((0,), (4,)), (0,)),), (Held(Box((0,), (2,)), (0,)),)
-    dst = TensorLayout(shape=(4,), ranks=(1, 2, 3), held=(whole, whole, half), local_shapes=((4,), (4,), (2,)))
+def _run(begin: int, size: int, at: int = 0) -> tuple[Held, ...]:
+    return (Held(Box((begin,), (size,)), (at,)),)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [(_run(0, 4), _run(0, 4), _run(0, 2)), (_run(0, 4), _run(0, 2), _run(2, 2)), (_run(0, 3), _run(1, 3), ())],
+    ids=["not equally many", "cut differently", "overlapping"],
+)
+def test_replicas_that_cannot_be_numbered_as_terms(held: tuple[tuple[Held, ...], ...]) -> None:
+    shapes = tuple((sum(one.box.sizes[0] for one in boxes),) for boxes in held)
+    dst = TensorLayout(shape=(4,), ranks=(1, 2, 3), held=held, local_shapes=shapes)
     plan = plan_reshard([Move(name="w", itemsize=4, src=whole_layout((4,), (0,)), dst=dst)], equal_hosts(4, 1))
     with pytest.raises(PlanError, match=r"w.dst: cannot be partial on its way back.*inverse\(partial=False\)"):
         plan.inverse(partial=True)
+
+
+def test_replicas_that_lie_elsewhere_in_memory_are_terms_all_the_same() -> None:
+    dst = TensorLayout(shape=(4,), ranks=(1, 2), held=(_run(0, 4), _run(0, 4, at=2)), local_shapes=((4,), (6,)))
+    plan = plan_reshard([Move(name="w", itemsize=4, src=whole_layout((4,), (0,)), dst=dst)], equal_hosts(3, 1))
+    back = plan.inverse(partial=True)
+    back.check()
+    assert back.moves[0].src.num_terms == 2 and {hop.src for hop in back.hops} == {1, 2} and back.reductions
 
 
 # ---- lost ranks --------------------------------------------------------------------------------------------------------------------

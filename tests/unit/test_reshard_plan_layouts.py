@@ -90,6 +90,7 @@ def test_every_element_is_somewhere(seed: int) -> None:
         ("2x4 S0S0", (4, 4), "uses mesh axis 0 twice"),
         ("2x4 S0 P0", (4,), "uses mesh axis 0 twice"),
         ("0x4 S0", (4,), "each mesh axis has 1 rank or more"),
+        ("99999999x4 S0", (4,), "has at most 2,000,000 ranks; use 2000000"),
         ("S0R", (4, 4), "write 2x4 S0RR"),
         ("2x4 Q", (4,), "write 2x4 S0RR"),
     ],

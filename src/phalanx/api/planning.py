@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from phalanx.api.recipe_words import RecipeLike, Settings, recipe_words
 from phalanx.cli.launching import Request, read_recipe
-from phalanx.cli.predicting.arguments import model_named
+from phalanx.cli.predicting.arguments import model_named, precision_problems
 from phalanx.cli.predicting.dry_run import describe, machine_here, rank_estimates, tokenizer_vocab
 from phalanx.cli.predicting.recipe import predict_recipe
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.recipe import no_device
 from phalanx.plan import resolve_shape
 from phalanx.plan.mapping import AnyFolding
@@ -23,6 +23,8 @@ from phalanx.simulate.hardware import GpuCluster, parse_cluster
 from phalanx.simulate.mapping import Job, RouterModel
 from phalanx.simulate.search import RERANKED, SearchResult, base_mapping, search as search_mappings
 from phalanx.simulate.step import Prediction
+
+Routing = Literal["balanced", "learned"]
 
 
 def load_recipe(recipe: RecipeLike = None, settings: Settings | None = None, *, ranks: int | None = None) -> Recipe:
@@ -96,25 +98,36 @@ def search(
     seq_len: int = 4096,
     global_batch: int = 256,
     precision: Literal["bf16", "fp8", "fp32"] = "bf16",
-    routing: Literal["balanced", "learned"] = "learned",
+    routing: Routing = "learned",
     keep: int = RERANKED,
 ) -> SearchResult:
     """The best mappings of a model (a preset, or a published one) on a cluster, the fastest first in `.best`.
 
     `seq_len` is tokens, `global_batch` sequences of a step, `routing` how tokens meet experts (`balanced`: evenly, as in benchmarks), `keep` how many are timed exactly. Raises `ConfigError`, or `PlanError` where nothing is legal or fits.
     """
-    spec, found = _named(model, cluster)
+    numbers = {"seq_len": seq_len, "global_batch": global_batch, "keep": keep}
+    problems = [
+        Problem(where=name, value=value, rule="must be a whole number, at least 1", hint="use 1 or more")
+        for name, value in numbers.items()
+        if not isinstance(value, int) or value < 1
+    ]
+    if routing not in (kinds := get_args(Routing)):
+        problems.append(Problem(where="routing", value=routing, rule="is not known", hint=nearest(routing, kinds)))
+    spec, found = _named(model, cluster, precision, problems)
     job = Job(spec=spec, seq_len=seq_len, global_batch=global_batch)
     return search_mappings(job, found, precision=precision, keep=keep, base=base_mapping(RouterModel(kind=routing)))
 
 
-def _named(model: str, cluster: str) -> tuple[ModelSpec, GpuCluster]:
-    problems: list[Problem] = []
+def _named(model: str, cluster: str, precision: str, problems: list[Problem]) -> tuple[ModelSpec, GpuCluster]:
+    """Raises `ConfigError` with `problems` and its own."""
     found: list[Any] = []
     for read, name in ((model_named, model), (parse_cluster, cluster)):
         try:
             found.append(read(name))
         except ConfigError as error:
             problems += error.problems
+    problems += precision_problems(
+        precision, next((c for c in found if isinstance(c, GpuCluster)), None), where="precision"
+    )
     raise_if(problems, ConfigError, subject="the arguments")
     return found[0], found[1]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.recipe import dump_recipe
 
 RecipeLike = Recipe | str | Path | None
@@ -47,7 +48,16 @@ def recipe_words(recipe: RecipeLike, settings: Settings | None) -> Iterator[Reci
 
 
 def as_word(value: object) -> str:
-    """A value as it stands on a command line: text as it is, None as `none`, everything else as JSON."""
+    """A value as it stands on a command line: text as it is, None as `none`, everything else as JSON. What has numbers of NumPy or torch is asked for Python's."""
     if isinstance(value, str | Path):
         return str(value)
-    return "none" if value is None else json.dumps(value)
+    return "none" if value is None else json.dumps(value, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: object) -> object:
+    """Raises `ConfigError` for what no setting can be."""
+    for name in ("tolist", "__fspath__"):
+        if callable(convert := getattr(value, name, None)):
+            return convert()
+    rule, hint = "must be text, a number, true or false, None, or a list of these", "use str(...) of it"
+    raise ConfigError([Problem(where="settings", value=repr(value), rule=rule, hint=hint)], subject="the arguments")

@@ -15,6 +15,7 @@ from phalanx.api.recipe_words import RecipeLike, Settings, recipe_words
 from phalanx.api.runs import RunHandle, open_run
 from phalanx.cli.launching import Request, read_recipe
 from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.events import Event
 from phalanx.core.reading import MalformedError, parse_json
 from phalanx.observe import event_of
@@ -38,12 +39,16 @@ def train_model(
 
     What a callback raises stops the run, which saves, and is raised again; so is KeyboardInterrupt. Raises `ConfigError` before anything starts, `ProgramError` where the run ends with an error.
     """
+    rule, hint = "has no effect: a program gets the events of its run", "use callbacks, or show"
+    taken = [n for n in ("observe.console", "observe.log_interval") if n in (settings or {})]
+    problems = [Problem(where=n, value=(settings or {})[n], rule=rule, hint=hint) for n in taken]
+    raise_if(problems, ConfigError, subject="the arguments")
     with recipe_words(recipe, settings) as given:
         trusted = trust or given.is_own
-        console = "--observe.console=json"
-        checked = _checked(given.path, (*given.overrides, console), trust=trusted)
+        quiet = ("--observe.console=json", "--observe.log_interval=none")
+        checked = _checked(given.path, (*given.overrides, *quiet), trust=trusted)
         flags = ["--trust"] if trusted else []
-        program = start(["train", *given.words, console, *flags])
+        program = start(["train", *given.words, *quiet, *flags])
         watch = _Watch(callbacks=(*callbacks, *([_Shown()] if show else [])), program=program)
         watch.follow()
     return open_run(Path(checked.run.folder) / checked.run.name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rich.progress import Progress
 
-from phalanx.cli.predicting.arguments import model_and_cluster
+from phalanx.cli.predicting.arguments import PRECISIONS, model_and_cluster, precision_problems
 from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
@@ -62,12 +62,7 @@ def main(argv: Sequence[str]) -> int:
         for name, value in (("seq", args.seq), ("batch", args.batch), ("top", args.top), ("exact", args.exact))
         if value < 1
     ]
-    if args.precision == "fp8" and cluster is not None and cluster.hardware.fp8_flops_per_s is None:
-        rule = f"has no effect: {cluster.hardware.name} has no products in fp8"
-        problems.append(Problem(where="--precision", value="fp8", rule=rule, hint="leave it out"))
-    if args.precision == "fp32" and cluster is not None and cluster.hardware.fp32_flops_per_s is None:
-        rule, hint = f"has no rate in the file of {cluster.hardware.name}", "give it fp32_flops_per_s"
-        problems.append(Problem(where="--precision", value="fp32", rule=rule, hint=hint))
+    problems += precision_problems(args.precision, cluster, where="--precision")
     asked = args.ep_overlap or ()
     problems += [
         Problem(where="--ep-overlap", value=way, rule="computes in bf16", hint="leave one out")
@@ -147,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--seq", type=int, default=4096, help="sequence length (default 4096)")
     add("--batch", type=int, default=256, help="sequences of a step (default 256)")
-    add("--precision", choices=("bf16", "fp8", "fp32"), default="bf16")
+    add("--precision", choices=PRECISIONS, default="bf16")
     add(
         "--routing",
         choices=("balanced", "learned"),

@@ -7,6 +7,7 @@ a problem, and a rule that cannot be judged because another value is broken stay
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -43,13 +44,18 @@ class Limit:
 
     def refusal(self, value: float) -> str:
         """The rule as `value` breaks it."""
-        return f"must be at most {self.ceiling:g}" if value > self.ceiling else self.rule
+        return f"must be at most {self.ceiling:g}" if self._is_open and value > self.ceiling else self.rule
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether nothing but the ceiling ends it."""
+        return self.most is None and self.below is None
 
     def hint(self, value: float, default: object) -> str:
         """A legal value nearby: the bound that was passed, or the default where the bound itself is illegal."""
         if self.least is not None and value < self.least:
             return f"use {_plain(self.least)}"
-        if value > (top := self.ceiling if self.most is None else self.most):
+        if value > (top := self.ceiling if self._is_open else self.most if self.most is not None else math.inf):
             return f"use {_plain(top)}"
         return f"the default is {show(default)}" if default is not None else "leave it out"
 

@@ -39,6 +39,23 @@ def model_and_cluster(args: argparse.Namespace) -> tuple[ModelSpec | None, GpuCl
     return spec, cluster, problems
 
 
+PRECISIONS = ("bf16", "fp8", "fp32")
+"""Of products of matrices."""
+
+
+def precision_problems(precision: str, cluster: GpuCluster | None, *, where: str) -> list[Problem]:
+    """Products that are not known, or that the devices (None: not known either) do not have."""
+    if precision not in PRECISIONS:
+        return [Problem(where=where, value=precision, rule="is not known", hint=nearest(precision, PRECISIONS))]
+    if cluster is not None and precision == "fp8" and cluster.hardware.fp8_flops_per_s is None:
+        rule = f"has no effect: {cluster.hardware.name} has no products in fp8"
+        return [Problem(where=where, value="fp8", rule=rule, hint="leave it out")]
+    if cluster is not None and precision == "fp32" and cluster.hardware.fp32_flops_per_s is None:
+        rule, hint = f"has no rate in the file of {cluster.hardware.name}", "give it fp32_flops_per_s"
+        return [Problem(where=where, value="fp32", rule=rule, hint=hint)]
+    return []
+
+
 def model_named(name: str) -> ModelSpec:
     """A preset, or a published model. Raises `ConfigError`."""
     if name in PRESETS:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         box_problems as box_problems,
         box_text as box_text,
         coverage_problems as coverage_problems,
+        overlapping_pair as overlapping_pair,
     )
     from phalanx.plan.layout.holders import ExpertState as ExpertState, HolderPlan as HolderPlan, Run as Run
     from phalanx.plan.layout.parameters import (

@@ -132,6 +132,9 @@ def _problems(placement: Placement) -> list[Problem]:
         problems.append(
             Problem(where="placement.slots", value=sorted(widths), rule="every rank has the same number of slots")
         )
+    sizes = [len(group) for group in placement.slots]
+    if len(set(sizes)) > 1:
+        problems.append(Problem(where="placement.slots", value=sizes, rule="every group has the same number of ranks"))
     for d, group in enumerate(placement.slots):
         held = {e for rank in group for e in rank}
         missing = sorted(set(range(placement.num_experts)) - held)

@@ -171,7 +171,8 @@ def _too_many_stages(config: PipelineConfig, spec: ModelSpec, *, pp: int) -> lis
     text = f"with {virtual} virtual and {pp} pipeline ranks there are {count} stages, and {holds}"
     if most // pp and schedules()[name].virtual is None:
         return [Problem(where="pipeline.virtual", value=virtual, rule=text, hint=f"nearest legal: {most // pp}")]
-    hint = f"nearest legal: folding.pp {min(most // virtual, spec.num_layers)}"
+    fewer = min(most // virtual, spec.num_layers)
+    hint = f"nearest legal: folding.pp {fewer}" if fewer else "nearest legal: pipeline.virtual 1"
     return [Problem(where="folding.pp", value=pp, rule=text, hint=hint)]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.layout import Held, TensorLayout
+from phalanx.plan.layout import Box, TensorLayout, overlapping_pair
 from phalanx.plan.reshard.types import Move
 
 
@@ -23,7 +23,7 @@ def transposed(moves: Sequence[Move], *, partial: bool) -> tuple[Move, ...]:
         if id(layout) not in made:
             terms = _replica_terms(layout) if partial else ()
             if terms is None:
-                rule = "cannot be partial on its way back: its ranks do not all have the same number of replicas"
+                rule = "cannot be partial on its way back: replicas are not cut alike, or not equally many everywhere"
                 hint = "use inverse(partial=False)"
                 problems.append(Problem(where=f"{name}.dst", value=None, rule=rule, hint=hint))
             made[id(layout)] = replace(layout, terms=terms or ())
@@ -40,14 +40,15 @@ def transposed(moves: Sequence[Move], *, partial: bool) -> tuple[Move, ...]:
 
 
 def _replica_terms(layout: TensorLayout) -> tuple[int, ...] | None:
-    """Each rank's number among those with the same boxes; None where the numbers of replicas differ. Ranks with nothing are term 0."""
-    count: dict[tuple[Held, ...], int] = {}
+    """Each rank's number among those with the same boxes; None where the numbers of replicas differ, or replicas are cut differently. Ranks with nothing are term 0."""
+    count: dict[frozenset[Box], int] = {}
     terms = []
     for held in layout.held:
-        terms.append(count.get(held, 0) if held else 0)
-        if held:
-            count[held] = count.get(held, 0) + 1
-    if len(set(count.values())) > 1:
+        boxes = frozenset(one.box for one in held if one.box.num_elements)
+        terms.append(count.get(boxes, 0) if boxes else 0)
+        if boxes:
+            count[boxes] = count.get(boxes, 0) + 1
+    if len(set(count.values())) > 1 or overlapping_pair([box for boxes in count for box in boxes]) is not None:
         return None
     return tuple(terms) if max(terms, default=0) else ()
 

@@ -17,6 +17,8 @@ from phalanx.plan.layout import Box, TensorLayout
 
 WHOLE = -1
 """`MovePart.term` of values that need no more adding up."""
+MOST_RATIO = 1e8
+"""Of the rates of hosts: the solver of linear programs leaves out what is smaller than a billionth of the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,11 @@ def _host_problems(hosts: Hosts) -> list[Problem]:
         if bad:
             rule = "must be above 0 and finite"
             problems.append(Problem(where=f"hosts.{name}", value=bad[0], rule=rule, hint="use 1.0 for equal links"))
+    rates = [rate for rate in (*hosts.send_bytes_per_s, *hosts.recv_bytes_per_s) if 0 < rate < float("inf")]
+    if rates and max(rates) > MOST_RATIO * min(rates):
+        rule = f"must be at most {MOST_RATIO:g} times slower than the fastest, {max(rates):g}"
+        hint = f"use {max(rates) / MOST_RATIO:g}"
+        problems.append(Problem(where="hosts.send_bytes_per_s", value=min(rates), rule=rule, hint=hint))
     strays = [host for host in hosts.host_of_rank if not 0 <= host < hosts.count]
     if strays:
         rule = f"must be one of {hosts.count} hosts"

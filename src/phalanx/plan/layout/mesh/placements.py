@@ -225,6 +225,8 @@ def _ragged_problems(
 
 # ---- text -----------------------------------------------------------------------------------------------------------------------
 
+MOST_RANKS = 2_000_000
+"""Of a mesh; the largest published cluster has 200,000 devices."""
 _SYMBOL = re.compile(r"R|S\d{1,3}")
 _TEXT = re.compile(r"(?P<mesh>\d{1,9}(x\d{1,9})*)\s+(?P<spec>(R|S\d{1,3})*)(\s+P(?P<partial>\d{1,3}))?")
 
@@ -255,6 +257,9 @@ def read_layout(text: str, shape: Sequence[int], *, first_rank: int = 0, where: 
         problems.append(Problem(where=where, value=text, rule=f"uses mesh axis {twice[0]} twice", hint="use it once"))
     if 0 in sizes:
         problems.append(Problem(where=where, value=text, rule="each mesh axis has 1 rank or more", hint="use 1"))
+    if math.prod(sizes) > MOST_RANKS:
+        rule, hint = f"has at most {MOST_RANKS:,} ranks", f"use {MOST_RANKS}"
+        problems.append(Problem(where=where, value=text, rule=rule, hint=hint))
     raise_if(problems, PlanError, subject="layout")
     placements: list[Placement] = [Replicate()] * len(sizes)
     for axis, dim in split:

@@ -32,6 +32,8 @@ Pair = tuple[Action, Action]
 
 MOST_S = 1e100
 """Longest a pass or a transfer may take: however many there are, their sum is a number."""
+MOST_RATIO = 1e9
+"""Of a pass or a transfer over the shortest pass: added to a hundred thousand of the longest, the shortest still moves the clock."""
 
 
 def chain(num_stages: int) -> tuple[Edge, ...]:
@@ -163,6 +165,11 @@ def cost_problems(costs: ScheduleCosts, num_stages: int) -> list[Problem]:
         if not 0 <= cost <= MOST_S:
             rule = f"must not be negative, and {MOST_S:g} at most"
             problems.append(Problem(where="costs.p2p", value=cost, rule=rule, hint="use 0"))
+    passes = [*costs.forward, *costs.backward, *costs.input_grad, *costs.weight_grad]
+    most = max((*passes, costs.p2p, *costs.edge_p2p.values()), default=0.0)
+    if not problems and most > MOST_RATIO * min(passes, default=most):
+        rule = f"the longest pass or transfer may take {MOST_RATIO:g} times as long as the shortest pass at most"
+        problems.append(Problem(where="costs", value=most, rule=rule, hint=f"use {MOST_RATIO * min(passes):g}"))
     return problems
 
 

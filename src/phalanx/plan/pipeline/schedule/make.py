@@ -304,7 +304,7 @@ def _extra_problems(name: str, given: tuple[int, ...], pp: int) -> list[Problem]
     if not schedules()[name].eager:
         names = " or ".join(known for known, rule in schedules().items() if rule.eager)
         rule = f"has no effect: {name} runs no extra warm-up forwards"
-        return [Problem(where=where, value=list(given), rule=rule, hint=f"leave it out, or use {names}")]
+        return [Problem(where=where, value=list(given), rule=rule, hint=f"leave it out, or use schedule {names}")]
     hint = "nearest legal: " + " ".join(map(str, nearest_extra(given, pp=pp)))
     if len(given) not in (1, pp):
         rule = f"gives one number for each of the {pp} ranks, or one for all"

@@ -23,6 +23,7 @@ from phalanx.plan.mapping import Placement
 from phalanx.plan.placement.search.host_pool import HostPool, pool_problems
 from phalanx.plan.placement.search.local_search import holder_sets
 from phalanx.plan.placement.search.probability import Certificate, certify, independent_recovery, rack_sets
+from phalanx.plan.placement.search.rules import host_loads
 
 Copies = NDArray[np.int64]
 
@@ -89,9 +90,7 @@ class HostPlacement(Hashed):
     def loads(self, loads: ArrayLike) -> NDArray[np.float64]:
         """(L, N) load of every host when each expert's is split evenly over its replicas."""
         table = np.asarray(loads, dtype=np.float64).reshape(self.num_layers, self.num_experts)
-        share = table / self.copies.sum(2)
-        out: NDArray[np.float64] = np.einsum("le,len->ln", share, self.copies)
-        return out
+        return host_loads(table / self.copies.sum(2), self.copies)
 
     def max_over_mean(self, loads: ArrayLike) -> float:
         """How much longer the busiest hosts work than the mean host, summed over the layers: they wait for one another in each."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.plan.placement.search.host_sets import mask_of, popcounts
-from phalanx.plan.placement.search.rules import Copies
+from phalanx.plan.placement.search.rules import Copies, host_loads
 
 MAX_HOSTS = 16
 """Beyond, a table of all sets is too slow to be asked a thousand times."""
@@ -61,7 +61,7 @@ def holder_sets(copies: Copies) -> list[int]:
 
 def busiest(copies: Copies, shares: NDArray[np.float64]) -> float:
     """Load of the busiest host; `shares` = load of one copy of each expert."""
-    return float((shares @ copies).max())
+    return float(host_loads(shares, copies).max())
 
 
 def local_search(

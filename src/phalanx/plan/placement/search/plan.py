@@ -39,6 +39,7 @@ from phalanx.plan.placement.search.rules import (
     compact,
     complement_overlap,
     fill,
+    host_loads,
     keep_apart,
     least_loaded,
     max_overlap,
@@ -304,6 +305,6 @@ def _least_busy(layers: _Layers, plans: Sequence[Tables]) -> Tables:
     def busiest(tables: Tables) -> float:
         copies = _named(layers, tables, first=SAMPLED_LAYERS)
         shares = layers.loads[:SAMPLED_LAYERS] / copies.sum(2)
-        return float(np.einsum("le,len->ln", shares, copies).max(1).sum())
+        return float(host_loads(shares, copies).max(1).sum())
 
     return min(plans, key=busiest) if len(plans) > 1 else plans[0]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Copies = NDArray[np.int64]
 """(E, N) replicas of each expert on each host."""
@@ -109,6 +109,15 @@ def safe_spread(counts: Sequence[int], slots: Sequence[int], *, floor: int) -> C
     return fill(copies, counts, slots)
 
 
+def host_loads(shares: ArrayLike, copies: Copies) -> NDArray[np.float64]:
+    """(..., N) load of each host; `shares` = (..., E) load of one copy of each expert, `copies` (..., E, N).
+
+    Expert by expert: the last bits of a product of matrices depend on the processor, and plans must not.
+    """
+    loads: NDArray[np.float64] = (np.asarray(shares)[..., None] * copies).sum(-2)
+    return loads
+
+
 def least_loaded(counts: Sequence[int], slots: Sequence[int], loads: Sequence[float]) -> Copies:
     """Longest processing time first: the copy with most load to the host with least, one without the expert if there is any."""
     shares = [load / count for load, count in zip(loads, counts, strict=True)]
@@ -125,7 +134,7 @@ def fill(
     """
     copies = copies.copy()
     vacant = np.array(slots, dtype=np.int64) - copies.sum(0)
-    load = np.zeros(len(slots)) if shares is None else np.asarray(shares) @ copies
+    load = np.zeros(len(slots)) if shares is None else host_loads(shares, copies)
     missing = (np.asarray(counts) - copies.sum(1)).tolist()
     order = by_count(counts)
     if shares is not None:
