@@ -3,13 +3,17 @@
 import json
 import random
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
 from hypothesis import given, settings, strategies as st
 from tiers import times
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from phalanx.api.runs import RunHandle
+from phalanx.cli.generate import GenerateArgs, continuation, decoded
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError
 from phalanx.data.formats import Document
@@ -20,11 +24,13 @@ from phalanx.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
     begins_with,
+    continued,
     load_tokenizer,
     parse_choice,
     read_tokenizer_file,
     train_bpe,
 )
+from phalanx.train.loop import Trainer
 
 pytestmark = pytest.mark.unit
 
@@ -280,3 +286,87 @@ def test_ids_without_bound_are_refused(bpe, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(table))
     with pytest.raises(DataError, match="ids below 10000000"):
         read_tokenizer_file(tmp_path / "tokenizer.json", eos_token=None)
+
+
+# --- how a model goes on
+
+
+def mixtral() -> FileTokenizer:
+    """As the tokenizer.json of Llama 2 and Mixtral: each word has the blank before it, the one that begins a text is left out, and bytes stand for what has no token."""
+    words = ["▁the", "▁quick", "▁brown", "▁fox", "es", "▁"]
+    vocabulary = {t: i for i, t in enumerate(["<unk>", "<s>", "</s>", *words, *(f"<0x{b:02X}>" for b in range(256))])}
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return FileTokenizer(made.to_str(), eos_token="</s>", name="mixtral", bos_token="<s>")
+
+
+THE, QUICK, FOX, ES, BYTE = 3, 4, 6, 7, 9
+
+
+def test_what_goes_on_keeps_the_blank_before_it() -> None:
+    """Decoded by itself it began without, so that 'the' + 'quick' was 'thequick'."""
+    tokenizer = mixtral()
+    assert continued(tokenizer, [1, THE], [QUICK, FOX]) == ("the", " quick fox")
+    assert continued(tokenizer, [1, THE, FOX], [ES]) == ("the fox", "es")
+    assert continued(tokenizer, [1], [THE, FOX]) == ("", "the fox")
+    assert continued(tokenizer, [1, THE], []) == ("the", "")
+    assert list(decoded([QUICK, FOX, 2, ES], tokenizer, {2}, prompt=[THE])) == [" quick", " quick fox", " quick fox"]
+
+
+@given(st.lists(st.integers(0, BYTE + 255), max_size=12), st.lists(st.integers(0, BYTE + 255), max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_no_text_is_lost_between_a_prompt_and_what_goes_on(prompt, new) -> None:
+    """Whatever bytes either has."""
+    tokenizer = mixtral()
+    whole = tokenizer.decode([*prompt, *new])
+    assert "".join(continued(tokenizer, prompt, new)) == whole
+    *_, text = decoded(new, tokenizer, (), prompt=prompt)
+    assert whole.endswith(text)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), mixtral()], ids=["byte", "fallback"])
+def test_a_character_that_the_prompt_begins_is_completed(tokenizer) -> None:
+    first = BYTE if tokenizer.name == "mixtral" else 0
+    euro = [first + byte for byte in "€".encode()]
+    for cut in (1, 2):
+        assert continued(tokenizer, euro[:cut], euro[cut:]) == ("", "€")
+        assert list(decoded(euro[cut:], tokenizer, (), prompt=euro[:cut])) == ["€", "€"]
+    before, rest = continued(tokenizer, euro[:1], euro[1:2])
+    assert set(before + rest) == {"\ufffd"}
+
+
+@pytest.mark.parametrize(("chat", "text"), [(False, " quick"), (True, "quick")])
+def test_a_run_goes_on_with_its_blank(chat: bool, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer is a text by itself."""
+    recipe = SimpleNamespace(data=SimpleNamespace(chat_template="x"), train=SimpleNamespace(seq_len=8))
+    loaded = SimpleNamespace(recipe=recipe, tokenizer=mixtral(), template=None, runner=None)
+
+    class Encoder:
+        __init__ = __exit__ = lambda *_: None
+        __enter__ = lambda self: self  # noqa: E731
+        encode_prompt = lambda self, text: loaded.tokenizer.encode(text)  # noqa: E731
+        stops = lambda self: frozenset()  # noqa: E731
+
+    monkeypatch.setattr("phalanx.cli.generate.ChatEncoder", Encoder)
+    monkeypatch.setattr("torch.set_num_threads", lambda n: None)
+    monkeypatch.setattr("phalanx.train.load_model", lambda *_, **__: loaded)
+    monkeypatch.setattr("phalanx.train.generate", lambda *_, **__: iter([QUICK]))
+    assert [*continuation(GenerateArgs(run=Path("x"), prompt="the", chat=chat))][-1] == text
+    if not chat:
+        assert RunHandle(Path("x")).generate("the") == "the quick"
+
+
+def test_the_sample_of_a_run_has_its_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Run:
+        prepared = SimpleNamespace(tokenizer=mixtral())
+        validation = SimpleNamespace(microbatches=lambda n: [None])
+        recipe = SimpleNamespace(train=SimpleNamespace(seq_len=8, seed=0))
+        rank, step, parts = SimpleNamespace(recipe=recipe, sinks=lambda event: None), 5, SimpleNamespace(runner=None)
+
+    monkeypatch.setattr("phalanx.train.loop.beginning", lambda *_: ([1, THE], {2}))
+    monkeypatch.setattr("phalanx.train.loop.generate", lambda *_, **__: iter([QUICK, 2, FOX]))
+    sampled = Trainer._sample(Run())  # type: ignore[arg-type]
+    assert (sampled.step, sampled.prompt, sampled.text) == (5, "the", " quick")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ import tyro
 
 from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, printable, raise_if
-from phalanx.data import ChatEncoder, Tokenizer
+from phalanx.data import ChatEncoder, Tokenizer, continued
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,9 @@ def continuation(options: GenerateArgs) -> Iterator[str]:
         raise ConfigError([Problem(where="--chat", value=True, rule=rule, hint="leave it out")], subject="the command")
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     prompt, stops = begin + tokenizer.encode(options.prompt).tolist(), frozenset((tokenizer.eos_id,))
+    behind = prompt
     if options.chat:
+        behind = []  # an answer is a text by itself
         with ChatEncoder(tokenizer, loaded.template) as encoder:
             prompt, stops = encoder.encode_prompt(options.prompt).tolist(), encoder.stops()
     new = generate(
@@ -77,7 +79,7 @@ def continuation(options: GenerateArgs) -> Iterator[str]:
         vocab=tokenizer.vocab_size,
         sampling=Sampling(temperature=options.temperature, top_k=options.top_k, seed=options.seed),
     )
-    yield from decoded(new, tokenizer, stops)
+    yield from decoded(new, tokenizer, stops, prompt=behind)
 
 
 def problems(options: GenerateArgs) -> list[Problem]:
@@ -112,15 +114,17 @@ def _is_utf8(text: str) -> bool:
     return text.encode("utf-8", "replace").decode("utf-8") == text
 
 
-def decoded(tokens: Iterable[int], tokenizer: Tokenizer, stops: Collection[int]) -> Iterable[str]:
-    """The text so far after each token, up to one of `stops`. Bytes of a character that is not complete are held back."""
+def decoded(
+    tokens: Iterable[int], tokenizer: Tokenizer, stops: Collection[int], *, prompt: Sequence[int]
+) -> Iterator[str]:
+    """The text behind `prompt` so far after each token, up to one of `stops`. Bytes of a character that is not complete are held back."""
     kept: list[int] = []
     text = ""
     for token in tokens:
         if token in stops:
             break
         kept.append(token)
-        text = tokenizer.decode(kept)
-        if not text.endswith("\ufffd"):
+        before, text = continued(tokenizer, prompt, kept)
+        if not (before + text).endswith("\ufffd"):
             yield text
     yield text

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         FileTokenizer as FileTokenizer,
         Tokenizer as Tokenizer,
         begins_with as begins_with,
+        continued as continued,
         load_tokenizer as load_tokenizer,
         parse_choice as parse_choice,
         read_tokenizer_file as read_tokenizer_file,

@@ -225,6 +225,15 @@ class _Meta:
     sum: str = ""
 
 
+def continued(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> tuple[str, str]:
+    """Text of `prompt` and how `new` goes on; one behind the other they are the text of all ids. Decoded alone `new` would lose what stands between words (some tokenizers leave out
+    the blank that begins a text). A character that begins in the prompt belongs to what completes it."""
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *new])
+    differing = (i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b)
+    shared = next(differing, min(len(before), len(whole)))
+    return whole[:shared], whole[shared:]
+
+
 def _sum(content: str) -> str:
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 

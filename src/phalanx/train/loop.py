@@ -26,7 +26,7 @@ from typing import Literal
 
 from phalanx.core.errors import FinalError, PeerError, RunError, UnsoundError
 from phalanx.core.events import Note, Sampled, WarmupChosen
-from phalanx.data import Loader, MicroBatch, Prefetch, PreparedData, Tokenizer, ValidationLoader
+from phalanx.data import Loader, MicroBatch, Prefetch, PreparedData, Tokenizer, ValidationLoader, continued
 from phalanx.models import TokenBatch
 from phalanx.plan.mapping import AnyFolding, LayerPlacements
 from phalanx.plan.model import ModelSpec
@@ -395,7 +395,8 @@ class Trainer:
             vocab=tokenizer.vocab_size, sampling=Sampling(seed=self.rank.recipe.train.seed),
         )  # fmt: skip
         tokens = list(itertools.takewhile(lambda token: token not in stops, list(new)))
-        sampled = Sampled(step=self.step, prompt=tokenizer.decode(prompt), text=tokenizer.decode(tokens))
+        before, text = continued(tokenizer, prompt, tokens)
+        sampled = Sampled(step=self.step, prompt=before, text=text)
         self.rank.sinks(sampled)
         return sampled
 
