@@ -17,7 +17,8 @@ from tiers import times
 
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError
-from phalanx.data.chat import CHATML_TEMPLATE, ChatEncoder, ChatML, template_of
+from phalanx.data.cache import digest
+from phalanx.data.chat import CHATML_TEMPLATE, ChatEncoder, ChatML, chat_identity, template_of
 from phalanx.data.formats import Document
 from phalanx.data.loader import Loader
 from phalanx.data.packing import IGNORE, TokenStream, fit, pack
@@ -272,6 +273,38 @@ def test_a_template_knows_the_end_of_documents_without_a_config(tmp_path: Path) 
         assert encoder.encode_prompt("a")[-1] == tokenizer.eos_id and encoder.stops() == {tokenizer.eos_id}
 
 
+BEGUN = "{{ bos_token }}" + QWEN
+
+
+def test_a_template_knows_the_beginning_of_texts_without_a_config(tmp_path: Path) -> None:
+    """As data.bos_token says; what the template's own files name counts more."""
+    path = vocabulary(tmp_path) / "tokenizer.json"
+    tokenizer = read_tokenizer_file(path, eos_token=None, bos_token="<|endoftext|>")
+    ends = {"eos_token": "<|im_end|>"}
+    for variables, begun in ((ends, True), (ends | {"bos_token": ""}, False)):
+        with ChatEncoder(tokenizer, ChatTemplate(name="t", source=BEGUN, variables=variables)) as encoder:
+            told = spelled(tokenizer, encoder.encode_prompt("a"))
+            assert told == "<|endoftext|>" * begun + "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_text_that_was_prepared_without_its_beginning_is_not_taken(tmp_path: Path) -> None:
+    """Nor is text prepared again whose tokens are the same as ever."""
+    path = vocabulary(tmp_path) / "tokenizer.json"
+    plain, begun = (read_tokenizer_file(path, eos_token=None, bos_token=token) for token in (None, "<|endoftext|>"))
+
+    def before(template: ChatTemplate) -> str:
+        return digest(["chat", 2, [template.source, template.variables]])
+
+    bare, without = ChatTemplate(name="t", source=BEGUN), ChatTemplate(name="t", source=QWEN)
+    named = ChatTemplate(name="t", source=BEGUN, variables={"bos_token": "<|im_start|>"})
+    assert chat_identity(bare, begun) not in (before(bare), chat_identity(named, begun))
+    assert chat_identity(bare, plain) == before(bare)
+    for tokenizer in (plain, begun):
+        assert chat_identity(without, tokenizer) == before(without)
+        assert chat_identity(named, tokenizer) == before(named)
+        assert chat_identity(None, tokenizer) == digest(["chat", 2, "chatml"])
+
+
 def test_chatml_needs_its_control_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(train_bpe(["a b c"], vocab_size=300))
     with pytest.raises(DataError, match=r"needs the control token <\|im_start\|>"):
@@ -496,6 +529,44 @@ def test_where_the_models_own_template_is_found(tmp_path: Path) -> None:
         DataError, match=r"neither chatml nor model nor a template that can be read.*did you mean 'chatml'"
     ):
         template_of(DataConfig(chat_template="chatlm"))
+
+
+def test_a_template_gets_the_tokens_that_its_files_name(tmp_path: Path) -> None:
+    """All of either file that it names itself; what tokenizer_config.json says counts more."""
+
+    def variables(source: str) -> dict[str, str]:
+        (tmp_path / "chat_template.jinja").write_text(source)
+        return template_of(DataConfig(tokenizer=str(tmp_path), chat_template="model")).variables
+
+    path = vocabulary(tmp_path)
+    of_config = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
+    assert variables(QWEN) == of_config  # as ever
+    told = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "sep_token": "<sep>", "image_token": "<image>"}
+    (path / "special_tokens_map.json").write_text(json.dumps(told | {"additional_special_tokens": ["x"]}))
+    config = {
+        "eos_token": "<|im_end|>",
+        "bos_token": None,
+        "add_bos_token": True,
+        "mask_token": {"__type": "AddedToken", "content": "<mask>"},
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert variables(QWEN) == {"eos_token": "<|im_end|>"}
+    source = "{{ bos_token }}{{ sep_token }}{{ mask_token }}{{ image_token }}" + QWEN
+    found = variables(source)
+    assert found == {
+        "bos_token": "<s>",
+        "sep_token": "<sep>",
+        "mask_token": "<mask>",
+        "image_token": "<image>",
+        "eos_token": "<|im_end|>",
+    }
+    process = TemplateProcess(ChatTemplate(name="t", source=source, variables=found))
+    assert process.render((("user", "a"),))[0][0].startswith("<s><sep><mask><image><|im_start|>")
+    process.close()
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(path).apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert theirs.startswith("<s><sep><mask><image><|im_start|>")
 
 
 @pytest.mark.parametrize("seq_len", [24, 128])

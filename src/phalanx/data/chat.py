@@ -89,10 +89,19 @@ def load_template(config: DataConfig, folder: Path) -> ChatTemplate | None:
     return found
 
 
-def chat_identity(template: ChatTemplate | None) -> str:
-    """Of all that decides the tokens of a conversation beside messages and tokenizer."""
-    told = CHATML if template is None else [template.source, template.variables]
-    return digest(["chat", _VERSION, told])
+def chat_identity(template: ChatTemplate | None, tokenizer: Tokenizer) -> str:
+    """Of all that decides the tokens of a conversation beside messages and what identifies the tokenizer."""
+    if template is None:
+        return digest(["chat", _VERSION, CHATML])
+    begin = {"bos_token": tokenizer.bos_token} if tokenizer.bos_token and "bos_token" in template.source else {}
+    return digest(["chat", _VERSION, [template.source, begin | template.variables]])
+
+
+def variables_of(template: ChatTemplate, tokenizer: Tokenizer) -> dict[str, str]:
+    """Special tokens as `template` gets them. Where its files do not name the tokens that begin and end texts they are those of `tokenizer`:
+    without, a conversation would have no beginning, and an answer no end."""
+    own = {"eos_token": tokenizer.eos_token} | ({"bos_token": tokenizer.bos_token} if tokenizer.bos_token else {})
+    return own | template.variables
 
 
 class ChatEncoder:
@@ -117,7 +126,9 @@ class ChatEncoder:
         """Only behind tokens that do not take them in themselves (`rstrip`)."""
         self._mark = "".join(secrets.choice("0123456789") for _ in range(32))
         """Where a message is cut. None has it, for it is drawn after they were written."""
-        self._renderer: _Renderer = ChatML() if template is None else TemplateProcess(_with_eos(template, tokenizer))
+        self._renderer: _Renderer = ChatML()
+        if template is not None:
+            self._renderer = TemplateProcess(replace(template, variables=variables_of(template, tokenizer)))
 
     def __enter__(self) -> ChatEncoder:
         """Raises `DataError` where the template writes no answer."""
@@ -193,11 +204,6 @@ class ChatEncoder:
             cut = found.start(1) if found else len(text)
             yield text[:cut], answer
             yield text[cut:], False
-
-
-def _with_eos(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
-    """Where no tokenizer_config.json names the token, an answer of a template that writes it would have no end."""
-    return replace(template, variables={"eos_token": tokenizer.eos_token, **template.variables})
 
 
 def _any_of(pattern: str, tokens: Sequence[str]) -> re.Pattern[str] | None:

@@ -133,7 +133,8 @@ class SourcePieces:
         """`workers`: processes at most; where there are fewer pieces each has several threads."""
         self.tokenizer, self.workers = tokenizer, workers
         paths = [str(path.resolve()) for path in source.files]
-        about = [source.text_field, source.kind, tokenizer.fingerprint, chat_identity(template), fraction]
+        chat = chat_identity(template, tokenizer)
+        about = [source.text_field, source.kind, tokenizer.fingerprint, chat, fraction]
         self.folder = cache / "pieces" / digest([paths, about])
         readers = [_VERSION, READER_VERSION, source.read_options.txt_document_chars, added_readers(source)]
         self.pieces, times = list[_Piece](), Counter[str]()

@@ -310,7 +310,7 @@ def _store_folders(
     cache: Path, config: DataConfig, sources: Sequence[Source], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> list[Path]:
     """Folder of each source, named by all that decides its content."""
-    common, chat = [tokenizer.fingerprint, config.validation_fraction], [chat_identity(template)]
+    common, chat = [tokenizer.fingerprint, config.validation_fraction], [chat_identity(template, tokenizer)]
     keys = [[store.STORE_VERSION, s.identity, *common, *(chat if s.kind == "chat" else [])] for s in sources]
     return [cache / "tokens" / digest(key) for key in keys]
 

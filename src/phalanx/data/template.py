@@ -17,7 +17,7 @@ import secrets
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,11 @@ Message = tuple[str, str]
 Section = tuple[str, bool]
 """Text, and whether it is of an answer."""
 
-FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+FILE, CONFIG, MAP = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 _MOST_TEMPLATE = 1 << 20
 _SHOWN = 400
-_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_ALWAYS = ("bos_token", "eos_token", "unk_token", "pad_token")
+"""Names that identify prepared text whether a template uses them or not."""
 _NAME = "<template>"
 
 
@@ -65,8 +66,7 @@ def read_template(choice: str, tokenizer: Path | None) -> ChatTemplate:
     """What `data.chat_template` names: `model`, the one beside the tokenizer.json, or a file. Raises `DataError`."""
     folder = tokenizer.parent if tokenizer is not None else None
     try:
-        config = load_json(folder / CONFIG) if folder is not None and (folder / CONFIG).is_file() else {}
-        config = config if isinstance(config, dict) else {}
+        config, more = (_table(folder, name) for name in (CONFIG, MAP))
         path = Path(choice) if choice != "model" else (folder or Path()) / FILE
         if choice == "model" and not path.is_file():
             source, name = _in_config(config, folder), f"chat_template of {folder}/{CONFIG}"
@@ -79,7 +79,7 @@ def read_template(choice: str, tokenizer: Path | None) -> ChatTemplate:
         raise malformed("data.chat_template", choice, rule, hint) from error
     if len(source) > _MOST_TEMPLATE:
         raise malformed("data.chat_template", choice, f"has more than {_MOST_TEMPLATE} characters")
-    return ChatTemplate(name=name, source=source, variables=_variables(config))
+    return ChatTemplate(name=name, source=source, variables=_variables(source, config, more))
 
 
 def _in_config(config: dict[str, Any], folder: Path | None) -> str:
@@ -93,14 +93,23 @@ def _in_config(config: dict[str, Any], folder: Path | None) -> str:
     return found
 
 
-def _variables(config: dict[str, Any]) -> dict[str, str]:
-    found = {}
-    for name in _TOKENS:
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            found[name] = token
-    return found
+def _table(folder: Path | None, name: str) -> dict[str, Any]:
+    found = load_json(folder / name) if folder is not None and (folder / name).is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _variables(source: str, config: dict[str, Any], more: dict[str, Any]) -> dict[str, str]:
+    """Those of both files that the template names; tokenizer_config.json counts more."""
+    own = tokens_of(config)
+    found = tokens_of(more) | own
+    return {n: token for n, token in found.items() if n in source or (n in own and n in _ALWAYS)}
+
+
+def tokens_of(table: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens of a tokenizer_config.json or special_tokens_map.json by their names, such as `bos_token`."""
+    named = {name: token for name, token in table.items() if name.endswith("_token")}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def bos_token(self) -> str:
+        """What spells `bos_id`; empty: there is none."""
+        ...
+
+    @property
     def bos_id(self) -> int | None:
         """Stands before every text, of documents and of prompts; None: nothing does."""
         ...
@@ -100,6 +105,7 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id = 256
     eos_token = ""
+    bos_token = ""
     bos_id: int | None = None
     fingerprint = "byte/1"
     control_tokens: tuple[str, ...] = ()
