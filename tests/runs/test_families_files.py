@@ -23,8 +23,8 @@ from train_help import phalanx, write_text
 
 from phalanx.cli.generate import GenerateArgs, continuation
 from phalanx.core.errors import CheckpointError, ConfigError, DataError, RunError
-from phalanx.data import CHATML_TEMPLATE, prepare
-from phalanx.data.tokenizer import CHATML_TOKENS, ByteTokenizer, train_bpe
+from phalanx.data import CHATML_TEMPLATE, ChatEncoder, prepare
+from phalanx.data.tokenizer import CHATML_TOKENS, ByteTokenizer, beginnings, train_bpe
 from phalanx.plan.mapping.folding import Folding, make_folding
 from phalanx.runtime.checkpoint import planner
 from phalanx.runtime.checkpoint.manager import CheckpointManager
@@ -465,6 +465,141 @@ def test_texts_begin_as_transformers_begins_them(folders: dict[str, Path], tmp_p
     assert prompts == [theirs("b a").input_ids] and prompts[0][0] == begin
     exported(run, tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("b a").input_ids == prompts[0]
+
+
+def with_tokenizer(folder: Path, template: str, config: dict[str, Any] | None = None) -> Path:
+    """A tokenizer of ours beside the model in `folder`, that puts `template` (BOS, $A, EOS; `bytes`: a step that adds nothing) around texts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = Tokenizer.from_str(train_bpe(["a b user: assistant: "], vocab_size=300, control_tokens=("<s>", "</s>")))
+    tokens = [(token, words.token_to_id(token)) for token in ("<s>", "</s>")]
+    steps: list[Any] = [processors.ByteLevel(trim_offsets=False)] * ("bytes" in template)
+    if around := template.replace("bytes", "").strip():
+        steps.append(processors.TemplateProcessing(single=around, special_tokens=tokens))
+    if steps:
+        words.post_processor = steps[0] if len(steps) == 1 else processors.Sequence(steps)
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **(config or {})}))
+    return folder / "tokenizer.json"
+
+
+FLAGGED = {"bos_token": "<s>", "add_bos_token": True, "tokenizer_class": "LlamaTokenizerFast"}
+NEOX = {"bos_token": "<s>", "tokenizer_class": "GPTNeoXTokenizerFast", "add_eos_token": True, "add_bos_token": True}
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "asked", "begin", "same"),
+    [
+        ("<s> $A", FLAGGED, None, "<s>", True),
+        ("<s> $A", {}, None, "<s>", False),  # its class would be GPTNeoX's, which goes its own way
+        ("<s> $A", {"tokenizer_class": "PreTrainedTokenizerFast"}, None, "<s>", True),
+        ("bytes", {}, None, "", True),
+        ("bytes", FLAGGED, None, "<s>", False),
+        ("", NEOX, None, "<s>", False),
+        ("bytes <s> $A", FLAGGED | {"add_bos_token": False}, None, "", False),
+        ("<s> $A </s>", FLAGGED, None, "<s>", False),
+        ("", {}, "<s>", "<s>", False),
+        ("<s> $A", FLAGGED, "none", "", False),
+    ],
+)
+def test_exports_begin_and_end_texts_as_the_run_did(
+    template: str, config: dict[str, Any], asked: str | None, begin: str, same: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:  # fmt: skip
+    """With the tokenizer that came, whose files are as they came where they say the same; or with one that did not."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "olmoe"
+    shutil.copytree(folders["olmoe"], folder)
+    more = ["--data.bos_token", asked] if asked else []
+    for given in (folder, tmp_path / "other" / "olmoe"):
+        if given == folder:
+            own = with_tokenizer(folder, template, config)
+            (folder / "special_tokens_map.json").write_text('{"unk_token": "</s>"}')
+            (folder / "generation_config.json").write_text('{"bos_token_id": 77, "eos_token_id": 1}')
+            run = imported(given, given.parent, *more)
+        else:
+            shutil.copytree(folders["olmoe"], given)
+            told = ["--data.tokenizer", str(own), "--data.bos_token", begin or "none"]
+            run = imported(given, given.parent, *told)
+        tokenizer = RunFolder(run).read_tokenizer()
+        assert tokenizer.bos_token == begin
+        exported(run, out := given.parent / "out")
+        ids = [tokenizer.bos_id] * bool(begin) + tokenizer.encode("b a").tolist()
+        theirs = AutoTokenizer.from_pretrained(out)
+        assert theirs("b a").input_ids == ids and theirs.eos_token == "</s>"
+        files = {path.name: path.read_bytes() for path in out.glob("*.json")}
+        if given == folder and same:
+            names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+            assert all(files[name] == (folder / name).read_bytes() for name in names)
+        else:
+            assert json.loads(files["config.json"])["bos_token_id"] == tokenizer.bos_id
+            assert json.loads(files["generation_config.json"]).get("bos_token_id") == tokenizer.bos_id
+        if "bytes" in template:
+            assert "trim_offsets\":false" in json.dumps(json.loads(files["tokenizer.json"])["post_processor"], separators=(",", ":"))  # fmt: skip
+        again = beginnings(out / "tokenizer.json")
+        assert (again.template, again.taken) == (begin, begin)
+
+
+def test_a_config_that_is_made_names_what_texts_begin_with(folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["mixtral"], tmp_path / "mixtral")
+    with_tokenizer(tmp_path / "mixtral", "<s> $A")
+    run = imported(tmp_path / "mixtral", tmp_path)
+    (run / "hugging_face" / "config.json").write_text("{}")
+    exported(run, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["bos_token_id"] == RunFolder(run).read_tokenizer().bos_id is not None
+
+
+def test_an_import_says_where_files_disagree_about_what_begins_texts(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folders["olmoe"], tmp_path / "olmoe")
+    for number, (template, config, more, said) in enumerate([
+        ("", FLAGGED, [], "with '<s>' by add_bos_token in tokenizer_config.json, with no token by tokenizer.json"),
+        ("<s> $A", {"add_bos_token": False}, [], "with no token by add_bos_token in tokenizer_config.json, with '<s>' by"),
+        ("", FLAGGED, ["--data.bos_token", "none"], ""),
+        ("<s> $A", FLAGGED, [], ""),
+    ]):  # fmt: skip
+        with_tokenizer(tmp_path / "olmoe", template, config)
+        imported(tmp_path / "olmoe", tmp_path / str(number), *more)
+        told = [line for line in capsys.readouterr().out.splitlines() if "add_bos_token" in line]
+        assert len(told) == bool(said) and said in "".join(told)
+        assert all("--data.bos_token TOKEN (or none) decides otherwise" in line for line in told)
+
+
+TALKS = "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content }}{{ sep_token }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"  # fmt: skip
+
+
+@pytest.mark.parametrize("own", ["jinja", "default", "text", "other file", "other tokenizer"])
+@pytest.mark.parametrize("begin", ["<s>", "none"])
+def test_exports_write_conversations_with_the_tokens_of_the_run(
+    own: str, begin: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Here its files name them where transformers reads none, or not at all."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "olmoe"
+    shutil.copytree(folders["olmoe"], folder)
+    listed = [{"name": "tools", "template": "x"}, {"name": "default", "template": TALKS}]
+    kept = {"default": {"chat_template": listed}, "text": {"chat_template": TALKS}}.get(own, {})
+    decoder = {"1": {"content": "<s>", "special": True}}
+    config = {"bos_token": None, "added_tokens_decoder": decoder, "tokenizer_class": "PreTrainedTokenizerFast", **kept}
+    given = with_tokenizer(tmp_path / "mine" if own == "other tokenizer" else folder, "", config)
+    (given.parent / "special_tokens_map.json").write_text('{"sep_token": "<s>", "eos_token": "x"}')
+    written = given.parent / ("mine.jinja" if own == "other file" else "chat_template.jinja")
+    if not kept:
+        written.write_text(TALKS)
+    more = ["--data.tokenizer", str(given)] if own == "other tokenizer" else []
+    choice = str(written) if own == "other file" else "model"
+    run = imported(folder, tmp_path, "--data.sources", "a.jsonl", "--data.chat_template", choice, "--data.bos_token", begin, *more)  # fmt: skip
+    exported(run, tmp_path / "out")
+    found = RunFolder(run)
+    with ChatEncoder(tokenizer := found.read_tokenizer(), found.read_template(found.read_recipe())) as encoder:
+        ours = encoder.encode_prompt("b a").tolist()
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    asked = [{"role": "user", "content": "b a"}]
+    assert theirs.apply_chat_template(asked, add_generation_prompt=True).input_ids == ours
+    assert (ours[0] == tokenizer.bos_id) == (begin == "<s>") and ours.count(1) >= 1
+    assert own != "default" or "tools" in theirs.chat_template
 
 
 def test_a_config_that_names_code_goes_out_without_it(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from phalanx.data.problems import ProblemLog
 from phalanx.data.tokenising import tokenise
 from phalanx.data.tokenizer import (
     EOS,
+    Beginnings,
     ByteTokenizer,
     FileTokenizer,
-    begins_with,
+    beginnings,
     continued,
     load_tokenizer,
     parse_choice,
@@ -173,22 +174,25 @@ def test_eos_problems(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "token"),
+    ("config", "flag"),
     [
-        ({}, "<s>"),  # by the template of tokenizer.json
+        ({}, None),
         ({"add_bos_token": True, "bos_token": {"content": "<b>"}}, "<b>"),
-        ({"add_bos_token": False, "bos_token": "<s>"}, None),
-        ({"add_bos_token": True}, None),
-        ({"add_bos_token": True, "bos_token": "<nowhere>"}, None),
-        ({"add_bos_token": None, "bos_token": "<b>"}, "<s>"),
+        ({"add_bos_token": False, "bos_token": "<s>"}, ""),
+        ({"add_bos_token": True}, ""),
+        ({"add_bos_token": True, "bos_token": "<nowhere>"}, ""),
+        ({"add_bos_token": None, "bos_token": "<b>"}, None),
     ],
 )
-def test_the_token_that_transformers_puts_before_texts(tmp_path, config, token):
+def test_the_token_that_the_files_of_a_tokenizer_put_before_texts(tmp_path, config, flag):
+    """The flag counts more than the template."""
     path = write_foreign(tmp_path, ["<s>", "</s>", "<b>"], tokenizer_config=config)
-    assert begins_with(path) == token
-    assert begins_with(write_foreign(tmp_path / "none", [])) is None
+    found = beginnings(path)
+    assert (found.flag, found.template) == (flag, "<s>") and found.taken == ("<s>" if flag is None else flag)
+    nothing = Beginnings(flag=None, template="")
+    assert beginnings(write_foreign(tmp_path / "none", [])) == nothing
     (tmp_path / "none" / "tokenizer.json").write_text("{")
-    assert begins_with(tmp_path / "none" / "tokenizer.json") is begins_with(tmp_path / "none" / "nowhere.json") is None
+    assert beginnings(tmp_path / "none" / "tokenizer.json") == beginnings(tmp_path / "none" / "nowhere.json") == nothing
 
 
 def test_texts_begin_with_the_token_that_is_named(tmp_path):

@@ -203,7 +203,7 @@ class DataConfig:
     eos_token: str | None = None
     """End-of-document token of a tokenizer.json (default: what its own files name)."""
     bos_token: str | None = None
-    """Token of a tokenizer.json before every document and prompt (default: none; `phalanx import-hf` sets what transformers puts there). Conversations have what their template writes, to which this is `bos_token` where no file beside it names one."""
+    """Token of a tokenizer.json before every document and prompt (default: none; `phalanx import-hf` sets what the model's own files put there). Conversations have what their template writes, to which this is `bos_token` where no file beside it names one."""
     builtin_bytes: int | None = None
     """Text taken from builtin:python at most (default 40 MB)."""
     validation_fraction: float = 0.02

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from phalanx.data.template import ChatTemplate as ChatTemplate
     from phalanx.data.tokenizer import (
         EOS as EOS,
+        Beginnings as Beginnings,
         ByteTokenizer as ByteTokenizer,
         FileTokenizer as FileTokenizer,
         Tokenizer as Tokenizer,
-        begins_with as begins_with,
+        beginnings as beginnings,
         continued as continued,
         load_tokenizer as load_tokenizer,
         parse_choice as parse_choice,

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -359,21 +359,50 @@ def read_tokenizer_file(path: Path, *, eos_token: str | None, bos_token: str | N
     return FileTokenizer(content, eos_token=chosen, name=path.parent.name or path.name, bos_token=bos_token or "")
 
 
-def begins_with(path: Path) -> str | None:
-    """The token that transformers puts before every text of a tokenizer.json: by tokenizer_config.json next to it where that says, else by its own template. None: none, or several, or the file
-    is no tokenizer."""
+@dataclass(frozen=True, kw_only=True)
+class Beginnings:
+    """The token before every text, by each of a tokenizer's own files; empty: none, or several."""
+
+    flag: str | None
+    """By add_bos_token of tokenizer_config.json; None: it does not say."""
+    template: str
+    """By tokenizer.json itself."""
+
+    @property
+    def taken(self) -> str:
+        """The flag counts more: it is what the author of a model meant, and what transformers did for Llama's classes (DeepSeek, Mixtral) up to version 4, with which the models that have it were made.
+        Version 5 follows tokenizer.json alone. Where the two disagree an import says so, and an export has what the run had."""
+        return self.template if self.flag is None else self.flag
+
+
+def beginnings(path: Path) -> Beginnings:
+    """What a tokenizer.json and the tokenizer_config.json next to it put before every text. Nothing where the file is no tokenizer."""
     config = _json_object(path.parent / "tokenizer_config.json")
-    named = config.get("bos_token")
-    named = named.get("content") if isinstance(named, dict) else named
     with contextlib.suppress(OSError, DataError), _in_rust(str(path)):
         tokenizer, vocabulary = parse_tokenizer(read_text(path))
-        if isinstance(says := config.get("add_bos_token"), bool):
-            return str(named) if says and named in vocabulary else None
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
+        bare, told = ends_of(tokenizer)
+        begun = told[1 : 1 + len(bare)] == bare and told[: len(bare)] != bare
+        return Beginnings(flag=flagged(config, vocabulary), template=told[0] if begun else "")
+    return Beginnings(flag=None, template="")
+
+
+def flagged(config: Mapping[str, Any], vocabulary: Collection[str]) -> str | None:
+    """The token before every text by add_bos_token of a tokenizer_config.json; None: it does not say."""
+    named = config.get("bos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    says = config.get("add_bos_token")
+    if not isinstance(says, bool):
+        return None
+    return named if says and isinstance(named, str) and named in vocabulary else ""
+
+
+def ends_of(tokenizer: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
+    """Tokens of a text, without and with what a tokenizer.json puts around it."""
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    with _in_rust("tokenizer.json"):
         bare, told = (tokenizer.encode("a", add_special_tokens=special).tokens for special in (False, True))
-        return str(told[0]) if told[1 : 1 + len(bare)] == bare and told[: len(bare)] != bare else None
-    return None
+    return bare, told
 
 
 def _named_eos(folder: Path, vocabulary: dict[str, int]) -> str | None:

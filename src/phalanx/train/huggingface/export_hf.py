@@ -28,13 +28,15 @@ from safetensors.torch import save_file
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.reading import is_count, parse_table, read_text
-from phalanx.data import CHATML_TEMPLATE, ChatEncoder
+from phalanx.data import CHATML_TEMPLATE, ChatEncoder, ChatTemplate
+from phalanx.data.chat import variables_of
+from phalanx.data.template import CONFIG, FILE, MAP, tokens_of
 from phalanx.models.families import Family, NameLink, families, families_for, shapes_of
 from phalanx.plan.model import ModelSpec, buffers, resolve_model
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.state import BoxTensor
 from phalanx.train import state_dtype
-from phalanx.train.huggingface.hf_tokenizer import tokenizer_files
+from phalanx.train.huggingface.hf_tokenizer import begun_as_trained, table_of, tokenizer_files
 from phalanx.train.huggingface.hugging_face import INDEX_FILE, SINGLE_FILE, read_config, strange_links
 from phalanx.train.huggingface.import_hf import KEPT_FOLDER, TYPES_FILE, small_files
 from phalanx.train.setup import DTYPES, RunFolder, choose_checkpoint
@@ -277,14 +279,18 @@ def _small_files(plan: Export) -> dict[str, bytes]:
     elif not plan.family.says(config, plan.spec):  # an older version read it otherwise, and trained what it read
         second = ("rope_theta", "rope_scaling", "original_max_position_embeddings", *plan.family.aliases)
         config = {k: v for k, v in config.items() if k not in second} | plan.family.config_of(plan.spec)
-    own = _is_tokenizer_of(plan.run, kept)
-    said = ["model"] if own else []  # the model's own files say it all
+    own, tokenizer = _is_tokenizer_of(plan.run, kept), plan.run.read_tokenizer()
     if not own:
         kept = _with_tokenizer_of_run(plan, kept)
-        config["eos_token_id"] = plan.run.read_tokenizer().eos_id
-    elif plan.recipe.data.eos_token is not None:
+        config |= {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id}
+    elif changed := begun_as_trained(kept, tokenizer, folder=kept_folder):
+        kept |= changed
+        config["bos_token_id"] = tokenizer.bos_id
+    if own and plan.recipe.data.eos_token is not None:
         kept |= _ending_as_told(plan, kept, config)
-    if plan.recipe.data.chat_template not in (None, *said):
+    if own and plan.recipe.data.chat_template == "model":  # the model's own files say it all but for their tokens
+        kept |= _as_rendered(plan, kept)
+    elif plan.recipe.data.chat_template is not None:
         kept.pop("chat_template.jinja", None)
         kept |= _of_conversations(plan, kept)
     if plan.family.mtp_rules:
@@ -309,14 +315,17 @@ def _with_tokenizer_of_run(plan: Export, kept: Mapping[str, bytes]) -> dict[str,
     made = tokenizer_files(plan.run, length=plan.recipe.train.seq_len)
     tables = {}
     for name in ("tokenizer_config.json", "generation_config.json"):
-        came = parse_table(kept.get(name, b"{}"), where=str(plan.run.path / KEPT_FOLDER / name))
+        came = table_of(kept, name, folder=plan.run.path / KEPT_FOLDER)
         tables[name] = came, parse_table(made[name], where=name)
     came, config = tables["tokenizer_config.json"]
     config |= {key: came[key] for key in ("chat_template", "model_max_length") if key in came}
     named = {key: _content(came.get(key)) for key in ("bos_token", "pad_token", "unk_token")}
-    config |= {key: token for key, token in named.items() if token in tokens}
+    config |= {key: token for key, token in named.items() if token in tokens and key not in config}
     came, generation = tables["generation_config.json"]
-    generation = came | {"eos_token_id": _still_ends(plan, came.get("eos_token_id"), generation["eos_token_id"])}
+    came.pop("bos_token_id", None)
+    generation = (
+        came | generation | {"eos_token_id": _still_ends(plan, came.get("eos_token_id"), generation["eos_token_id"])}
+    )
     files = {"tokenizer_config.json": _json(config), "generation_config.json": _json(generation)}
     return {name: content for name, content in kept.items() if not _TOKENIZERS.fullmatch(name)} | made | files
 
@@ -361,11 +370,37 @@ def _of_conversations(plan: Export, files: dict[str, bytes]) -> dict[str, bytes]
         stops = encoder.stops()
     found = {}
     for name in ("tokenizer_config.json", "generation_config.json"):
-        found[name] = parse_table(files.get(name, b"{}"), where=str(plan.run.path / KEPT_FOLDER / name))
+        found[name] = table_of(files, name, folder=plan.run.path / KEPT_FOLDER)
     known = _as_list(found["generation_config.json"].get("eos_token_id"))
     found["generation_config.json"]["eos_token_id"] = [*known, *sorted(stops.difference(known))]
-    found["tokenizer_config.json"]["chat_template"] = CHATML_TEMPLATE if template is None else template.source
+    source = CHATML_TEMPLATE if template is None else _with_its_tokens(plan, template, files)
+    found["tokenizer_config.json"]["chat_template"] = source
     return {name: _json(table) for name, table in found.items()}
+
+
+def _as_rendered(plan: Export, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The model's own template, where its files alone would have others write it with other tokens than the run did."""
+    template = plan.run.read_template(plan.recipe)
+    source = _with_its_tokens(plan, template, files) if template is not None else ""
+    if template is None or source == template.source:
+        return {}
+    if FILE in files:
+        return {FILE: source.encode()}
+    config = table_of(files, CONFIG, folder=plan.run.path / KEPT_FOLDER)
+    named = config.get("chat_template")
+    others = [t for t in named if isinstance(t, dict) and t.get("name") != "default"] if isinstance(named, list) else []
+    config["chat_template"] = [*others, {"name": "default", "template": source}] if others else source
+    return {CONFIG: _json(config)}
+
+
+def _with_its_tokens(plan: Export, template: ChatTemplate, files: Mapping[str, bytes]) -> str:
+    """A template that begins by saying which special tokens the run gave it, where transformers would give it others of `files`."""
+    config, more = (table_of(files, name, folder=plan.run.path / KEPT_FOLDER) for name in (CONFIG, MAP))
+    theirs = tokens_of(config) | ({} if "added_tokens_decoder" in config else tokens_of(more))
+    ours = variables_of(template, plan.run.read_tokenizer())
+    used = sorted(n for n in {*theirs, *ours} if n.isidentifier() and n in template.source)
+    told = {n: json.dumps(ours.get(n, ""), ensure_ascii=False) for n in used if ours.get(n, "") != theirs.get(n, "")}
+    return "".join(f"{{% set {n} = {token} %}}\n" for n, token in told.items()) + template.source
 
 
 def _fresh_config(plan: Export) -> dict[str, Any]:
@@ -374,7 +409,7 @@ def _fresh_config(plan: Export) -> dict[str, Any]:
         "max_position_embeddings": plan.recipe.train.seq_len,
         "initializer_range": plan.spec.init_std,
         "use_cache": True,
-        "bos_token_id": None,
+        "bos_token_id": plan.run.read_tokenizer().bos_id,
         "pad_token_id": None,
     }
 

@@ -26,10 +26,11 @@ from phalanx.core.reading import parse_table
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.core.settings import describe_settings
 from phalanx.data import (
+    Beginnings,
     ByteTokenizer,
     ChatTemplate,
     Tokenizer,
-    begins_with,
+    beginnings,
     parse_choice,
     read_tokenizer_file,
     template_of,
@@ -75,6 +76,8 @@ class Import:
     spec: ModelSpec
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    remarks: tuple[str, ...] = ()
+    """What was decided that a person may want otherwise."""
 
     @property
     def folder(self) -> RunFolder:
@@ -94,10 +97,14 @@ def plan_import(checkpoint: HfCheckpoint, overrides: Sequence[str]) -> Import:
     raise_if(_decided_problems(said), ConfigError, subject="the arguments")
     own = checkpoint.path / "tokenizer.json"
     derived = _derived(checkpoint)
+    remarks: tuple[str, ...] = ()
     if "data.tokenizer" not in said and own.is_file():
         derived["data.tokenizer"] = own
-        if (begin := begins_with(own)) is not None:
-            derived["data.bos_token"] = begin
+        begin = beginnings(own)
+        if begin.taken:
+            derived["data.bos_token"] = begin.taken
+        if begin.flag not in (None, begin.template) and "data.bos_token" not in said:
+            remarks = (_disagreement(begin),)
     words = [w for name, value in derived.items() if name not in said for w in (f"--{name}", _text(value))]
     recipe = load_recipe(None, [*words, *overrides], check=lambda r: run_problems(r, world=r.launch.ranks))
     raise_if(_recipe_problems(checkpoint, recipe), ConfigError, subject="the import")
@@ -108,7 +115,15 @@ def plan_import(checkpoint: HfCheckpoint, overrides: Sequence[str]) -> Import:
     if derived.get("data.tokenizer") is own:  # the run goes on without the folder it came from
         kept = str(_run_folder(recipe).path / KEPT_FOLDER)
         recipe = replace(recipe, data=replace(recipe.data, tokenizer=kept))
-    return Import(checkpoint=checkpoint, recipe=recipe, spec=spec, tokenizer=tokenizer, template=template)
+    return Import(
+        checkpoint=checkpoint, recipe=recipe, spec=spec, tokenizer=tokenizer, template=template, remarks=remarks
+    )
+
+
+def _disagreement(begin: Beginnings) -> str:
+    """Of two files about what begins texts."""
+    flag, template = (repr(token) if token else "no token" for token in (begin.flag, begin.template))
+    return f"texts begin with {flag} by add_bos_token in tokenizer_config.json, with {template} by tokenizer.json: the former was taken; --data.bos_token TOKEN (or none) decides otherwise"
 
 
 def _decided_problems(said: set[str]) -> list[Problem]:
@@ -303,6 +318,7 @@ def _told(job: Import, read: Sequence[int]) -> str:
         lines.append(
             f"optim.lr = {FINE_TUNING_LR:g}, with which pretrained weights are commonly tuned (arXiv 2307.09288); --optim.lr sets another"
         )
+    lines += job.remarks
     run, recipe = shlex.quote(str(path)), shlex.quote(f"{path}/recipe.toml")
     lines.append(f"{path} is a run at step 0: phalanx train {recipe}, or phalanx generate {run} PROMPT")
     return "\n".join(lines)
