@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         load_template as load_template,
         save_template as save_template,
         template_of as template_of,
+        variables_of as variables_of,
     )
     from phalanx.data.contents import what_changed as what_changed
     from phalanx.data.dataset import Dataset as Dataset
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from phalanx.data.preparation import PreparedData as PreparedData, prepare as prepare
     from phalanx.data.size import token_file_bytes as token_file_bytes
     from phalanx.data.sources import resolve as resolve
-    from phalanx.data.template import ChatTemplate as ChatTemplate
+    from phalanx.data.template import ChatTemplate as ChatTemplate, special_tokens as special_tokens
     from phalanx.data.tokenizer import (
         EOS as EOS,
         Beginnings as Beginnings,
@@ -32,10 +33,13 @@ if TYPE_CHECKING:
         FileTokenizer as FileTokenizer,
         Tokenizer as Tokenizer,
         beginnings as beginnings,
+        begun_by_flag as begun_by_flag,
         continued as continued,
         load_tokenizer as load_tokenizer,
         parse_choice as parse_choice,
+        parse_tokenizer as parse_tokenizer,
         read_tokenizer_file as read_tokenizer_file,
+        with_ends as with_ends,
     )
 else:
     __getattr__ = lazy(__name__)

@@ -100,12 +100,12 @@ def _table(folder: Path | None, name: str) -> dict[str, Any]:
 
 def _variables(source: str, config: dict[str, Any], more: dict[str, Any]) -> dict[str, str]:
     """Those of both files that the template names; tokenizer_config.json counts more."""
-    own = tokens_of(config)
-    found = tokens_of(more) | own
+    own = special_tokens(config)
+    found = special_tokens(more) | own
     return {n: token for n, token in found.items() if n in source or (n in own and n in _ALWAYS)}
 
 
-def tokens_of(table: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(table: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens of a tokenizer_config.json or special_tokens_map.json by their names, such as `bos_token`."""
     named = {name: token for name, token in table.items() if name.endswith("_token")}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}

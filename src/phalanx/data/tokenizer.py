@@ -380,13 +380,13 @@ def beginnings(path: Path) -> Beginnings:
     config = _json_object(path.parent / "tokenizer_config.json")
     with contextlib.suppress(OSError, DataError), _in_rust(str(path)):
         tokenizer, vocabulary = parse_tokenizer(read_text(path))
-        bare, told = ends_of(tokenizer)
+        bare, told = with_ends(tokenizer)
         begun = told[1 : 1 + len(bare)] == bare and told[: len(bare)] != bare
-        return Beginnings(flag=flagged(config, vocabulary), template=told[0] if begun else "")
+        return Beginnings(flag=begun_by_flag(config, vocabulary), template=told[0] if begun else "")
     return Beginnings(flag=None, template="")
 
 
-def flagged(config: Mapping[str, Any], vocabulary: Collection[str]) -> str | None:
+def begun_by_flag(config: Mapping[str, Any], vocabulary: Collection[str]) -> str | None:
     """The token before every text by add_bos_token of a tokenizer_config.json; None: it does not say."""
     named = config.get("bos_token")
     named = named.get("content") if isinstance(named, dict) else named
@@ -396,7 +396,7 @@ def flagged(config: Mapping[str, Any], vocabulary: Collection[str]) -> str | Non
     return named if says and isinstance(named, str) and named in vocabulary else ""
 
 
-def ends_of(tokenizer: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
+def with_ends(tokenizer: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
     """Tokens of a text, without and with what a tokenizer.json puts around it."""
     tokenizer.no_padding()
     tokenizer.no_truncation()

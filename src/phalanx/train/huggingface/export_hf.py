@@ -28,15 +28,13 @@ from safetensors.torch import save_file
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.reading import is_count, parse_table, read_text
-from phalanx.data import CHATML_TEMPLATE, ChatEncoder, ChatTemplate
-from phalanx.data.chat import variables_of
-from phalanx.data.template import CONFIG, FILE, MAP, tokens_of
+from phalanx.data import CHATML_TEMPLATE, ChatEncoder, ChatTemplate, special_tokens, variables_of
 from phalanx.models.families import Family, NameLink, families, families_for, shapes_of
 from phalanx.plan.model import ModelSpec, buffers, resolve_model
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.state import BoxTensor
 from phalanx.train import state_dtype
-from phalanx.train.huggingface.hf_tokenizer import begun_as_trained, table_of, tokenizer_files
+from phalanx.train.huggingface.hf_tokenizer import CONFIG, MAP, begun_as_trained, kept_table, tokenizer_files
 from phalanx.train.huggingface.hugging_face import INDEX_FILE, SINGLE_FILE, read_config, strange_links
 from phalanx.train.huggingface.import_hf import KEPT_FOLDER, TYPES_FILE, small_files
 from phalanx.train.setup import DTYPES, RunFolder, choose_checkpoint
@@ -291,7 +289,7 @@ def _small_files(plan: Export) -> dict[str, bytes]:
     if own and plan.recipe.data.chat_template == "model":  # the model's own files say it all but for their tokens
         kept |= _as_rendered(plan, kept)
     elif plan.recipe.data.chat_template is not None:
-        kept.pop("chat_template.jinja", None)
+        kept.pop(_TEMPLATE, None)
         kept |= _of_conversations(plan, kept)
     if plan.family.mtp_rules:
         config.pop("num_mtp_layers", None)
@@ -315,7 +313,7 @@ def _with_tokenizer_of_run(plan: Export, kept: Mapping[str, bytes]) -> dict[str,
     made = tokenizer_files(plan.run, length=plan.recipe.train.seq_len)
     tables = {}
     for name in ("tokenizer_config.json", "generation_config.json"):
-        came = table_of(kept, name, folder=plan.run.path / KEPT_FOLDER)
+        came = kept_table(kept, name, folder=plan.run.path / KEPT_FOLDER)
         tables[name] = came, parse_table(made[name], where=name)
     came, config = tables["tokenizer_config.json"]
     config |= {key: came[key] for key in ("chat_template", "model_max_length") if key in came}
@@ -330,6 +328,7 @@ def _with_tokenizer_of_run(plan: Export, kept: Mapping[str, bytes]) -> dict[str,
     return {name: content for name, content in kept.items() if not _TOKENIZERS.fullmatch(name)} | made | files
 
 
+_TEMPLATE = "chat_template.jinja"
 _TOKENIZERS = re.compile(r"(tokenizer.*|special_tokens_map|added_tokens|vocab)\.json|(vocab|merges)\.txt|.*\.model")
 """Files that tokenizers of transformers consist of."""
 
@@ -370,7 +369,7 @@ def _of_conversations(plan: Export, files: dict[str, bytes]) -> dict[str, bytes]
         stops = encoder.stops()
     found = {}
     for name in ("tokenizer_config.json", "generation_config.json"):
-        found[name] = table_of(files, name, folder=plan.run.path / KEPT_FOLDER)
+        found[name] = kept_table(files, name, folder=plan.run.path / KEPT_FOLDER)
     known = _as_list(found["generation_config.json"].get("eos_token_id"))
     found["generation_config.json"]["eos_token_id"] = [*known, *sorted(stops.difference(known))]
     source = CHATML_TEMPLATE if template is None else _with_its_tokens(plan, template, files)
@@ -384,9 +383,9 @@ def _as_rendered(plan: Export, files: Mapping[str, bytes]) -> dict[str, bytes]:
     source = _with_its_tokens(plan, template, files) if template is not None else ""
     if template is None or source == template.source:
         return {}
-    if FILE in files:
-        return {FILE: source.encode()}
-    config = table_of(files, CONFIG, folder=plan.run.path / KEPT_FOLDER)
+    if _TEMPLATE in files:
+        return {_TEMPLATE: source.encode()}
+    config = kept_table(files, CONFIG, folder=plan.run.path / KEPT_FOLDER)
     named = config.get("chat_template")
     others = [t for t in named if isinstance(t, dict) and t.get("name") != "default"] if isinstance(named, list) else []
     config["chat_template"] = [*others, {"name": "default", "template": source}] if others else source
@@ -395,8 +394,8 @@ def _as_rendered(plan: Export, files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def _with_its_tokens(plan: Export, template: ChatTemplate, files: Mapping[str, bytes]) -> str:
     """A template that begins by saying which special tokens the run gave it, where transformers would give it others of `files`."""
-    config, more = (table_of(files, name, folder=plan.run.path / KEPT_FOLDER) for name in (CONFIG, MAP))
-    theirs = tokens_of(config) | ({} if "added_tokens_decoder" in config else tokens_of(more))
+    config, more = (kept_table(files, name, folder=plan.run.path / KEPT_FOLDER) for name in (CONFIG, MAP))
+    theirs = special_tokens(config) | ({} if "added_tokens_decoder" in config else special_tokens(more))
     ours = variables_of(template, plan.run.read_tokenizer())
     used = sorted(n for n in {*theirs, *ours} if n.isidentifier() and n in template.source)
     told = {n: json.dumps(ours.get(n, ""), ensure_ascii=False) for n in used if ours.get(n, "") != theirs.get(n, "")}

@@ -14,11 +14,10 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from phalanx.core.reading import parse_json, parse_table
-from phalanx.data import EOS, FileTokenizer, Tokenizer
-from phalanx.data.template import CONFIG, MAP, tokens_of
-from phalanx.data.tokenizer import ends_of, flagged, parse_tokenizer
+from phalanx.data import EOS, FileTokenizer, Tokenizer, begun_by_flag, parse_tokenizer, special_tokens, with_ends
 from phalanx.train.setup import RunFolder
 
+CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
 _CLASS = "PreTrainedTokenizerFast"
 """Does what tokenizer.json says, in every version."""
 _REBUILDS = "GPTNeoX"
@@ -55,27 +54,27 @@ def begun_as_trained(files: Mapping[str, bytes], tokenizer: Tokenizer, *, folder
     add_bos_token: it becomes one that follows the file, and both say the same. `folder`: where the files lie."""
     begin, content = tokenizer.bos_token, files["tokenizer.json"].decode()
     made = _beginning(content, begin)
-    config, names = (table_of(files, name, folder=folder) for name in (CONFIG, MAP))
+    config, names = (kept_table(files, name, folder=folder) for name in (CONFIG, MAP))
     follows = not begin or not str(config.get("tokenizer_class", _REBUILDS)).startswith(_REBUILDS)
-    if made == content and follows and flagged(config, parse_tokenizer(content)[1]) in (None, begin):
+    if made == content and follows and begun_by_flag(config, parse_tokenizer(content)[1]) in (None, begin):
         return {}
     config |= {"tokenizer_class": _CLASS, "add_bos_token": bool(begin)}
     if "add_eos_token" in config:
         config["add_eos_token"] = False
-    if "eos_token" not in tokens_of(config):  # its class may have known it
+    if "eos_token" not in special_tokens(config):  # its class may have known it
         config["eos_token"] = tokenizer.eos_token
     tables = {CONFIG: config, MAP: names} if MAP in files else {CONFIG: config}
     for table in tables.values():
-        if begin and tokens_of(table).get("bos_token") != begin:
+        if begin and special_tokens(table).get("bos_token") != begin:
             table["bos_token"] = begin
     changed = {"tokenizer.json": made.encode()} | {name: _json(table) for name, table in tables.items()}
     name = "generation_config.json"
-    if "bos_token_id" in (generation := table_of(files, name, folder=folder)):
+    if "bos_token_id" in (generation := kept_table(files, name, folder=folder)):
         changed[name] = _json(generation | {"bos_token_id": tokenizer.bos_id})
     return changed
 
 
-def table_of(files: Mapping[str, bytes], name: str, *, folder: Path) -> dict[str, Any]:
+def kept_table(files: Mapping[str, bytes], name: str, *, folder: Path) -> dict[str, Any]:
     """One of `files`, empty where it is none of them. Raises `DataError` that names it in `folder`."""
     return parse_table(files.get(name, b"{}"), where=str(folder / name))
 
@@ -83,7 +82,7 @@ def table_of(files: Mapping[str, bytes], name: str, *, folder: Path) -> dict[str
 def _beginning(content: str, begin: str) -> str:
     """A tokenizer.json that puts the token `begin` before texts (empty: none) and nothing else; as it came where it does so already. What a post-processor does beside (positions of byte-level tokens) stays."""
     tokenizer, vocabulary = parse_tokenizer(content)
-    bare, told = ends_of(tokenizer)
+    bare, told = with_ends(tokenizer)
     if told == [begin] * bool(begin) + bare:
         return content
     table = parse_json(content, where="tokenizer.json", plain=False)
