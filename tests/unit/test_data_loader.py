@@ -176,6 +176,25 @@ def test_validation_of_a_mixture_keeps_its_shares():
     assert len(ids) == 64 and (ids < 500).sum() == 48
 
 
+@pytest.mark.parametrize(
+    ("sizes", "weights", "drawn"),
+    [
+        ((5, 500), (0.9, 0.1), (58, 6)),  # 64 windows, although the first source has 5
+        ((500, 5), (1.0, 3.0), (16, 48)),
+        ((5, 5), (3.0, 1.0), (15, 5)),  # once all were seen, no more
+        ((2, 7), (1.0, 1.0), (7, 7)),
+    ],
+)
+def test_a_source_with_too_few_validation_windows_keeps_its_share(sizes, weights, drawn):
+    dataset = make_dataset(*([counting_stream(size, SEQ)] for size in sizes), weights=weights)
+    loader = make_validation(0, batches=4, dataset=dataset)
+    ids = np.concatenate([loader.sample_ids(n) for n in range(loader.num_batches)])
+    times = Counter(ids[ids >= 0].tolist())
+    of_each = [[times[i] for i in range(sizes[0])], [times[sizes[0] + i] for i in range(sizes[1])]]
+    assert tuple(map(sum, of_each)) == drawn and len(ids) == 16 * loader.num_batches
+    assert all(max(each) - min(each) <= 1 for each in of_each)
+
+
 # --- prefetch
 
 

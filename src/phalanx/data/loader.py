@@ -11,6 +11,7 @@ Legend: b sequences of a micro-batch, S sequence length, G global batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,8 +143,9 @@ class Loader:
 class ValidationLoader:
     """The same `num_batches` global batches at every validation, for any seed and any number of ranks.
 
-    They hold distinct windows, spread over the validation side by the mixture's weights. Where there are fewer windows than asked for, the
-    last batch is filled up with sequences that predict nothing, so that all ranks run equally many micro-batches and means stay exact.
+    Windows are spread over the validation side, and have the shares of the mixture's weights: those of a source with too few come again, so that
+    the loss is that of the mixture. Once each window has come no more are drawn, and the last batch is filled up with sequences that predict
+    nothing, so that all ranks run equally many micro-batches and means stay exact.
     """
 
     def __init__(
@@ -182,10 +184,11 @@ class ValidationLoader:
 
 
 def _validation_ids(dataset: Dataset, *, seq_len: int, wanted: int) -> Ints:
-    sizes = dataset.pool_sizes(seq_len)
+    sizes, total = dataset.pool_sizes(seq_len), math.fsum(dataset.weights)
+    enough = max(math.ceil(size * total / weight) for size, weight in zip(sizes, dataset.weights, strict=True))
     chosen, first = [], 0
-    for pool, (size, count) in enumerate(zip(sizes, shares(dataset.weights, wanted), strict=True)):
-        spread = permute(np.arange(min(count, size)), size=size, key=_VALIDATION_KEY + pool)
+    for pool, (size, count) in enumerate(zip(sizes, shares(dataset.weights, min(wanted, enough)), strict=True)):
+        spread = permute(np.arange(count) % size, size=size, key=_VALIDATION_KEY + pool)
         chosen.append(first + spread)
         first += size
     return np.concatenate(chosen)
