@@ -19,7 +19,7 @@ from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError
 from phalanx.data.cache import digest
 from phalanx.data.chat import CHATML_TEMPLATE, ChatEncoder, ChatML, chat_identity, template_of
-from phalanx.data.formats import Document
+from phalanx.data.formats import Document, ReadOptions, read_documents
 from phalanx.data.loader import Loader
 from phalanx.data.packing import IGNORE, TokenStream, fit, pack
 from phalanx.data.preparation import prepare
@@ -443,6 +443,9 @@ def test_every_format_gives_the_same_conversations(tmp_path: Path) -> None:
         ([{"role": "user", "content": ["a"]}], "message 1 must have text as its content, not a list of parts"),
         ([{"role": "assistant", "content": "a", "weight": 0}], "message 1 has a weight"),
         ([{"role": "assistant", "content": "a", "reasoning_content": "b"}], "message 1 has its reasoning"),
+        ([{"role": "assistant", "content": "a", "reasoning": "b"}], "message 1 has its reasoning"),
+        ([{"role": "assistant", "content": "a", "thinking": "b"}], "message 1 has its reasoning"),
+        ([{"role": "user", "content": "a", "train": False}, {"role": "assistant", "content": "a", "train": False}], "message 2 is left out of the training"),
         ([{"role": "assistant", "content": None, "tool_calls": [1]}], "message 1 calls tools"),
         ([{"role": "assistant", "content": "a", "tool_calls": [1]}], "message 1 calls tools"),
         ([{"role": "user", "content": "\ud800"}], "half a surrogate pair"),
@@ -465,6 +468,8 @@ def test_what_is_no_conversation_is_named(messages: object, said: str, tmp_path:
         ([[{"role": "user", "content": "a"}], [{"role": "user", "content": None}]], "row 2.*must have text"),
         ([[{"role": "user", "content": "a", "tool_calls": []}], [{"role": "assistant", "content": "a", "tool_calls": [{"a": "b"}]}]], "row 2.*calls tools"),
         ([[{"role": "user", "content": "a", "weight": 1}], [{"role": "assistant", "content": "a", "weight": 0}]], "row 2.*has a weight"),
+        ([[{"role": "assistant", "content": "a", "train": True}], [{"role": "assistant", "content": "a", "train": False}]], "row 2.*is left out of the training"),
+        ([[{"role": "user", "content": "a", "thinking": ""}], [{"role": "assistant", "content": "a", "thinking": "b"}]], "row 2.*has its reasoning"),
     ],
 )  # fmt: skip
 def test_what_is_no_column_of_conversations_is_named(column: list, said: str, tmp_path: Path) -> None:
@@ -698,3 +703,59 @@ def test_a_prompt_ends_where_an_answer_begins(template: str | None, tmp_path: Pa
         assert spelled(tokenizer, asked) == "<|im_start|>user\nWhy?<|im_end|><|im_end|>\n<|im_start|>assistant\n"
         assert (asked == theirs.token_to_id("<|im_end|>")).sum() == 1
         assert encoder.stops() == {tokenizer.eos_id, theirs.token_to_id("<|im_end|>")}
+
+
+# --- what belongs to a conversation and stands beside it
+
+
+def _records(path: Path, records: list[dict]) -> Path:
+    """The same records as lines, as Parquet, or as a stream of Arrow."""
+    if path.suffix == ".jsonl":
+        return write_jsonl(path, records)
+    table = pa.Table.from_pylist(records)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+    return path
+
+
+def _read(path: Path) -> tuple[list[Document], list[str]]:
+    log = ProblemLog()
+    found = list(read_documents(path, ReadOptions(text_field="messages", conversations=True), log))
+    return found, [str(problem) for problem in log.found]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
+@pytest.mark.parametrize(
+    ("field", "empty", "said"),
+    [("system", "", "be terse"), ("tools", [], [{"name": "f"}]), ("tools", "", "[1]"), ("system", False, True)],
+)
+def test_what_stands_beside_messages_is_refused_where_it_says_something(name, field, empty, said, tmp_path):
+    plain = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    records = [{**plain, field: value} for value in (None, empty, said, None)]
+    path = _records(tmp_path / name, records)
+    found, problems = _read(path)
+    place = f"{path}:{'3' if name == 'a.jsonl' else 'row 3'}"
+    assert len(found) == 3 and len(problems) == 1
+    assert place in problems[0] and f"has a field '{field}' beside its messages, which is not read" in problems[0]
+    assert "remove the record" in problems[0]
+
+
+def test_harmless_fields_of_messages_and_records_are_accepted(tmp_path):
+    said = {"role": "assistant", "content": "b", "train": True, "thinking": None, "reasoning": "", "weight": 1}
+    asked = {"role": "user", "content": "a", "train": False}
+    records = [{"messages": [asked, said], "system": "", "tools": [], "source": "x"}]
+    assert len(_read(_records(tmp_path / "a.jsonl", records))[0]) == 1
+    found, problems = _read(_records(tmp_path / "a.parquet", [{**records[0], "tools": None}]))
+    assert len(found) == 1 and not problems
+
+
+def test_tables_of_odd_columns_beside_their_messages(tmp_path):
+    """Two of one name, and one of categories."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    columns = [pa.array([talk, talk]), pa.array(["", ""]), pa.array(["", "be terse"]).dictionary_encode()]
+    pq.write_table(pa.Table.from_arrays(columns, names=["messages", "system", "system"]), tmp_path / "a.parquet")
+    found, problems = _read(tmp_path / "a.parquet")
+    assert len(found) == 1 and "row 2" in problems[0] and "'system'" in problems[0]

@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from tiers import times
 
 from phalanx.core.errors import DataError
+from phalanx.data import parquet_pages
 from phalanx.data.formats import ReadOptions, read_documents
 from phalanx.data.parquet_pages import column_chunks, page_sizes
 from phalanx.data.problems import MOST, ProblemLog
@@ -205,6 +206,16 @@ def test_damaged_compression_is_named(tmp_path, name, pack):
     spoiled[1000:1200] = bytes(200)
     assert read(write(tmp_path / name, bytes(spoiled)))[1]
     assert "cannot be decompressed" in only_problem(write(tmp_path / name, b"plain text, not compressed\n" * 9)).rule
+    nothing = only_problem(write(tmp_path / name, b""))  # gzip -t and zstd -t refuse it as well
+    assert "cannot be decompressed (it has no bytes at all" in nothing.rule and nothing.hint == "copy the file again"
+    assert read(write(tmp_path / name, pack(b""))) == ([], [])
+
+
+def test_a_parquet_footer_without_the_length_of_a_column_is_refused(tmp_path, monkeypatch):
+    about = {3: [b"text"], 9: 4, 7: None}  # as a changed byte leaves it
+    monkeypatch.setattr(parquet_pages, "_read", lambda *_: ({4: [{1: [{3: about}]}]}, 0))
+    problem = only_problem(write_parquet(tmp_path / "a.parquet", {"text": ["x"]}))
+    assert "is not a readable parquet file (row group 0 names -1 bytes" in problem.rule
 
 
 def test_parquet_problems(tmp_path):

@@ -12,7 +12,7 @@ import gzip
 import io
 import mmap
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -48,8 +48,20 @@ _NOT_READ = {
     "tool_calls": "calls tools",
     "function_call": "calls tools",
     "reasoning_content": "has its reasoning in a field of its own",
+    "reasoning": "has its reasoning in a field of its own",
+    "thinking": "has its reasoning in a field of its own",
     "weight": "has a weight",
+    "train": "is left out of the training",
 }
+"""Fields of a message."""
+_HARMLESS = {"weight": (None, 1), "train": (None, True)}
+_NOTHING = (None, False, "", [], {})
+"""Harmless in all other fields."""
+_NOT_READ_BESIDE = {
+    "system": 'write it as a first message {"role": "system", "content": "..."}, or remove the record',
+    "tools": "remove the record, or the field if the model need not know its tools",
+}
+"""Fields of a record beside its messages, and what to do about them."""
 _KEYS = (("role", "from"), ("content", "value"))
 """Names of role and text in a message: OpenAI's, and ShareGPT's."""
 _ROWS, _MOST_ROWS = 16, 1024
@@ -223,6 +235,8 @@ def _read_jsonl(span: Span, options: ReadOptions, log: ProblemLog) -> Iterator[D
     path, number, budget = span.path, span.line, _Budget(span.path)
     with open_regular(path) as raw, _decompressed(raw, suffix_of(path)) as lines:
         try:
+            if suffix_of(path) != CUT_SUFFIX and not path.stat().st_size:  # which the libraries take for no text
+                raise EOFError("it has no bytes at all, as where writing it broke off")
             for at, line in _lines_that_begin(lines, span):
                 number += 1
                 budget.spend(len(line))
@@ -310,13 +324,32 @@ def _field_of(line: bytes, where: str, position: int, options: ReadOptions, log:
             Problem(where=where, value=str(record)[:_SHOWN], rule=rule, hint='for example {"' + field + '": "..."}')
         )
         return None
-    return _document(record.get(field), where, position, options, sorted(record), log)
+    beside = [n for n in _beside(record, options) if record[n] not in _NOTHING]
+    return _document(record.get(field), where, position, options, sorted(record), log, beside=beside)
+
+
+def _beside(names: Iterable[str], options: ReadOptions) -> list[str]:
+    """Fields beside the messages that belong to a conversation, and are not read."""
+    found = set(names) - {options.text_field} if options.conversations else set[str]()
+    return [name for name in _NOT_READ_BESIDE if name in found]
 
 
 def _document(
-    value: object, where: str, position: int, options: ReadOptions, names: list[str], log: ProblemLog
+    value: object,
+    where: str,
+    position: int,
+    options: ReadOptions,
+    names: list[str],
+    log: ProblemLog,
+    *,
+    beside: Sequence[str] = (),
 ) -> Document | None:
-    """The text, or the conversation, that a field holds."""
+    """The text, or the conversation, that a field holds. `beside`: fields of the record that are not empty, and are not read."""
+    for name in beside:
+        rule = f"has a field {name!r} beside its messages, which is not read"
+        log.add(Problem(where=where, value=name, rule=rule, hint=_NOT_READ_BESIDE[name]))
+    if beside:
+        return None
     if options.conversations and options.text_field in names:
         messages = _conversation(value, where, options.text_field, log)
         return (
@@ -354,7 +387,8 @@ def _message(message: object) -> Message | str:
     if role not in ROLES:
         return f"must have one of the roles {', '.join(ROLES)}"
     for name, what in _NOT_READ.items():
-        if message.get(name) not in ((None, 1) if name == "weight" else (None, False, "", [], {})):
+        is_left_out = name == "train" and role != "assistant"  # as all that is no answer
+        if not is_left_out and message.get(name) not in _HARMLESS.get(name, _NOTHING):
             return f"{what} ({name}), which is not read"
     if not isinstance(text, str):
         return (
@@ -403,9 +437,12 @@ def _checked(text: object, where: str, options: ReadOptions, names: list[str], l
 
 
 def _read_parquet(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[Document]:
-    largest = _largest_page(path, options.text_field, log)
-    if largest is None:
-        return
+    largest = 0
+    for field in (options.text_field, *_beside(_NOT_READ_BESIDE, options)):
+        page = _largest_page(path, field, log)
+        if page is None:
+            return
+        largest = max(largest, page)
     rows = min(_MOST_ROWS, max(_ROWS, _ROWS * MOST_DOCUMENT // max(largest, 1)))
     try:
         with pq.ParquetFile(path) as file:
@@ -481,20 +518,25 @@ def _has_messages(kind: pa.DataType, path: Path, field: str, log: ProblemLog) ->
     return True
 
 
-def _columns(file: pq.ParquetFile, path: Path, options: ReadOptions, *, batch: int) -> Iterator[tuple[pa.Array, int]]:
-    """The column in pieces of `batch` rows, which are decoded at once, each with how far into the file it reaches."""
+_Columns = tuple[pa.RecordBatch, int]
+"""Some rows of a table, of the columns that are read, and how far into the file they reach."""
+
+
+def _columns(file: pq.ParquetFile, path: Path, options: ReadOptions, *, batch: int) -> Iterator[_Columns]:
+    """The columns in pieces of `batch` rows, which are decoded at once."""
     size, total, number = path.stat().st_size, max(file.metadata.num_rows, 1), 0
-    for rows in file.iter_batches(batch_size=batch, columns=[options.text_field]):
+    beside = _beside(file.schema_arrow.names, options)
+    for rows in file.iter_batches(batch_size=batch, columns=[options.text_field, *beside]):
         number += rows.num_rows
-        yield rows.column(0), size * number // total
+        yield rows, size * number // total
 
 
-def _rows(
-    columns: Iterable[tuple[pa.Array, int]], path: Path, options: ReadOptions, log: ProblemLog
-) -> Iterator[Document]:
+def _rows(columns: Iterable[_Columns], path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[Document]:
     number, budget = 0, _Budget(path)
-    for column, position in columns:
-        for cell in column:
+    for rows, position in columns:
+        known = _beside(rows.schema.names, options)
+        others = [(name, rows.column(i)) for i, name in enumerate(rows.schema.names) if name in known]
+        for row, cell in enumerate(rows.column(options.text_field)):
             number += 1
             where = f"{path}:row {number}"
             size = _cell_bytes(cell)
@@ -511,7 +553,8 @@ def _rows(
                     )
                 )
                 continue
-            document = _document(value, where, position, options, [options.text_field], log)
+            beside = [name for name, each in others if not _is_empty(each[row])]
+            document = _document(value, where, position, options, [options.text_field], log, beside=beside)
             if document is not None:
                 yield document
 
@@ -522,6 +565,15 @@ def _cell_bytes(cell: pa.Scalar) -> int:
         return 0 if cell.values is None else int(cell.values.nbytes)
     data = cell.as_buffer()
     return 0 if data is None else int(data.size)
+
+
+def _is_empty(cell: pa.Scalar) -> bool:
+    """Of any type, without decoding what it holds."""
+    if not cell.is_valid or pa.types.is_nested(cell.type):
+        return not cell.is_valid or (isinstance(cell, pa.ListScalar) and not len(cell.values))
+    if isinstance(cell, pa.DictionaryScalar):
+        return _is_empty(cell.value)
+    return _cell_bytes(cell) == 0 if isinstance(cell, pa.BinaryScalar) else cell.equals(pa.scalar(False))
 
 
 def _messages_of(row: pa.ListScalar) -> list[dict[str, object]] | None:
@@ -536,8 +588,7 @@ def _messages_of(row: pa.ListScalar) -> list[dict[str, object]] | None:
     for name, column in others.items():
         nested = pa.types.is_nested(column.type)
         for message, cell in zip(found, column, strict=True):
-            empty = nested and (not cell.is_valid or (isinstance(cell, pa.ListScalar) and not len(cell.values)))
-            message[name] = not empty if nested else cell.as_py()
+            message[name] = not _is_empty(cell) if nested else cell.as_py()
     return found
 
 
@@ -555,7 +606,9 @@ def _read_arrow(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[D
         next(ends)
         schema = pa.ipc.read_schema(pa.py_buffer(data))
         if _has_text_column(schema, path, options, log):
-            yield from _rows(_batches(data, ends, schema.names.index(options.text_field)), path, options, log)
+            read = {options.text_field, *_beside(schema.names, options)}
+            numbers = [number for number, name in enumerate(schema.names) if name in read]
+            yield from _rows(_batches(data, ends, numbers), path, options, log)
     except (pa.ArrowException, StreamError, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the library
             raise
@@ -563,15 +616,16 @@ def _read_arrow(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[D
         log.add(Problem(where=str(path), value=path.name, rule=rule, hint="copy the file, or save the dataset, again"))
 
 
-def _batches(data: mmap.mmap, ends: Iterator[int], column: int) -> Iterator[tuple[pa.Array, int]]:
-    """The column of each batch, with the byte where the batch ends. Offsets are compared with the bytes that are there before any is followed."""
-    only = pa.ipc.IpcReadOptions(included_fields=[column])
+def _batches(data: mmap.mmap, ends: Iterator[int], columns: list[int]) -> Iterator[_Columns]:
+    """These columns of each batch, with the byte where the batch ends. Offsets are compared with the bytes that are there before any is followed."""
+    only = pa.ipc.IpcReadOptions(included_fields=columns)
     with pa.ipc.open_stream(pa.py_buffer(data), options=only) as reader:
         for end in ends:
-            texts = reader.read_next_batch().column(0)
-            raw = texts.view(_BYTES_OF[texts.type]) if texts.type in _BYTES_OF else texts
-            raw.validate(full=True)  # as text, one broken row would end it
-            yield texts, end
+            rows = reader.read_next_batch()
+            for column in rows.columns:
+                raw = column.view(_BYTES_OF[column.type]) if column.type in _BYTES_OF else column
+                raw.validate(full=True)  # as text, one broken row would end it
+            yield rows, end
 
 
 _BYTES_OF = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}

@@ -647,10 +647,18 @@ def _read_talks(path: Path) -> None:
 
 def _talks() -> list[FuzzReader]:
     said = [{"role": "user", "content": TEXT, "tool_calls": None}, {"role": "assistant", "content": "ab"}]
-    rows: list[dict[str, Any]] = [{"messages": said[: 1 + i % 2] * (1 + i % 3), "n": i} for i in range(30)]
+    rows: list[dict[str, Any]] = [
+        {"messages": said[: 1 + i % 2] * (1 + i % 3), "n": i, "system": "", "tools": []} for i in range(30)
+    ]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    message = pa.struct({"role": pa.string(), "content": pa.string()})
+    schema = pa.schema({"messages": pa.list_(message), "system": pa.string(), "tools": pa.list_(pa.string())})
     table = pa.Table.from_pylist(
-        [{"messages": [{k: m[k] for k in ("role", "content")} for m in row["messages"]]} for row in rows]
+        [
+            {"messages": [{k: m[k] for k in ("role", "content")} for m in row["messages"]], "system": "", "tools": []}
+            for row in rows
+        ],
+        schema=schema,
     )
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
