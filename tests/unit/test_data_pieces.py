@@ -244,6 +244,26 @@ def test_whoever_repairs_a_file_keeps_the_pieces_of_the_others(
 
 
 @pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_file_that_changes_while_its_pieces_are_made_leaves_none(workers: int, tmp_path: Path) -> None:
+    kept = write_lines(tmp_path / "a.jsonl", [text_of(i) for i in range(20)])
+    path = write_lines(tmp_path / "b.jsonl", [text_of(i) for i in range(100)])
+    as_hashed, stat, done = path.read_bytes(), path.stat(), list[int]()
+
+    def progress(phase: str, read: int, total: int, /) -> None:
+        if phase == "tokenise" and not done:
+            done.append(read)
+            path.write_bytes(as_hashed.upper().replace(b'"TEXT"', b'"text"'))
+
+    with pytest.raises(DataError, match=r"b\.jsonl.*was changed while it was prepared"):
+        prepare(config(tmp_path / "cache", kept, path), progress=progress, workers=workers)
+    path.write_bytes(as_hashed)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    again = prepare(config(tmp_path / "cache", kept, path), workers=workers)
+    assert files_of(again) == files_of(prepare(config(tmp_path / "fresh", kept, path)))
+
+
+@pytest.mark.usefixtures("in_pieces")
 def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_lines(tmp_path / "a.jsonl", [text_of(i) for i in range(60)])
     with monkeypatch.context() as patch:

@@ -315,6 +315,48 @@ def test_a_damaged_store_is_prepared_anew(tmp_path, corpus_file, texts):
     assert not again.reused and again.fingerprint == first.fingerprint and decoded(again) == sorted(texts)
 
 
+# --- files that change meanwhile
+
+
+@pytest.mark.parametrize(
+    ("phase", "tokenizer"),
+    [("scan", "byte"), ("tokenise", "byte"), ("scan", "bpe:300"), ("tokenizer", "bpe:300"), ("tokenise", "bpe:300")],
+)
+def test_text_that_changes_while_it_is_prepared_is_an_error_and_nothing_of_it_is_kept(
+    tmp_path, texts, phase, tokenizer
+):
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    as_hashed, times = path.read_bytes(), path.stat()
+    chosen, done = config(tmp_path, path, tokenizer=tokenizer), []
+
+    def progress(now, read, total):
+        if now == phase and not done:
+            done.append(now)
+            write_jsonl(path, [text.upper() for text in texts] + ["one more"])
+
+    with pytest.raises(DataError, match=r"a\.jsonl.*was changed while it was prepared; the same command again will do"):
+        prepare(chosen, progress=progress)
+    assert not left_over(tmp_path) and not list((tmp_path / "cache" / "tokens").glob("[!.]*"))
+    path.write_bytes(as_hashed)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # what would find the identity again, were it kept
+    found = prepare(chosen)
+    assert decoded(found) == sorted(texts)
+    assert found.fingerprint == prepare(config(tmp_path / "fresh", path, tokenizer=tokenizer)).fingerprint
+
+
+def test_what_a_torn_file_has_wrong_is_told_as_its_change(tmp_path, texts):
+    path, done = write_jsonl(tmp_path / "a.jsonl", texts), []
+
+    def progress(now, *_):
+        if now == "tokenise" and not done:
+            done.append(now)
+            path.write_text('{"text": "half a li\n' * 20_000)
+
+    with pytest.raises(DataError) as caught:
+        prepare(config(tmp_path, path), progress=progress)
+    assert [p.rule for p in caught.value.problems] == ["was changed while it was prepared"]
+
+
 # --- the built-in corpus over a change of the machine
 
 

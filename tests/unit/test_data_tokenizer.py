@@ -227,6 +227,19 @@ def test_a_file_that_is_no_tokenizer(tmp_path):
             read_tokenizer_file(path, eos_token=None)
 
 
+def test_the_same_text_gives_the_same_ids_whatever_dropout_the_file_names(bpe, tmp_path):
+    """transformers would draw: the prepared data would be others in each cache, under one fingerprint."""
+    bpe.save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    drawing = read_tokenizer_file(tmp_path / "tokenizer.json", eos_token=None)
+    text = "the quick brown fox jumps over the lazy dog " * 5
+    expected = bpe.encode(text).tolist()
+    assert all(drawing.encode(text).tolist() == expected for _ in range(5))
+    assert drawing.encode_rendered([text], [""])[0].tolist() == expected
+
+
 # --- data.tokenizer
 
 

@@ -24,7 +24,7 @@ import threading
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -40,7 +40,7 @@ from phalanx.data.cache import CacheProgress, digest, ensure_folder, locked, sil
 from phalanx.data.chat import chat_identity
 from phalanx.data.formats import CUT_SUFFIX, ReadOptions, Span, lines_before, suffix_of
 from phalanx.data.problems import ProblemLog
-from phalanx.data.sources import READER_VERSION, Source, added_readers, documents
+from phalanx.data.sources import READER_VERSION, Seen, Source, added_readers, documents, unchanged
 from phalanx.data.template import ChatTemplate
 from phalanx.data.token_file import file_sum, sum_of
 from phalanx.data.tokenising import ANSWERS, TOKENS, TokenPart, count_targets, dtype_of, part_of, sides, tokenise
@@ -66,6 +66,8 @@ class _Work:
     options: ReadOptions
     template: ChatTemplate | None
     fraction: float
+    seen: Mapping[str, Seen]
+    """The files as they were hashed (`sources.unchanged`)."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -143,7 +145,8 @@ class SourcePieces:
             times[name] += 1  # a file may have two names
             self.pieces.append(_Piece(name if times[name] == 1 else digest([name, times[name]]), spans))
         self._joined = self.folder / f"joined-{digest([piece.name for piece in self.pieces])}"
-        self._work = _Work(folder=str(self.folder), options=source.read_options, template=template, fraction=fraction)
+        options, seen = source.read_options, source.seen
+        self._work = _Work(folder=str(self.folder), options=options, template=template, fraction=fraction, seen=seen)
 
     def tokenise(self, folder: Path, log: ProblemLog, progress: CacheProgress) -> TokenPart:
         """Writes tokens.bin (and answers.bin) of the whole source into `folder`. Raises `DataError`, and `RunError` where a process fails."""
@@ -351,10 +354,11 @@ def _make_piece(
 
     def build(target: Path) -> None:
         texts = documents(spans, work.options, log, progress)
-        part = tokenise(
-            target, texts, tokenizer, conversations=work.options.conversations, template=work.template, log=log
-        )
-        log.raise_if_any()
+        with unchanged({path: work.seen[path] for path in {str(s.path) for s in spans} if path in work.seen}):
+            part = tokenise(
+                target, texts, tokenizer, conversations=work.options.conversations, template=work.template, log=log
+            )
+            log.raise_if_any()
         counts = count_targets(part, sides(part.hashes, work.fraction), tokenizer)
         sums = [file_sum(target / file) for file in work.files]
         first: dict[str, Any] = {} if part.first is None else {"first": part.first}

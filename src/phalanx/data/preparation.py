@@ -31,7 +31,7 @@ from phalanx.data.formats import Document, read_documents
 from phalanx.data.pieces import LARGE_BYTES, SourcePieces
 from phalanx.data.problems import ProblemLog
 from phalanx.data.sampling import permute
-from phalanx.data.sources import Source, documents, identify, resolve
+from phalanx.data.sources import Source, documents, identify, resolve, unchanged
 from phalanx.data.template import ChatTemplate
 from phalanx.data.tokenising import SIDES, is_validation
 from phalanx.data.tokenizer import (
@@ -246,10 +246,11 @@ def _trained(
 
     def build(target: Path) -> None:
         log = ProblemLog()
-        texts = _sample(sources, config.validation_fraction, log, progress)
-        content = train_bpe(texts, vocab_size=vocab_size, control_tokens=_control_tokens(config))
-        if log.found:
-            _report_everything(sources)
+        with unchanged({path: seen for source in sources for path, seen in source.seen.items()}):
+            texts = _sample(sources, config.validation_fraction, log, progress)
+            content = train_bpe(texts, vocab_size=vocab_size, control_tokens=_control_tokens(config))
+            if log.found:
+                _report_everything(sources)
         (target / "tokenizer.json").write_text(content, encoding="utf-8")
         read_tokenizer_file(target / "tokenizer.json", eos_token=None).save(target)
 
@@ -345,9 +346,17 @@ def _write_stores(
 
         def build(target: Path, source: Source = source, cut: SourcePieces | None = cut) -> None:
             fraction, log = config.validation_fraction, ProblemLog(whole=True)
-            store.write_store(
-                target, source, tokenizer, fraction=fraction, log=log, progress=progress, template=template, pieces=cut
-            )
+            with unchanged(source.seen):
+                store.write_store(
+                    target,
+                    source,
+                    tokenizer,
+                    fraction=fraction,
+                    log=log,
+                    progress=progress,
+                    template=template,
+                    pieces=cut,
+                )
 
         try:
             built |= ensure_folder(folder, complete=store.is_complete, build=build, progress=progress)

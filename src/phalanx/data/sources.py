@@ -7,6 +7,7 @@ identity is remembered by (path, size, modification time) of the files.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import json
@@ -14,7 +15,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -50,6 +51,10 @@ _TXT_DOCUMENTS = 64
 _TXT_CHARS = (1 << 12, 1 << 16)
 
 
+Seen = tuple[int, int]
+"""Size and time of the last change (ns). The cache knows files by both and their path: a number of the file itself would be another one each time on some network file systems."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """One entry of `data.sources`, resolved to files. `identity` is empty until `identify` has read them."""
@@ -62,6 +67,8 @@ class Source:
     """Whether the entry itself names `text_field`."""
     builtin_bytes: int = corpus.DEFAULT_BYTES
     identity: str = ""
+    seen: Mapping[str, Seen] = field(default_factory=dict, compare=False, repr=False)
+    """What told each file, by path, just before it was hashed (`unchanged`). Empty until then, and for built-in text that a run pins."""
     unread: str = ""
     """A sentence about files of its folder that are not read, for their names say no format that is."""
 
@@ -311,25 +318,28 @@ def identify(source: Source, cache: Path, progress: CacheProgress) -> Source:
     """The source with its identity and, for the built-in corpus, its files. Remembers both in the cache; safe in many processes at once."""
     found = corpus.candidates(corpus.python_folders()) if source.kind == "builtin" else []
     if source.kind == "builtin":
-        seen: list[object] = [[c.path, c.size, c.mtime_ns] for c in found]
+        seen = {c.path: (c.size, c.mtime_ns) for c in found}
+        told: list[object] = [[path, *of] for path, of in seen.items()]
         extra: list[object] = [corpus.RULES_VERSION, source.builtin_bytes]
     else:
-        stats = [(f, _stat(f)) for f in _all_files(source)]
-        seen = [[str(f.resolve()), s.st_size, s.st_mtime_ns] for f, s in stats]
+        seen = {str(f): _seen(f) for f in _all_files(source)}
+        told = [[str(f.resolve()), *seen[str(f)]] for f in _all_files(source)]
         extra = [READER_VERSION, source.kind, source.text_field, *added_readers(source)]
     with writing(cache):
-        memo = cache / "identities" / f"{digest([seen, extra])}.json"
+        memo = cache / "identities" / f"{digest([told, extra])}.json"
         if not memo.exists():
             with locked(memo.parent / ".locks" / memo.stem, progress):
                 if not memo.exists():
-                    write_atomically(memo, json.dumps(_identity(source, found, progress)).encode())
+                    write_atomically(memo, json.dumps(_identity(source, found, seen, progress)).encode())
         try:
             known: _Known = typed(load_json(memo), _Known, where=str(memo))
         except MalformedError:  # a damaged disk
-            known = typed(_identity(source, found, progress), _Known, where=str(memo))
+            known = typed(_identity(source, found, seen, progress), _Known, where=str(memo))
             write_atomically(memo, json.dumps(asdict(known)).encode())
-    files = tuple(Path(f) for f in known.files) if source.kind == "builtin" else source.files
-    return replace(source, identity=known.identity, files=files)
+    if source.kind != "builtin":
+        return replace(source, identity=known.identity, seen=seen)
+    files = tuple(Path(f) for f in known.files)
+    return replace(source, identity=known.identity, files=files, seen={f: seen[f] for f in known.files if f in seen})
 
 
 @dataclass(frozen=True)
@@ -340,13 +350,43 @@ class _Known:
     files: list[str] = field(default_factory=list)
 
 
-def _identity(source: Source, found: list[corpus.SourceFile], progress: CacheProgress) -> dict[str, object]:
+def _identity(
+    source: Source, found: list[corpus.SourceFile], seen: Mapping[str, Seen], progress: CacheProgress
+) -> dict[str, object]:
     if source.kind == "builtin":
         files, identity = corpus.select(found, source.builtin_bytes, progress)
-        return {"identity": digest(identity), "files": [str(f) for f in files]}
+        with unchanged({str(f): seen[str(f)] for f in files}):
+            return {"identity": digest(identity), "files": [str(f) for f in files]}
     files = _all_files(source)
-    contents = [[suffix_of(path), of] for path, of in zip(files, _hashes(files, progress), strict=True)]
+    with unchanged(seen):
+        contents = [[suffix_of(path), of] for path, of in zip(files, _hashes(files, progress), strict=True)]
     return {"identity": digest([READER_VERSION, source.kind, source.text_field, contents, *added_readers(source)])}
+
+
+@contextlib.contextmanager
+def unchanged(seen: Mapping[str, Seen]) -> Iterator[None]:
+    """What is made inside is made of the files as they were `seen`: else it would be kept under the identity of another text. Raises `DataError` with
+    those that have changed, in the place of what they were found to be wrong with."""
+    try:
+        yield
+    except (DataError, OSError):
+        _check_unchanged(seen)
+        raise
+    _check_unchanged(seen)
+
+
+def _check_unchanged(seen: Mapping[str, Seen]) -> None:
+    log = ProblemLog()
+    for path, then in seen.items():
+        if _seen(Path(path)) != then:
+            rule, hint = "was changed while it was prepared", "the same command again will do, once nothing writes to it"
+            log.add(Problem(where=path, value=Path(path).name, rule=rule, hint=hint))
+    log.raise_if_any()
+
+
+def _seen(path: Path) -> Seen:
+    found = _stat(path)
+    return found.st_size, found.st_mtime_ns
 
 
 def added_readers(source: Source) -> list[str]:

@@ -257,9 +257,12 @@ def _in_rust(name: str) -> Iterator[None]:
 
 
 def parse_tokenizer(content: str) -> tuple[tokenizers.Tokenizer, dict[str, int]]:
-    """A tokenizer.json, and its vocabulary with what was added. Raises `DataError`."""
+    """A tokenizer.json, and its vocabulary with what was added. A BPE's dropout, which draws other tokens for the same text each time, is taken off.
+    Raises `DataError`."""
     with _in_rust("tokenizer.json"):
         tokenizer = tokenizers.Tokenizer.from_str(content)
+        if getattr(tokenizer.model, "dropout", None) is not None:
+            tokenizer.model.dropout = None
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if not vocabulary or max(vocabulary.values()) >= MOST_TOKENS:
         found = max(vocabulary.values()) if vocabulary else 0
