@@ -253,7 +253,7 @@ def test_a_file_that_changes_while_its_pieces_are_made_leaves_none(workers: int,
     def progress(phase: str, read: int, total: int, /) -> None:
         if phase == "tokenise" and not done:
             done.append(read)
-            path.write_bytes(as_hashed.upper().replace(b'"TEXT"', b'"text"'))
+            path.write_bytes(as_hashed.replace(b"document", b"DOCUMENT"))
 
     with pytest.raises(DataError, match=r"b\.jsonl.*was changed while it was prepared"):
         prepare(config(tmp_path / "cache", kept, path), progress=progress, workers=workers)
