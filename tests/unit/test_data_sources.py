@@ -1,7 +1,10 @@
 """Which files a source means, its identity, and everything that can be wrong before a file is read."""
 
+import glob
+import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -85,6 +88,110 @@ def test_names_that_are_no_source(folder, name, message):
     with pytest.raises(DataError, match=message) as caught:
         resolve(config(above / name))
     assert caught.value.problems[0].where == "data.sources[0]"
+
+
+# --- links
+
+
+def names_of(source, root):
+    return [f.relative_to(root).as_posix() for f in source.files]
+
+
+@pytest.fixture
+def linked(folder):
+    """`folder` with links: to a folder elsewhere, to one inside, to itself, and to a file."""
+    (folder.parent / "elsewhere" / "in").mkdir(parents=True)
+    (folder.parent / "elsewhere" / "e.txt").write_text("e")
+    (folder.parent / "elsewhere" / "in" / "f.txt").write_text("f")
+    (folder / "a-link").symlink_to(folder.parent / "elsewhere")
+    (folder / "again").symlink_to(folder.parent / "elsewhere" / "in")
+    (folder / "a-deep").symlink_to(folder / "deep")
+    (folder / "deep" / "round").symlink_to(folder)
+    (folder / "also-b.txt").symlink_to(folder / "b.txt")
+    return folder
+
+
+def test_linked_folders_are_read_once_whatever_leads_to_them(linked):
+    (found,) = resolve(config(linked))
+    own = ["a.jsonl", "also-b.txt", "b.txt", "deep/c.txt"]
+    assert names_of(found, linked) == sorted(["a-link/e.txt", "a-link/in/f.txt", *own])
+    for pattern in ("**/*.txt", "**/**/*.txt", "*/../**/*.txt"):
+        (globbed,) = resolve(config(linked / pattern))
+        assert sorted(texts(globbed)) == ["b", "b", "c", "e", "f"]
+    assert names_of(resolve(config(linked / "**/round/*.txt"))[0], linked) == [
+        "deep/round/also-b.txt",
+        "deep/round/b.txt",
+    ]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "**/*.txt",
+        "**/deep/*.txt",
+        "*/**/c.*",
+        "**/**",
+        "d**/*.txt",
+        "**/.hidden/*",
+        "./**/deep/**/*.txt",
+        "**/[bc].txt",
+    ],
+)
+def test_without_links_a_glob_finds_what_python_finds(folder, pattern, monkeypatch):
+    (folder / "README.md").unlink()
+    (folder / "deep" / "[x]" / "deep").mkdir(parents=True)
+    (folder / "deep" / "[x]" / "deep" / "c.txt").write_text("again")
+    for spec in (pattern, f"{folder}/{pattern}"):
+        monkeypatch.chdir(folder)
+        expected = sorted({Path(p) for p in glob.glob(spec, recursive=True) if Path(p).is_file()})
+        assert list(resolve(config(spec))[0].files) == expected and expected
+
+
+def test_two_stars_give_no_file_twice(folder):
+    for pattern in ("**/**/*.txt", "**/**/**", "**/*"):
+        (folder / "README.md").unlink(missing_ok=True)
+        (found,) = resolve(config(folder / pattern))
+        assert len(set(found.files)) == len(found.files) >= 2
+    assert names_of(resolve(config(folder / "**/**/*.txt"))[0], folder) == ["b.txt", "deep/c.txt"]
+
+
+def test_links_that_lead_nowhere_are_named(folder):
+    (folder / "notes.md").symlink_to(folder / "gone.md")  # no data by its name
+    before = resolve(config(folder))[0].files
+    (folder / "deep" / "gone.txt").symlink_to(folder / "nowhere.txt")
+    (folder / "round.jsonl").symlink_to(folder / "round.jsonl")
+    for source in (folder, folder / "**/*.txt", folder / "*.jsonl"):
+        with pytest.raises(
+            DataError, match=r"(gone\.txt|round\.jsonl)': is a link that leads to no file; repair or remove"
+        ):
+            resolve(config(source))
+    (folder / "deep" / "gone.txt").unlink()
+    (folder / "round.jsonl").unlink()
+    assert resolve(config(folder))[0].files == before
+
+
+def test_folders_that_cannot_be_listed_are_told(folder, monkeypatch):
+    scandir = os.scandir
+
+    def refusing(path):
+        if str(path).endswith("deep"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)  # who runs this may be root
+    (found,) = resolve(config(folder))
+    assert names_of(found, folder) == ["a.jsonl", "b.txt"]
+    assert "files that are not read (1: .md) and folders that cannot be listed (1: " in found.unread
+
+
+def test_many_files_are_found_in_the_order_of_their_paths_and_fast(tmp_path):
+    for number in range(40):
+        (tmp_path / "many" / f"{number % 7}.d" / f"{number}").mkdir(parents=True)
+        for file in range(50):
+            (tmp_path / "many" / f"{number % 7}.d" / f"{number}" / f"{file}.txt").touch()
+    (found,) = resolve(config(tmp_path / "many"))
+    assert list(found.files) == sorted((tmp_path / "many").rglob("*.txt")) and len(found.files) == 2000
+    assert found.files == resolve(config(tmp_path / "many" / "**" / "*.txt"))[0].files
 
 
 def test_unknown_builtin():

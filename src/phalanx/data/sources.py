@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
+from itertools import dropwhile
 from pathlib import Path
 from typing import Literal
 
@@ -70,7 +71,7 @@ class Source:
     seen: Mapping[str, Seen] = field(default_factory=dict, compare=False, repr=False)
     """What told each file, by path, just before it was hashed (`unchanged`). Empty until then, and for built-in text that a run pins."""
     unread: str = ""
-    """A sentence about files of its folder that are not read, for their names say no format that is."""
+    """A sentence about files of its folder that are not read, for their names say no format that is, or for it cannot be listed."""
 
     @property
     def num_bytes(self) -> int:
@@ -235,9 +236,7 @@ def _named(spec: str, where: str) -> Source | Problem:
     elif path.is_dir():
         files, unread = _in_folder(path, spec, where)
     elif glob.has_magic(spec) and not path.exists():
-        files = sorted(Path(p) for p in glob.glob(spec, recursive=True) if Path(p).is_file())
-        if not files:
-            return Problem(where=where, value=spec, rule="matches no file", hint="write ** to look into folders")
+        files = _matching(spec, where)
     elif path.is_file():
         files = [path]
     elif Path(f"{spec}.bin").is_file() and Path(f"{spec}.idx").is_file():
@@ -248,9 +247,96 @@ def _named(spec: str, where: str) -> Source | Problem:
     return replace(found, unread=unread) if isinstance(found, Source) else found
 
 
+def _matching(spec: str, where: str) -> list[Path] | Problem:
+    """The files that a glob finds, each once, although links and a second `**` may lead to it in several ways: by the shortest, else by the first."""
+    hits = sorted({Path(p) for p in _globbed(spec)})
+    broken = next((p for p in hits if p.is_symlink() and not p.exists()), None)
+    if broken is not None:
+        return _leads_nowhere(broken, where)
+    files = [p for p in hits if p.is_file()]
+    if not files:
+        return Problem(where=where, value=spec, rule="matches no file", hint="write ** to look into folders")
+    real = {folder: os.path.realpath(folder) for folder in {p.parent for p in files}}
+    once = dict[tuple[str, str], Path]()
+    for path in sorted(files, key=lambda p: len(p.parts)):
+        once.setdefault((real[path.parent], path.name), path)
+    return sorted(once.values())
+
+
+def _globbed(spec: str) -> Iterator[str]:
+    """What `glob.glob` finds, but that a `**` lists each folder once: where links lead round there are more ways than anybody can go."""
+    parts = spec.split("/")
+    if "**" not in parts:
+        yield from glob.iglob(spec)
+        return
+    at = parts.index("**")
+    above, rest = "/".join(parts[:at]) or ("/" if at else "."), list(dropwhile(lambda part: part == "**", parts[at:]))
+    for base in filter(os.path.isdir, glob.iglob(above)):
+        for folder in _below(Path(base)).folders:
+            yield from _globbed(os.path.join(glob.escape(folder), *(rest or ["*"])))
+
+
+def _leads_nowhere(link: Path, where: str) -> Problem:
+    return Problem(
+        where=where, value=str(link), rule="is a link that leads to no file", hint="repair or remove the link"
+    )
+
+
+@dataclass(frozen=True)
+class _Below:
+    """What lies below a folder, hidden names left out."""
+
+    files: list[Path] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    """Itself first."""
+    broken: list[Path] = field(default_factory=list)
+    """Links that lead nowhere."""
+    closed: list[Path] = field(default_factory=list)
+    """Folders that cannot be listed."""
+
+
+def _below(folder: Path) -> _Below:
+    """Links to folders are followed once all that lies here is found, so that they move no other file; a folder is listed once, whatever leads to it."""
+    found, listed, tops = _Below(), set[str](), [str(folder)]
+    while tops:
+        links = list[str]()
+        for top in sorted(tops):
+            waiting = [(top, os.path.realpath(top))]
+            while waiting:
+                here, real = waiting.pop()
+                if real not in listed:
+                    listed.add(real)
+                    found.folders.append(here)
+                    waiting += [(e.path, os.path.join(real, e.name)) for e in _sorted_out(here, found, links)]
+        tops = links
+    return found
+
+
+def _sorted_out(here: str, found: _Below, links: list[str]) -> list[os.DirEntry[str]]:
+    """Tells `found` the files of a folder and `links` its links to folders; its own folders."""
+    try:
+        with os.scandir(here) as listing:
+            entries = [e for e in listing if not e.name.startswith(".")]
+    except OSError:
+        found.closed.append(Path(here))
+        return []
+    for entry in entries:
+        if entry.is_symlink() and os.path.isdir(entry.path):
+            links.append(entry.path)
+        elif entry.is_symlink() and not os.path.exists(entry.path):
+            found.broken.append(Path(entry.path))
+        elif os.path.isfile(entry.path) if entry.is_symlink() else entry.is_file():
+            found.files.append(Path(entry.path))
+    return [e for e in entries if e.is_dir(follow_symlinks=False)]
+
+
 def _in_folder(path: Path, spec: str, where: str) -> tuple[list[Path] | Problem, str]:
     """All data files below a folder that is no saved dataset, and a sentence about the others."""
-    inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+    below = _below(path)
+    inside = sorted(below.files)
+    broken = sorted(p for p in below.broken if suffix_of(p) in _suffixes())
+    if broken:
+        return _leads_nowhere(broken[0], where), ""
     saved = next((p.parent for p in inside if p.name in MARKS and is_saved(p.parent)), None)
     if saved is not None:
         rule = f"is a folder with a saved dataset in it ({saved.relative_to(path)})"
@@ -262,8 +348,12 @@ def _in_folder(path: Path, spec: str, where: str) -> tuple[list[Path] | Problem,
         return Problem(where=where, value=spec, rule=rule, hint=f"readable: {', '.join(_suffixes())}"), ""
     other = Counter(p.suffix or p.name for p in inside if suffix_of(p) not in _suffixes())
     kinds = ", ".join(name for name, _ in other.most_common(8))
-    told = f"{spec!r} in data.sources holds files that are not read ({other.total()}: {kinds})" if other else ""
-    return files, told
+    told = [f"files that are not read ({other.total()}: {kinds})"] if other else []
+    if below.closed:
+        told.append(
+            f"folders that cannot be listed ({len(below.closed)}: {', '.join(map(str, sorted(below.closed)[:8]))})"
+        )
+    return files, f"{spec!r} in data.sources holds {' and '.join(told)}" if told else ""
 
 
 def _typed(spec: str, where: str, files: list[Path]) -> Source | Problem:
@@ -297,10 +387,6 @@ def _typed(spec: str, where: str, files: list[Path]) -> Source | Problem:
 
 def _suffixes() -> tuple[str, ...]:
     return (*text_suffixes(), *TOKEN_SUFFIXES)
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _nearest_file(path: Path) -> str:
@@ -379,7 +465,10 @@ def _check_unchanged(seen: Mapping[str, Seen]) -> None:
     log = ProblemLog()
     for path, then in seen.items():
         if _seen(Path(path)) != then:
-            rule, hint = "was changed while it was prepared", "the same command again will do, once nothing writes to it"
+            rule, hint = (
+                "was changed while it was prepared",
+                "the same command again will do, once nothing writes to it",
+            )
             log.add(Problem(where=path, value=Path(path).name, rule=rule, hint=hint))
     log.raise_if_any()
 
