@@ -55,7 +55,7 @@ _NOT_READ = {
 }
 """Fields of a message."""
 _HARMLESS = {"weight": (None, 1), "train": (None, True)}
-_NOTHING = (None, False, "", [], {})
+_NOTHING: tuple[object, ...] = (None, False, "", [], {})
 """Harmless in all other fields."""
 _NOT_READ_BESIDE = {
     "system": 'write it as a first message {"role": "system", "content": "..."}, or remove the record',

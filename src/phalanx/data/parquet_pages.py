@@ -47,8 +47,8 @@ def column_chunks(file: BinaryIO, size: int, name: str) -> list[ColumnChunk]:
             if _list(about.get(3))[:1] != [name.encode()]:
                 continue
             starts = [at for at in (about.get(9), about.get(11)) if isinstance(at, int) and at > 0]
-            length = about.get(7)
-            chunk = ColumnChunk(min(starts, default=-1), length if isinstance(length, int) else -1)
+            told = about.get(7)
+            chunk = ColumnChunk(min(starts, default=-1), told if isinstance(told, int) else -1)
             if not 0 <= chunk.start <= chunk.start + chunk.length <= size or chunk.length < 0:
                 raise PageError(f"row group {number} names {chunk.length} bytes from byte {chunk.start} of {size}")
             found.append(chunk)
