@@ -25,7 +25,7 @@ from phalanx.plan.layout.parameters import (
     stage_params,
 )
 from phalanx.plan.layout.tensors import Held, TensorLayout, whole_layout
-from phalanx.plan.mapping import AnyFolding, AnyPlacement, StagePlan, plain_placement
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, LayerPlacements, StagePlan, plain_placement
 from phalanx.plan.model import ModelSpec, ParamSpec, buffers, parameters
 
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -64,9 +64,17 @@ class StateLayouts:
                 out[name].append(rank)
         return {name: tuple(ranks) for name, ranks in out.items()}
 
+    @cached_property
+    def _stages_with_experts(self) -> frozenset[int]:
+        """Pipeline ranks that have experts: not those of dense layers alone, or of the head alone."""
+        of_stage = [stage_params(self.spec, self.stages.of_rank(pp)) for pp in range(self.folding.pp)]
+        return frozenset(pp for pp, params in enumerate(of_stage) if any(p.ep_dim is not None for p in params))
+
     def _placement(self, rank: int) -> AnyPlacement:
         if self.placement is not None:
             return self.placement(rank)
+        if self.folding.coord(rank, "pp") not in self._stages_with_experts:
+            return LayerPlacements()  # where other stages have replicas, ep need not divide the experts
         return plain_placement(max(1, self.spec.num_experts), self.folding.of_rank(rank))
 
     def _global(self, ranks: Sequence[int]) -> tuple[int, ...]:
