@@ -15,6 +15,7 @@ import pytest
 from recovery_plan_help import after, fresh, new_member, planner, shuffled, tiny
 from tiers import some
 
+from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PlanError
 from phalanx.plan.layout.box_cells import cells_without
 from phalanx.plan.layout.parameters import Box
@@ -158,6 +159,54 @@ def check_floor(run: RecoveryPlanner, plan: GenerationPlan) -> int:
                 assert len(placed.holders(expert)) >= floor, f"layer {layer} expert {expert}"
     assert sorted(seen) == list(run.spec.moe_layers)
     return floor
+
+
+@pytest.mark.parametrize(("dense", "layers"), [(1, (1, 1)), (0, (2, 0))])
+@pytest.mark.parametrize(("world", "slots"), [(16, 4), (6, 8)])
+def test_ep_need_not_divide_the_experts_for_a_stage_that_has_none(
+    world: int, slots: int, dense: int, layers: tuple[int, int]
+) -> None:
+    """Replicas on 8, then 7 ep ranks, or on 3 of them; a stage of a dense layer, or of the head alone."""
+    run = planner(Folding(world=world, pp=2), slots=slots, spec=replace(tiny(), dense_layers=dense, dense_ffn=48))
+    run = replace(run, pipeline=PipelineConfig(layers=layers))
+    plan = run.plan(fresh(world))
+    assert plan.folding.world == world and sorted(len(of.layers) for of in plan.placement) == [0, 2 - dense]
+    found = run.plan(after(plan, lost=[plan.uids[3]]))
+    assert found.missing == () and found.folding.pp == 2
+    check_plan(run, found)
+
+
+@pytest.mark.parametrize(
+    ("world", "slots", "experts", "lost", "fetched"),
+    [(8, 1, 2, (0, 2), 1), (8, 2, 4, (0, 2), 2), (16, 2, 8, (0, 4), 2)],
+)
+def test_who_changes_stage_fetches_experts_and_nobody_else_does(
+    world: int, slots: int, experts: int, lost: tuple[int, ...], fetched: int
+) -> None:
+    spec = replace(tiny(), num_experts=experts, top_k=1)
+    run = planner(Folding(world=world, pp=2), slots=slots, spec=spec)
+    plan = run.plan(fresh(world, machines=world))
+    found = run.plan(after(plan, lost=[plan.uids[i] for i in lost]))
+    assert found.missing == () and found.folding.pp == 2
+    had = {fact.uid: experts_of(plan, rank) for rank, fact in enumerate(plan.members)}
+    new = [experts_of(found, rank) - had[found.uids[rank]] for rank in range(found.folding.world)]
+    assert sum(map(len, new)) == fetched and sum(map(bool, new)) == 1
+
+
+def test_stages_whose_bounds_change_keep_the_layers_that_stay() -> None:
+    """Of four members in two stages one is lost, and three make three: the middle one has a layer of each stage before."""
+    spec = replace(tiny(), num_experts=4, top_k=1, num_layers=4)
+    run = planner(Folding(world=4, pp=2, cp=2), slots=4, floor=1, spec=spec)
+    plan = run.plan(fresh(4, machines=4))
+    found = run.plan(after(plan, lost=[plan.uids[0]]))
+    assert found.folding.pp == 3 and found.missing == ()
+    run.plan([*after(found), new_member(90, machine=90)])
+    check_plan(run, found)
+
+
+def experts_of(plan: GenerationPlan, rank: int) -> set[tuple[int, int]]:
+    """(layer, expert) that a rank has a slot for."""
+    return {(layer, expert) for layer, held in plan.state_descriptor(rank).slots for expert in held}
 
 
 def test_what_stays_does_not_move() -> None:

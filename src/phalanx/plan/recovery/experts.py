@@ -88,21 +88,19 @@ def _placed(
 
 
 def _filled(present: HostPlacement, pool: HostPool, loads: Floats, *, floor: int) -> HostPlacement:
-    """The placement with the hosts of `pool` that have nothing yet filled, each slot of theirs given to the expert that needs it
-    most."""
+    """The placement with the free slots of the hosts of `pool` filled, each with the expert that needs it most: all slots of those that come, and of layers that were another stage's."""
     names = present.pool.host_names
-    new = {name: slots for name, slots in zip(pool.host_names, pool.slots, strict=True) if name not in names}
-    if not new:
-        return present
-    stay = [i for i, name in enumerate(names) if name in pool.host_names]
+    room = dict(zip(pool.host_names, pool.slots, strict=True))
+    new = {name: slots for name, slots in room.items() if name not in names}
+    stay = [i for i, name in enumerate(names) if name in room]
     rows = []
     for layer, hosts in enumerate(present.slots):
+        row = dict(zip(names, hosts, strict=True)) | dict.fromkeys(new, ())
         copies = present.copies[layer][:, stay].sum(1)
         holders = (present.copies[layer][:, stay] > 0).sum(1)
-        added = []
-        for slots in new.values():
-            held: list[int] = []
-            for _ in range(slots):
+        for name, slots in room.items():
+            held = list(row[name])
+            for _ in range(slots - len(held)):
                 work = loads[layer] / np.maximum(copies, 1)
                 expert = min(
                     range(present.num_experts), key=lambda e: (e in held, min(int(holders[e]), floor), -work[e], e)
@@ -110,23 +108,20 @@ def _filled(present: HostPlacement, pool: HostPool, loads: Floats, *, floor: int
                 holders[expert] += expert not in held
                 copies[expert] += 1
                 held.append(expert)
-            added.append(tuple(sorted(held)))
-        rows.append((*hosts, *added))
+            row[name] = (*row[name], *sorted(held[len(row[name]) :]))
+        rows.append(tuple(row.values()))
     both = HostPool(slots=(*present.pool.slots, *new.values()), names=(*names, *new))
     return HostPlacement(num_experts=present.num_experts, pool=both, slots=tuple(rows), floor=1)
 
 
 def _present(asked: ReplicaTerms, layers: Sequence[int], held: Mapping[int, Held]) -> HostPlacement | None:
-    """What hosts have of `layers` now; None where no host has any of them. (Not checked: experts may be missing.)"""
-    rows = [
-        tuple(tuple(e for experts in held[host].get(layer, ()) for e in experts) for host in held) for layer in layers
-    ]
-    if not any(any(row) for row in rows):
+    """What hosts that have some of `layers` now have of each; None where no host has any. (Not checked: experts may be missing.)"""
+    hosts = tuple(host for host in held if any(held[host].get(layer) for layer in layers))
+    if not hosts:
         return None
-    slots = tuple(max(1, *(len(row[i]) for row in rows)) for i in range(len(held)))
-    return HostPlacement(
-        num_experts=asked.num_experts, pool=HostPool(slots=slots, names=tuple(held)), slots=tuple(rows), floor=1
-    )
+    rows = tuple(tuple(sum(held[host].get(layer, ()), ()) for host in hosts) for layer in layers)
+    slots = tuple(max(len(row[i]) for row in rows) for i in range(len(hosts)))
+    return HostPlacement(num_experts=asked.num_experts, pool=HostPool(slots=slots, names=hosts), slots=rows, floor=1)
 
 
 def held_by_host(facts: Sequence[Fact], host_of: Mapping[str, int]) -> dict[int, Held]:
