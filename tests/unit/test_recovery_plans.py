@@ -324,6 +324,33 @@ def test_hosts_and_blocks() -> None:
     assert odd.folding.world == 4 and len(odd.idle) == 2, "two of the six have no partner on their machine"
 
 
+@pytest.mark.parametrize("stands", [((2, 3), (0, 5), (1, 4), (0, 2)), ((2, 3), (1, 0), (1, 2), (2, 5))])
+def test_slices_of_an_expert_stay_on_one_machine_where_members_stand_in_different_generations(
+    stands: tuple[tuple[int, int], ...],
+) -> None:
+    """(machine, rank) of four that stood in one mapping at different times: ranks 2 and 3 of two machines were never together, but looked like a whole block."""
+    folding = Folding(world=6, etp=2)
+    facts = [
+        replace(new_member(i, machine=machine), descriptor=StateDescriptor(folding=folding, rank=rank))
+        for i, (machine, rank) in enumerate(stands)
+    ]
+    plan = planner(folding).plan(facts)
+    assert plan.folding.etp == 2
+    assert all(len({plan.members[rank].machine for rank in group}) == 1 for group in plan.folding.groups("etp"))
+
+
+def test_of_two_that_had_one_rank_the_one_in_the_middle_of_a_move_keeps_it() -> None:
+    folding = Folding(world=4, tp=2)
+    run = planner(folding)
+    old, *others = (replace(new_member(i), descriptor=StateDescriptor(folding=folding, rank=i)) for i in range(4))
+    moving = [
+        replace(f, descriptor=StateDescriptor(folding=folding, rank=f.descriptor.rank, moved=9, rest=f.descriptor))
+        for f in (replace(new_member(9), descriptor=old.descriptor), *others)
+        if f.descriptor is not None
+    ]
+    assert run.plan([old, *moving]).idle == (old.uid,)
+
+
 def test_state_descriptors_say_what_layouts_say() -> None:
     run = planner(Folding(world=8, pp=2), slots=4)
     plan = run.plan(fresh(8))

@@ -234,13 +234,18 @@ def _pools(old: Folding, before: Sequence[Device], alive: Sequence[Device], new:
     pools = _Pools(blocks={}, loose=[])
     for first in range(0, old.world, width):
         block, stage = tuple(before[first : first + width]), first // per_stage
-        if keep and stage < new.pp and living.issuperset(block):
+        if keep and stage < new.pp and living.issuperset(block) and _can_share(block, new.etp):
             pools.blocks.setdefault(stage, []).append(block)
         else:
             pools.loose += [(stage, d) for d in block if d in living]
     known = set(before)
     pools.loose += [(-1, d) for d in alive if d not in known]
     return pools
+
+
+def _can_share(block: Sequence[Device], etp: int) -> bool:
+    """Whether slices of an expert stay on one host. Members that stand in different generations of one mapping may say that they had ranks that never were together."""
+    return all(len({d.host for d in block[i : i + etp]}) == 1 for i in range(0, len(block), etp))
 
 
 def _made_block(pools: _Pools, stage: int, width: int, etp: int) -> tuple[Device, ...]:

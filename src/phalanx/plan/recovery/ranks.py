@@ -39,15 +39,19 @@ def rank_members(facts: Sequence[Fact], new: Folding, lacks: Lacks) -> tuple[tup
 
 
 def _before(listed: Sequence[Fact], devices: Sequence[Device], new: Folding) -> tuple[Folding, list[Device]]:
-    """The mapping that most members come from, and which members had its ranks: numbers below 0 for those that are gone."""
+    """The mapping that most members come from, and which members had its ranks: numbers below 0 for those that are gone.
+
+    Of two that had one rank, in different generations of that mapping, the one that is in the middle of a move had it later.
+    """
     counts = Counter(fact.descriptor.folding for fact in listed if fact.descriptor is not None)
     if not counts:
         return new, [Device(-1 - rank, 0) for rank in range(new.world)]
     old = max(counts, key=lambda folding: (counts[folding], folding.to_json()))
     ranks = [Device(-1 - rank, 0) for rank in range(old.world)]
-    for fact, device in zip(listed, devices, strict=True):
-        if fact.descriptor is not None and fact.descriptor.folding == old and ranks[fact.descriptor.rank].id < 0:
-            ranks[fact.descriptor.rank] = device
+    claims = [(f.descriptor, d) for f, d in zip(listed, devices, strict=True) if f.descriptor is not None]
+    for at, device in sorted(claims, key=lambda claim: claim[0].moved is None):
+        if at.folding == old and ranks[at.rank].id < 0:
+            ranks[at.rank] = device
     return old, ranks
 
 
