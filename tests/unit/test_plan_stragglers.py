@@ -9,10 +9,11 @@ from statistics import median
 import numpy as np
 import pytest
 
-from phalanx.core.config import ModelConfig, RouterConfig
+from phalanx.core.config import ModelConfig, PipelineConfig, RouterConfig
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.placement import LayerPlacements, Placement
-from phalanx.plan.model.model import flops_per_token, resolve_model
+from phalanx.plan.model.model import PRESETS, flops_per_token, resolve_model
+from phalanx.plan.pipeline import make_pipeline
 from phalanx.plan.recovery.generation import RecoveryPlanner
 from phalanx.plan.recovery.stragglers import (
     REPORT_FACTOR,
@@ -185,6 +186,20 @@ def test_work_adds_up_to_that_of_the_model(folding: Folding) -> None:
         spec, folding, run.stages(folding), counts.astype(float), microbatches=shares, tokens_of_one=tokens, seq_len=32
     )
     assert sum(work) == pytest.approx(7 * tokens * flops_per_token(spec, 32))
+
+
+@pytest.mark.parametrize(
+    ("preset", "pp", "layers", "mtp"),
+    [("tiny", 2, 2, 1), ("laptop", 4, 4, 1), ("laptop", 2, 4, 2), ("laptop", 2, 4, 0), ("deepseek-v3", 16, 61, 1)],
+)
+def test_ranks_that_take_as_long_as_their_stage_costs_are_not_slow(preset: str, pp: int, layers: int, mtp: int) -> None:
+    """Multi-token prediction is all in the stage of the head, dense layers in the first."""
+    spec, folding = replace(PRESETS[preset], num_layers=layers, mtp_layers=mtp), Folding(world=2 * pp, pp=pp)
+    stages = make_pipeline(PipelineConfig(), spec, pp=pp, seq_len=256).stages
+    counts = np.full((len(spec.moe_layers), spec.num_experts), 2 * 256 * spec.top_k / spec.num_experts)
+    work = work_of_ranks(spec, folding, stages, counts, microbatches=[1, 1], tokens_of_one=256, seq_len=256)
+    assert sum(work) == pytest.approx(2 * 256 * flops_per_token(spec, 256))
+    assert work == pytest.approx([256 * stages.stages[folding.coord(rank, "pp")].cost for rank in range(folding.world)])
 
 
 def test_who_has_the_busy_expert_has_the_work() -> None:

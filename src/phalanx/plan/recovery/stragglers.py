@@ -19,8 +19,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.plan.mapping import Folding, LayerPlacements, StagePlan
-from phalanx.plan.model import ModelSpec, flops_per_token
+from phalanx.plan.mapping import Folding, LayerPlacements, StagePlan, layer_costs
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.placement.search import Floats
 
 REPORT_FACTOR = 2.0
@@ -183,16 +183,17 @@ def work_of_ranks(
     `counts_LE` (L, E): tokens that chose each expert. `microbatches`: of each data-parallel replica, empty ones left out. `placement` of each stage, where experts have replicas:
     those share an expert's rows evenly; without, each expert-parallel group serves its own replicas' tokens.
     """
-    row = 18.0 * spec.hidden * spec.expert_ffn
-    head = 6.0 * spec.hidden * spec.vocab
-    experts = row * spec.top_k * len(spec.moe_layers)
-    layer = (flops_per_token(spec, seq_len) - experts - head) / spec.num_layers
+    row = 6.0 * spec.expert_matrices
+    costs = layer_costs(spec, seq_len=seq_len)
     out, all_samples = [], max(1, sum(microbatches))
     owners = _owners(spec, folding, placement)
     for rank in range(folding.world):
         stage = stages.of_rank(folding.coord(rank, "pp"))
+        has_head = any(part.has_head for part in stage)
         held = [number for part in stage for number in part.layers]
-        dense = layer * len(held) + head * any(part.has_head for part in stage)
+        whole = math.fsum(costs.blocks[number] for number in held) + costs.head * has_head
+        held += spec.mtp_blocks if has_head else ()
+        dense = whole - row * spec.top_k * sum(number in spec.moe_layers for number in held)
         mine = microbatches[folding.replica_of(rank)] * tokens_of_one
         served = math.fsum(
             float(counts_LE[i, expert]) * share
