@@ -16,10 +16,11 @@ Must never change: a function of its arguments alone. No host is removed if the 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.plan.mapping import Folding, LayerPlacements, StagePlan, layer_costs
+from phalanx.plan.mapping import Folding, LayerPlacements, Stage, StagePlan, layer_costs
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.placement.search import Floats
 
@@ -183,55 +184,63 @@ def work_of_ranks(
     `counts_LE` (L, E): tokens that chose each expert. `microbatches`: of each data-parallel replica, empty ones left out. `placement` of each stage, where experts have replicas:
     those share an expert's rows evenly; without, each expert-parallel group serves its own replicas' tokens.
     """
-    row = 6.0 * spec.expert_matrices
-    costs = layer_costs(spec, seq_len=seq_len)
-    out, all_samples = [], max(1, sum(microbatches))
-    owners = _owners(spec, folding, placement)
+    row, all_samples = 6.0 * spec.expert_matrices, max(1, sum(microbatches))
+    dense = _dense_flops(spec, stages, folding.pp, seq_len=seq_len)
+    served = _served_rows(spec, folding, stages, counts_LE, placement)
+    samples = _samples_of_pools(folding, microbatches)
+    share, out = folding.tp * folding.cp, []
     for rank in range(folding.world):
-        stage = stages.of_rank(folding.coord(rank, "pp"))
-        has_head = any(part.has_head for part in stage)
-        held = [number for part in stage for number in part.layers]
-        whole = math.fsum(costs.blocks[number] for number in held) + costs.head * has_head
-        held += spec.mtp_blocks if has_head else ()
-        dense = whole - row * spec.top_k * sum(number in spec.moe_layers for number in held)
+        ep, edp, pp = (folding.coord(rank, axis) for axis in ("ep", "edp", "pp"))
         mine = microbatches[folding.replica_of(rank)] * tokens_of_one
-        served = math.fsum(
-            float(counts_LE[i, expert]) * share
-            for i, number in enumerate(spec.moe_layers)
-            if number in held
-            for expert, share in owners(rank, number)
-        )
-        of_group = 1.0 if placement else _samples_of_pool(folding, rank, microbatches) / all_samples
-        out.append(dense * mine / (folding.tp * folding.cp) + row * served * of_group / folding.etp)
+        of_group = 1.0 if placement else samples[edp, pp] / share / all_samples
+        out.append(dense[pp] * mine / share + row * served[ep, pp] * of_group / folding.etp)
     return out
 
 
-def _samples_of_pool(folding: Folding, rank: int, microbatches: Sequence[int]) -> float:
-    """Micro-batches whose tokens the expert-parallel group of `rank` serves: each rank brings its part of its replica's."""
-    share = folding.tp * folding.cp
-    pool = [
-        r for r in range(folding.world) if all(folding.coord(r, a) == folding.coord(rank, a) for a in ("edp", "pp"))
-    ]
-    return sum(microbatches[folding.replica_of(r)] for r in pool) / share
+def _layers_of(spec: ModelSpec, stage: Sequence[Stage]) -> list[int]:
+    """Blocks of a pipeline rank, those of multi-token prediction behind the head among them."""
+    held = [number for part in stage for number in part.layers]
+    return [*held, *spec.mtp_blocks] if any(part.has_head for part in stage) else held
 
 
-def _owners(
-    spec: ModelSpec, folding: Folding, placement: Sequence[LayerPlacements]
-) -> Callable[[int, int], list[tuple[int, float]]]:
-    """(expert, share of its rows) of a rank in a layer."""
-    if not placement:
-        each = spec.num_experts // folding.ep
+def _dense_flops(spec: ModelSpec, stages: StagePlan, pp: int, *, seq_len: int) -> list[float]:
+    """FLOPs of a token on each pipeline rank, routed experts left out."""
+    costs, out = layer_costs(spec, seq_len=seq_len), []
+    for at in range(pp):
+        stage = stages.of_rank(at)
+        blocks = math.fsum(costs.blocks[number] for part in stage for number in part.layers)
+        routed = sum(number in spec.moe_layers for number in _layers_of(spec, stage))
+        head = costs.head * any(part.has_head for part in stage)
+        out.append(blocks + head - 6.0 * spec.expert_matrices * spec.top_k * routed)
+    return out
 
-        def plain(rank: int, number: int) -> list[tuple[int, float]]:
-            first = folding.coord(rank, "ep") * each
-            return [(expert, 1.0) for expert in range(first, first + each)]
 
-        return plain
+def _served_rows(
+    spec: ModelSpec, folding: Folding, stages: StagePlan, counts_LE: Floats, placement: Sequence[LayerPlacements]
+) -> dict[tuple[int, int], float]:
+    """(ep, pp) -> rows of the experts there, where one expert-parallel group has those of all tokens."""
+    rows, each, out = counts_LE.tolist(), spec.num_experts // folding.ep, {}
+    for pp in range(folding.pp):
+        held = set(_layers_of(spec, stages.of_rank(pp)))
+        found: list[list[float]] = [[] for _ in range(folding.ep)]
+        for row, number in zip(rows, spec.moe_layers, strict=True):
+            if number not in held:
+                continue
+            if not placement:
+                for ep in range(folding.ep):
+                    found[ep] += row[ep * each : (ep + 1) * each]
+                continue
+            slots = placement[pp].layers[number].slots
+            copies = Counter(expert for group in slots for of_rank in group for expert in of_rank)
+            for ep, experts in enumerate(slots[0]):
+                found[ep] += [row[expert] * (1.0 / copies[expert]) for expert in experts]
+        out |= {(ep, pp): math.fsum(terms) for ep, terms in enumerate(found)}
+    return out
 
-    def placed(rank: int, number: int) -> list[tuple[int, float]]:
-        found = placement[folding.coord(rank, "pp")].layers[number]
-        slots = [e for group in found.slots for of_rank in group for e in of_rank]
-        mine = found.slots[0][folding.coord(rank, "ep")]
-        return [(expert, 1.0 / slots.count(expert)) for expert in mine]
 
-    return placed
+def _samples_of_pools(folding: Folding, microbatches: Sequence[int]) -> Counter[tuple[int, int]]:
+    """(edp, pp) -> micro-batches whose tokens the expert-parallel group there serves, times tp x cp: each rank brings its part of its replica's."""
+    found: Counter[tuple[int, int]] = Counter()
+    for rank in range(folding.world):
+        found[folding.coord(rank, "edp"), folding.coord(rank, "pp")] += microbatches[folding.replica_of(rank)]
+    return found
