@@ -3,9 +3,11 @@ lives, or is named; nothing moves that is there already; all members make the sa
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,7 +23,7 @@ from phalanx.plan.layout.box_cells import cells_without
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.state import StateLayouts
 from phalanx.plan.layout.tensors import Held
-from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.folding import Folding, folding_problems
 from phalanx.plan.model import PRESETS
 from phalanx.plan.recovery import ranks as recovery_ranks
 from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner, recovery_problems
@@ -562,3 +564,43 @@ def test_too_few_holders_are_told_in_ranks_and_in_hosts() -> None:
     assert problem.rule.endswith("it needs 3 (so that 2 hosts have it: resilience.f)")
     (problem,) = recovery_problems(Folding(world=4, ep=4), floor=2, f=2)
     assert problem.rule.endswith("it needs 2 (resilience.f)")
+
+
+def test_what_is_named_in_the_place_of_too_few_holders_is_legal() -> None:
+    """Slices of experts (etp) need holders as whole experts do, and every number of ranks is one that the degrees tile."""
+    seen = set()
+    degrees = itertools.product((4, 6, 8, 12), (1, 2), (1, 2), (1, 2, 4), (1, 2, 4))
+    for world, tp, pp, ep, etp in degrees:
+        base = Folding(world=world, tp=tp, pp=pp, ep=ep, etp=etp)
+        if folding_problems(base):
+            continue
+        for floor in (2, 3, 5):
+            found = {problem.where: problem for problem in recovery_problems(base, floor=floor)}
+            assert bool(found.keys() - {"launch.ranks"}) == (ep * etp > 1 and base.edp < floor)
+            for where, problem in found.items():
+                said = re.match(r"use (?:folding\.(\w+) = )?(\d+)", problem.hint)
+                assert said is not None
+                other = replace(base, **{said[1] or "world": int(said[2])})
+                assert not folding_problems(other)
+                assert where not in {p.where for p in recovery_problems(other, floor=floor)}
+                seen.add((where, said[1]))
+    assert seen == {
+        ("launch.ranks", None),
+        *itertools.product(("folding.ep",), ("ep", "etp", None)),
+        *itertools.product(("folding.etp",), ("etp", None)),
+    }
+
+
+def test_machines_with_fewer_members_than_slices_have_fewer_slices() -> None:
+    """One member on each of four cannot share experts with another; the run ended, and said that it had 0 members and needed 1."""
+    run = planner(Folding(world=8, etp=2, ep=2))
+    first = run.plan(fresh(8, machines=4))
+    left = after(first, lost=[first.uids[i] for i in (1, 3, 4, 6)])
+    found = run.plan(left)
+    check_plan(run, found)
+    assert found.folding.world == 4 and found.folding.etp == 1 and not found.exact and found.missing == ()
+    assert "too few machines have 2 members to share experts: etp 2 -> 1 at most" in found.reason
+    few = planner(Folding(world=8, etp=2), slots=8, spec=replace(tiny(), num_experts=16))
+    assert few.least() == 2
+    with pytest.raises(PlanError, match=r"members = 1: .* at least 2, 2 of them on a machine"):
+        few.plan(fresh(1))

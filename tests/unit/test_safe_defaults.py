@@ -157,6 +157,14 @@ def test_where_ep_is_not_set_every_expert_has_two_holders(ranks: int, ep: int) -
     assert told.is_elastic == (ranks in (3, 6)), "a degree that is given stays"
 
 
+def test_slices_of_experts_have_two_holders_too() -> None:
+    recipe = Recipe(launch=LaunchConfig(ranks=4), train=TrainConfig(global_batch=48, micro_batch=1))
+    found = choose_recovery(replace(recipe, folding=FoldingConfig(etp=2)))
+    assert found.is_elastic and found.recipe.folding.ep == 1
+    found = choose_recovery(replace(recipe, folding=FoldingConfig(etp=4)))
+    assert not found.is_elastic and "use folding.etp = 2" in found.why_not
+
+
 def test_ep_is_left_where_more_experts_on_a_rank_do_not_fit() -> None:
     recipe = Recipe(launch=LaunchConfig(ranks=4))
     tried: list[int | None] = []

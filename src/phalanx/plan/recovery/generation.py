@@ -258,24 +258,26 @@ class RecoveryPlanner:
         """The mapping of so many members, and why some are idle. Raises `PlanError` where there is none."""
         found = choose_folding(self.base, size, self._limits(size))
         if found is None:
-            rule = f"are no valid parallelism: no valid mapping has the axes of {self.base.label()}"
-            raise PlanError(
-                [Problem(where="members", value=size, rule=rule, hint=f"at least {self.least()}")], subject="the run"
-            )
+            raise self._no_mapping(size, f"at least {self.least()}")
         return found
 
+    def _no_mapping(self, size: int, hint: str) -> PlanError:
+        rule = f"are no valid parallelism: no valid mapping has the axes of {self.base.label()}"
+        return PlanError([Problem(where="members", value=size, rule=rule, hint=hint)], subject="the run")
+
     def _choice_of(self, facts: Sequence[Fact]) -> FoldingChoice:
-        """Slices of an expert stay on one machine, so each machine counts whole groups of them."""
-        machines = machines_of(facts)
+        """Slices of an expert stay on one machine, so each machine counts whole groups of them; of fewer slices only where there is no other way."""
+        machines, base = machines_of(facts), self.base
         devices = [Device(i, machines.index(fact.machine)) for i, fact in enumerate(facts)]
-        usable = usable_devices(devices, self.base.etp)
-        choice = self.choose(usable)
-        if usable == len(facts):
-            return choice
-        single = f"{len(facts) - usable} have no {self.base.etp - 1} others on their machine to share experts with (etp {self.base.etp})"
-        return replace(
-            choice, idle=len(facts) - choice.folding.world, reason="; ".join(filter(None, (choice.reason, single)))
-        )
+        for etp in (d for d in range(base.etp, 0, -1) if base.etp % d == 0):
+            usable = usable_devices(devices, etp)
+            choice = choose_folding(replace(base, etp=etp), usable, self._limits(usable))
+            if choice is not None:
+                return _with_etp(
+                    choice, base.etp, etp, idle=len(facts) - choice.folding.world, alone=len(facts) - usable
+                )
+        together = f", {base.etp} of them on a machine" if base.etp > 1 else ""
+        raise self._no_mapping(len(facts), f"at least {self.least()}{together}")
 
     def folding(self, size: int) -> Folding:
         """The mapping of so many members."""
@@ -492,6 +494,17 @@ class RecoveryPlanner:
         return tuple(out)
 
 
+def _with_etp(choice: FoldingChoice, before: int, etp: int, *, idle: int, alone: int) -> FoldingChoice:
+    """The choice for machines of which some have `alone` members that share experts with no others there."""
+    reasons = []
+    if etp < before:
+        reasons.append(f"too few machines have {before} members to share experts: etp {before} -> {etp} at most")
+    reasons.append(choice.reason)
+    if alone:
+        reasons.append(f"{alone} have no {etp - 1} others on their machine to share experts with (etp {etp})")
+    return replace(choice, idle=idle, reason="; ".join(filter(None, reasons)))
+
+
 class _Lacking:
     """Elements that members lack of what ranks hold; members and ranks of one kind are worked out once."""
 
@@ -599,11 +612,26 @@ def recovery_problems(
     why = "resilience.f" if f is None or floor <= f else f"so that {f} hosts have it: resilience.f"
     if holders < floor:
         rule = f"leaves every part of the dense tensors on {holders} of them, {beside} {floor} ({why})"
-        hint = f"use {floor * folding.world // holders} ranks, or smaller folding.tp and folding.pp"
+        ranks = _ranks_for(folding, -(-floor // folding.cp) * folding.tp * folding.cp * folding.pp, replicated)
+        hint = f"use {ranks} ranks, or smaller folding.tp and folding.pp"
         problems.append(Problem(where="launch.ranks", value=folding.world, rule=rule, hint=hint))
-    if not replicated and folding.ep > 1 and folding.edp < floor:
+    if not replicated and folding.ep * folding.etp > 1 and folding.edp < floor:
         rule = f"leaves every expert on {folding.edp} of the ranks, {beside} {floor} ({why})"
-        ways = [ep for ep in range(1, folding.ep) if folding.ep % ep == 0 and folding.edp * folding.ep // ep >= floor]
-        hint = f"use folding.ep = {max(ways)}" if ways else "use more ranks"
-        problems.append(Problem(where="folding.ep", value=folding.ep, rule=rule, hint=hint))
+        ways = [
+            f"folding.{axis} = {less}"
+            for axis in ("ep", "etp")
+            for less in range(folding.degree(axis) - 1, 0, -1)
+            if folding.degree(axis) % less == 0 and folding.edp * folding.degree(axis) // less >= floor
+        ]
+        ranks = _ranks_for(folding, floor * folding.ep * folding.etp * folding.pp, replicated)
+        hint = f"use {ways[0]}" if ways else f"use {ranks} ranks"
+        axis = "ep" if folding.ep > 1 else "etp"
+        problems.append(Problem(where=f"folding.{axis}", value=folding.degree(axis), rule=rule, hint=hint))
     return problems
+
+
+def _ranks_for(folding: Folding, least: int, replicated: bool) -> int:
+    """The fewest ranks from `least` on that the degrees tile. With replicas ep is what the others leave."""
+    ep = 1 if replicated else folding.ep
+    unit = folding.pp * math.lcm(folding.tp * folding.cp, ep * folding.etp)
+    return -(-least // unit) * unit
