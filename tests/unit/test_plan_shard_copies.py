@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections import Counter
 
 import numpy as np
@@ -41,13 +42,15 @@ def test_as_many_hosts_as_there_are_keep_a_shard_the_owner_first(hosts: list[int
         assert len({hosts[m] for m in members}) == len(members) == min(floor, len(set(hosts)))
 
 
-@given(st.integers(2, 5), st.integers(1, 6), st.integers(1, 4))
+@given(st.integers(2, 5), st.integers(1, 6), st.integers(1, 4), st.integers(0))
 @settings(max_examples=60, deadline=None)
-def test_hosts_of_one_size_share_the_copies_evenly(num_hosts: int, per_host: int, floor: int) -> None:
-    """The next rank on another host would be the same one for a whole host."""
-    hosts = tuple(r // per_host for r in range(num_hosts * per_host))
-    kept = Counter(m for members in shard_holders(hosts, floor=floor) for m in members)
-    assert set(kept.values()) == {min(floor, num_hosts)}
+def test_hosts_of_one_size_share_the_copies_evenly(num_hosts: int, per_host: int, floor: int, seed: int) -> None:
+    """The next rank on another host would be the same one for a whole host. Losses and joins leave ranks of hosts in any order."""
+    hosts = [r // per_host for r in range(num_hosts * per_host)]
+    for order in (hosts, random.Random(seed).sample(hosts, len(hosts))):
+        kept = Counter(m for members in shard_holders(tuple(order), floor=floor) for m in members)
+        assert set(kept.values()) == {min(floor, num_hosts)}
+    assert {len(members) for members in copies_of(shard_holders((0, 1, 1, 0), floor=2))} == {1}
 
 
 def test_the_copies_of_each_member_are_worked_out_once_for_its_group() -> None:

@@ -45,18 +45,23 @@ def shard_holders(hosts: tuple[int, ...], *, floor: int, racks: tuple[int, ...] 
 
 
 def _in_turns(hosts: Sequence[int], racks: Sequence[int]) -> list[int]:
-    """Members: the first of each host, then the second of each, ...; among these the first host of each rack, then the second of each, ..."""
+    """Members: the first of each host, then the second of each, ...; among these the first host of each rack, then the second of each, ...
+
+    Hosts come in one order in each turn, that of their first members, however their members lie among each other.
+    """
     seen: Counter[int] = Counter()
-    turn = []
-    for host in hosts:
+    turn, first = [], dict[int, int]()
+    for member, host in enumerate(hosts):
         turn.append(seen[host])
         seen[host] += 1
+        first.setdefault(host, member)
     inside: dict[int, list[int]] = {}
     for host, rack in zip(hosts, racks, strict=True):
         if host not in inside.setdefault(rack, []):
             inside[rack].append(host)
     return sorted(
-        range(len(hosts)), key=lambda member: (turn[member], inside[racks[member]].index(hosts[member]), member)
+        range(len(hosts)),
+        key=lambda member: (turn[member], inside[racks[member]].index(hosts[member]), first[hosts[member]]),
     )
 
 
