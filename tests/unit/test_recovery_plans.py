@@ -374,6 +374,28 @@ def test_reports_that_make_no_sense_are_refused() -> None:
             read_state_descriptor(bad)
     with pytest.raises(PlanError):
         read_state_descriptor({**good, "folding": {**good["folding"], "tp": 3}})
+    for bad in ({"hosts": [[0, 1, 3]]}, {"racks": [[0, 1, 5]]}, {"hosts": [0, 1]}):
+        with pytest.raises(PlanError, match=r"\d numbers for 4 ranks"):
+            read_state_descriptor({**good, **bad})
+
+
+def test_state_that_no_rank_of_the_run_can_hold_is_refused() -> None:
+    """Every member read such a report, and ended in a ValueError or an IndexError of whatever met it first."""
+    run = planner(Folding(world=4), slots=4)
+    facts = after(run.plan(fresh(4)))
+    good = facts[0].descriptor
+    assert good is not None
+    seven = StateDescriptor(folding=Folding(world=7, tp=7), rank=0)
+    slots = ((99, (0, 1, 2, 3)), (1, (0, 1, 2, 3)))
+    for bad, said in (
+        (seven, r"folding\.tp = 7"),
+        (replace(good, moved=1, rest=seven), r"folding\.tp = 7"),
+        (replace(seven, folding=Folding(world=6, pp=6)), "stages"),
+        (replace(good, slots=slots), r"are of layers \[0, 1\], of experts 0 to 7"),
+        (replace(good, slots=((0, (0, 1, 2, 77)), (1, (0, 1, 2, 3)))), "are of layers"),
+    ):
+        with pytest.raises(PlanError, match=rf"what {facts[0].uid} reports of its state[\s\S]*{said}"):
+            run.plan([replace(facts[0], descriptor=bad), *facts[1:]])
 
 
 # ---- copies that differ ----------------------------------------------------------------------------------------------

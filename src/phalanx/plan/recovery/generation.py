@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.config import PipelineConfig
-from phalanx.core.errors import PlanError, Problem
+from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.layout import (
     Box,
     Held,
@@ -37,7 +37,7 @@ from phalanx.plan.layout import (
     is_covered,
     stage_params,
 )
-from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, LayerPlacements, StagePlan
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, LayerPlacements, StagePlan, fit_problems
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import make_pipeline, pipeline_problems
 from phalanx.plan.placement import of_all_kinds
@@ -385,8 +385,9 @@ class RecoveryPlanner:
     # ---- the plan
 
     def plan(self, facts: Sequence[Fact]) -> GenerationPlan:
-        """Plan for the members of a new generation, in any order. Raises `PlanError` where they are too few for any mapping."""
+        """Plan for the members of a new generation, in any order. Raises `PlanError` where they are too few for any mapping, or where one says that it holds what no rank of this run can."""
         facts = sorted(facts, key=lambda fact: fact.order)
+        self._check(facts)
         choice = self._choice_of(facts)
         new, host_of = choice.folding, domains_of(facts)
         ranked, idle = rank_members(facts, new, self._lacks(new))
@@ -405,6 +406,39 @@ class RecoveryPlanner:
         params, buffers = self._params(made), self._buffers(made)
         moves = (*params, *buffers)
         return replace(made, params=params, buffers=buffers, waves=self._waves(moves, new), missing=_missing(moves))
+
+    def _check(self, facts: Sequence[Fact]) -> None:
+        """Reports come from outside."""
+        legal: dict[Folding, list[Problem]] = {}
+        layers: dict[tuple[Folding, int], list[int]] = {}
+        for fact in facts:
+            for at in () if fact.descriptor is None else fact.descriptor.parts:
+                if at.folding not in legal:
+                    legal[at.folding] = self._folding_problems(at.folding)
+                raise_if(legal[at.folding], PlanError, subject=f"what {fact.uid} reports of its state")
+                stage = at.folding, at.folding.coord(at.rank, "pp")
+                if at.slots and stage not in layers:
+                    layers[stage] = self._expert_layers(*stage)
+                experts = {expert for _, held in at.slots for expert in held}
+                if at.slots and ([n for n, _ in at.slots] != layers[stage] or not experts <= self._experts):
+                    rule = f"are of layers {layers[stage]}, of experts 0 to {self.spec.num_experts - 1}"
+                    problem = Problem(where="state_descriptor.slots", value=at.slots, rule=rule)
+                    raise PlanError([problem], subject=f"what {fact.uid} reports of its state")
+
+    @cached_property
+    def _experts(self) -> frozenset[int]:
+        return frozenset(range(self.spec.num_experts))
+
+    def _folding_problems(self, folding: Folding) -> list[Problem]:
+        """Why the run can never have had a mapping."""
+        plain = folding if self.slots_per_rank is None else replace(folding, ep=1)
+        found = fit_problems(plain, self.spec, seq_len=self.seq_len, cp_method=self.cp_method)
+        return found + pipeline_problems(self.pipeline, self.spec, pp=folding.pp)
+
+    def _expert_layers(self, folding: Folding, pp: int) -> list[int]:
+        """Layers with experts of a pipeline rank."""
+        owned = stage_params(self.spec, self.stages(folding).of_rank(pp))
+        return sorted({p.layer for p in owned if p.family == "expert" and p.layer is not None})
 
     def _waves(self, moves: Sequence[Move], new: Folding) -> tuple[tuple[str, ...], ...]:
         """Pieces in their order, cut where a rank would send, keep or receive too much at once."""
@@ -444,14 +478,12 @@ class RecoveryPlanner:
             loads=np.ones(shape) if self.loads is None else np.broadcast_to(self.loads, shape).copy(),
             layers=tuple(self.spec.moe_layers),
         )  # fmt: skip
-        stages, per_stage = self.stages(new), new.world // new.pp
+        per_stage = new.world // new.pp
         held, made, notes = held_by_host(facts, host_of), [], list[str]()
         for pp in range(new.pp):
-            owned = stage_params(self.spec, stages.of_rank(pp))
-            layers = sorted({p.layer for p in owned if p.family == "expert" and p.layer is not None})
             first = pp * per_stage
             placed, said = place_experts(
-                asked, layers, hosts[first : first + per_stage : new.etp], held, rack_of=rack_of
+                asked, self._expert_layers(new, pp), hosts[first : first + per_stage : new.etp], held, rack_of=rack_of
             )
             made.append(placed)
             notes += said

@@ -6,7 +6,7 @@ follows from it (`plan/recovery/generation.py`). Must never change: a descriptor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -40,6 +40,14 @@ class StateDescriptor:
         if self.moved is None or number < self.moved:
             return self
         return None if self.rest is None else self.rest.of(number)
+
+    @property
+    def parts(self) -> Iterator[StateDescriptor]:
+        """Itself, and where the pieces stand that it is not true of."""
+        at: StateDescriptor | None = self
+        while at is not None:
+            yield at
+            at = at.rest
 
     @property
     def newest(self) -> StateDescriptor:
@@ -83,8 +91,8 @@ def read_state_descriptor(data: Mapping[str, Any]) -> StateDescriptor:
             folding=folding,
             rank=int(data["rank"]),
             slots=tuple((int(layer), tuple(int(e) for e in held)) for layer, held in data["slots"]),
-            hosts=_numbers(data["hosts"], most=folding.world),
-            racks=_numbers(data["racks"], most=folding.world),
+            hosts=_numbers(data["hosts"], ranks=folding.world),
+            racks=_numbers(data["racks"], ranks=folding.world),
             moved=None if data.get("moved") is None else int(data["moved"]),
             rest=None if data.get("rest") is None else read_state_descriptor(data["rest"]),
         )
@@ -115,17 +123,18 @@ def _runs(numbers: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     return tuple((number, count, more) for number, count, more in runs)
 
 
-def _numbers(said: Sequence[int | Sequence[int]], *, most: int) -> tuple[int, ...]:
-    """Reads what `_runs` writes, and what earlier versions did: runs of one number, and numbers themselves. Raises `ValueError` for more than `most`."""
+def _numbers(said: Sequence[int | Sequence[int]], *, ranks: int) -> tuple[int, ...]:
+    """Reads what `_runs` writes, and what earlier versions did: runs of one number, and numbers themselves. Raises `ValueError` where there are some, but not one for each of `ranks`."""
     runs = ((each, 1, 1) if isinstance(each, int) else each if len(each) == 3 else (*each, 1) for each in said)
-    return _spread(tuple((int(number), int(count), int(more)) for number, count, more in runs), most)
+    return _spread(tuple((int(number), int(count), int(more)) for number, count, more in runs), ranks)
 
 
 @lru_cache(maxsize=64)
-def _spread(runs: tuple[tuple[int, int, int], ...], most: int) -> tuple[int, ...]:
+def _spread(runs: tuple[tuple[int, int, int], ...], ranks: int) -> tuple[int, ...]:
     """One object for the reports of all members, which say the same: of 4,096 they would take 130 MB."""
-    if sum(max(0, count) * max(0, more) for _, count, more in runs) > most:
-        raise ValueError(f"more than {most} numbers")
+    told = sum(max(0, count) * max(0, more) for _, count, more in runs)
+    if told not in (0, ranks):
+        raise ValueError(f"{told} numbers for {ranks} ranks")
     return tuple(number + i for number, count, more in runs if count > 0 for i in range(more) for _ in range(count))
 
 
