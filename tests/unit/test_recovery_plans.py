@@ -27,6 +27,7 @@ from phalanx.plan.mapping.folding import Folding, folding_problems
 from phalanx.plan.model import PRESETS
 from phalanx.plan.recovery import ranks as recovery_ranks
 from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner, recovery_problems
+from phalanx.plan.recovery.memory import bytes_on_hosts
 from phalanx.plan.recovery.ranks import assigned
 from phalanx.plan.recovery.state_descriptor import StateDescriptor, read_state_descriptor
 from phalanx.plan.reshard.plan import plan_reshard
@@ -569,6 +570,47 @@ def run_parameters(run: RecoveryPlanner) -> float:
     """Of the fullest rank, from its layouts without shards."""
     whole = replace(run, zero=0)
     return whole.bytes_of(whole.base) / sum((whole.room.parameter, whole.room.gradient, whole.room.optimizer))
+
+
+@pytest.mark.parametrize("machines", [(0, 1, 1, 1, 1, 1, 1, 1), (0, 0, 1, 1, 1, 2, 2, 2), (0, 1, 2, 3, 3, 3, 3, 3)])
+@pytest.mark.parametrize("base", [Folding(world=8), Folding(world=8, tp=2, ep=2), Folding(world=8, pp=2, ep=2)])
+def test_what_a_rank_holds_of_others_is_counted_where_hosts_have_different_sizes(
+    base: Folding, machines: tuple[int, ...]
+) -> None:
+    run = planner(base, floor=2, zero=1)
+    plan = run.plan([new_member(i, machine=machine) for i, machine in enumerate(machines)])
+    counted = bytes_on_hosts(
+        run.spec, plan.folding, run.stages(plan.folding), run.room, slots=None, holders=2, hosts=plan.hosts
+    )
+    for rank, found in enumerate(counted):
+        state = run.holds(plan.state_descriptor(rank))
+        boxes = sum(h.box.num_elements for held, _ in state.values() for h in held) * run.room.optimizer
+        whole = sum(math.prod(shape) for _, shape in state.values()) * (run.room.parameter + run.room.gradient)
+        assert found == pytest.approx(boxes + whole, rel=0.03)  # shards begin at multiples of 64 elements
+
+
+def test_who_has_no_room_for_the_copies_of_all_others_is_idle() -> None:
+    """One member of a machine is left beside four of another, so it would keep copies of the whole optimizer state."""
+    run = planner(Folding(world=8), floor=2, zero=1)
+    plan = run.plan(fresh(8, machines=2))
+    left = after(plan, lost=plan.uids[1:4])
+    assert run.plan(left).folding.world == 5
+    run = limited(run, 1.25)
+    found = run.plan(left)
+    assert found.idle == (plan.uids[0],) and found.missing == ()
+    assert "copies of state that other hosts leave host0.0.x need more room than resilience.state_gb" in found.reason
+    assert found.hash == run.plan(left[::-1]).hash
+    back = run.plan([*after(found), *(new_member(90 + i) for i in range(3))])
+    assert back.folding.world == 8 and back.missing == ()
+
+
+def test_who_is_needed_has_a_rank_though_there_is_no_room() -> None:
+    """Eight experts in slots of three each need three ranks."""
+    run = limited(planner(Folding(world=3), slots=3, floor=2, zero=1), 1.0)
+    plan = run.plan([new_member(i, machine=machine) for i, machine in enumerate((0, 1, 1))])
+    assert plan.folding.world == 3 and plan.idle == ()
+    said = "the state of host0.0.x needs more room than resilience.state_gb, and the others alone make no mapping"
+    assert plan.reason == said
 
 
 def test_a_limit_that_the_runs_own_mapping_breaks_is_refused() -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     )
     from phalanx.plan.layout.shard_copies import (
         GATHER_SHARE as GATHER_SHARE,
+        copies_of as copies_of,
+        keepers_of as keepers_of,
         publication as publication,
         sums_whole as sums_whole,
     )

@@ -44,7 +44,7 @@ from phalanx.plan.placement import of_all_kinds
 from phalanx.plan.placement.search import Floats
 from phalanx.plan.recovery.devices import Device, FoldingChoice, Limits, choose_folding, is_exact, usable_devices
 from phalanx.plan.recovery.experts import ReplicaTerms, held_by_host, place_experts
-from phalanx.plan.recovery.memory import StateRoom, state_bytes
+from phalanx.plan.recovery.memory import StateRoom, bytes_on_hosts, state_bytes
 from phalanx.plan.recovery.ranks import rank_members
 from phalanx.plan.recovery.state_descriptor import (
     Fact,
@@ -388,12 +388,10 @@ class RecoveryPlanner:
         """Plan for the members of a new generation, in any order. Raises `PlanError` where they are too few for any mapping, or where one says that it holds what no rank of this run can."""
         facts = sorted(facts, key=lambda fact: fact.order)
         self._check(facts)
-        choice = self._choice_of(facts)
-        new, host_of = choice.folding, domains_of(facts)
-        ranked, idle = rank_members(facts, new, self._lacks(new))
-        members = (*ranked, *idle)
+        host_of, rack_of = domains_of(facts), racks_of(facts)
+        choice, ranked, idle = self._ranked(facts, host_of, rack_of)
+        new, members = choice.folding, (*ranked, *idle)
         hosts = tuple(host_of[fact.uid] for fact in ranked)
-        rack_of = racks_of(facts)
         placement, notes = self._placement(new, hosts, facts, host_of, rack_of)
         made = GenerationPlan(
             folding=new, members=members, placement=placement, hosts=hosts, moment_bytes=self.moment_bytes,
@@ -406,6 +404,40 @@ class RecoveryPlanner:
         params, buffers = self._params(made), self._buffers(made)
         moves = (*params, *buffers)
         return replace(made, params=params, buffers=buffers, waves=self._waves(moves, new), missing=_missing(moves))
+
+    def _ranked(
+        self, facts: Sequence[Fact], host_of: Mapping[str, int], rack_of: Mapping[int, int]
+    ) -> tuple[FoldingChoice, Sequence[Fact], Sequence[Fact]]:
+        """The mapping, the member of each of its ranks, and idle members: those too that would have no room for the copies which the hosts of others leave them. Where nobody else could do without them, they have ranks all the same."""
+        first, left, out = None, list(facts), list[Fact]()
+        while True:
+            try:
+                choice = self._choice_of(left)
+            except PlanError:
+                if first is None:
+                    raise
+                choice, ranked, idle = first
+                text = f"the state of {', '.join(f.uid for f in out)} needs more room than resilience.state_gb, and the others alone make no mapping"
+                return replace(choice, reason="; ".join(filter(None, (choice.reason, text)))), ranked, idle
+            ranked, idle = rank_members(left, choice.folding, self._lacks(choice.folding))
+            full = self._full_hosts(choice.folding, [host_of[fact.uid] for fact in ranked], rack_of)
+            if not full:
+                text = f"copies of state that other hosts leave {', '.join(f.uid for f in out)} need more room than resilience.state_gb"
+                reason = "; ".join(filter(None, (choice.reason, text if out else "")))
+                return replace(choice, idle=choice.idle + len(out), reason=reason), ranked, (*idle, *out)
+            first = first or (choice, ranked, idle)
+            out += [fact for fact in left if host_of[fact.uid] in full]
+            left = [fact for fact in left if host_of[fact.uid] not in full]
+
+    def _full_hosts(self, new: Folding, hosts: Sequence[int], rack_of: Mapping[int, int]) -> set[int]:
+        """Hosts with a rank that has no room for its state. Copies of shards are where the hosts are, and `choose` knows only how many ranks there are."""
+        if not self.zero or math.isinf(self.room.limit):
+            return set()
+        found = bytes_on_hosts(
+            self.spec, new, self.stages(new), self.room, slots=self.slots_per_rank if self.spec.moe_layers else None,
+            holders=self.shard_holders or self.floor, hosts=hosts, racks=[rack_of[host] for host in hosts] if rack_of else (),
+        )  # fmt: skip
+        return {host for host, taken in zip(hosts, found, strict=True) if taken > self.room.limit}
 
     def _check(self, facts: Sequence[Fact]) -> None:
         """Reports come from outside."""
