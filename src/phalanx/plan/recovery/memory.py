@@ -102,7 +102,7 @@ def _share(shards: int, holders: int | None) -> float:
 
 def _kept(folding: Folding, name: str, *, holders: int, hosts: Sequence[int], racks: Sequence[int]) -> dict[int, float]:
     """Of each rank: the share of the optimizer state that it keeps of parameters which are cut over the groups called `name`."""
-    out = {}
+    out: dict[int, float] = {}
     for group in folding.groups(name):
         copies = copies_of(keepers_of(group, holders=holders, hosts=hosts, racks=racks)) or ((),) * len(group)
         out |= {rank: (1 + len(kept)) / len(group) for rank, kept in zip(group, copies, strict=True)}

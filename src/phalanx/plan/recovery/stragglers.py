@@ -219,7 +219,8 @@ def _served_rows(
     spec: ModelSpec, folding: Folding, stages: StagePlan, counts_LE: Floats, placement: Sequence[LayerPlacements]
 ) -> dict[tuple[int, int], float]:
     """(ep, pp) -> rows of the experts there, where one expert-parallel group has those of all tokens."""
-    rows, each, out = counts_LE.tolist(), spec.num_experts // folding.ep, {}
+    rows, each = counts_LE.tolist(), spec.num_experts // folding.ep
+    out: dict[tuple[int, int], float] = {}
     for pp in range(folding.pp):
         held = set(_layers_of(spec, stages.of_rank(pp)))
         found: list[list[float]] = [[] for _ in range(folding.ep)]
