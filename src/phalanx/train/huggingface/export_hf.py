@@ -34,7 +34,14 @@ from phalanx.plan.model import ModelSpec, buffers, resolve_model
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.state import BoxTensor
 from phalanx.train import state_dtype
-from phalanx.train.huggingface.hf_tokenizer import CONFIG, MAP, begun_as_trained, kept_table, tokenizer_files
+from phalanx.train.huggingface.hf_tokenizer import (
+    CONFIG,
+    MAP,
+    begun_as_trained,
+    json_file,
+    kept_table,
+    tokenizer_files,
+)
 from phalanx.train.huggingface.hugging_face import INDEX_FILE, SINGLE_FILE, read_config, strange_links
 from phalanx.train.huggingface.import_hf import KEPT_FOLDER, TYPES_FILE, small_files
 from phalanx.train.setup import DTYPES, RunFolder, choose_checkpoint
@@ -262,7 +269,7 @@ def _index(plan: Export) -> dict[str, bytes]:
     weight_map = {link.tensor: plan.file_of(i) for i, shard in enumerate(plan.shards) for link in shard}
     total = sum(plan.bytes_of(link) for shard in plan.shards for link in shard)
     body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return {INDEX_FILE: _json(body)}
+    return {INDEX_FILE: json_file(body)}
 
 
 def _small_files(plan: Export) -> dict[str, bytes]:
@@ -297,7 +304,7 @@ def _small_files(plan: Export) -> dict[str, bytes]:
     config.pop("torch_dtype", None)
     config.pop("auto_map", None)  # names Python files, which stay behind; transformers has these families itself
     config["dtype"] = str(plan.dtype).removeprefix("torch.")
-    return {**kept, "config.json": _json(config)}
+    return {**kept, "config.json": json_file(config)}
 
 
 def _is_tokenizer_of(run: RunFolder, kept: Mapping[str, bytes]) -> bool:
@@ -324,7 +331,7 @@ def _with_tokenizer_of_run(plan: Export, kept: Mapping[str, bytes]) -> dict[str,
     generation = (
         came | generation | {"eos_token_id": _still_ends(plan, came.get("eos_token_id"), generation["eos_token_id"])}
     )
-    files = {"tokenizer_config.json": _json(config), "generation_config.json": _json(generation)}
+    files = {"tokenizer_config.json": json_file(config), "generation_config.json": json_file(generation)}
     return {name: content for name, content in kept.items() if not _TOKENIZERS.fullmatch(name)} | made | files
 
 
@@ -352,9 +359,9 @@ def _ending_as_told(plan: Export, kept: Mapping[str, bytes], config: Mapping[str
     name, eos = "generation_config.json", plan.run.read_tokenizer().eos_id
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     of_config = {key: config[key] for key in ids if config.get(key) is not None}
-    found = parse_table(kept.get(name, _json(of_config)), where=str(plan.run.path / KEPT_FOLDER / name))
+    found = parse_table(kept.get(name, json_file(of_config)), where=str(plan.run.path / KEPT_FOLDER / name))
     known = _as_list(found.get("eos_token_id"))
-    return {} if eos in known else {name: _json(found | {"eos_token_id": [*known, eos]})}
+    return {} if eos in known else {name: json_file(found | {"eos_token_id": [*known, eos]})}
 
 
 def _as_list(ids: object) -> list[Any]:
@@ -374,7 +381,7 @@ def _of_conversations(plan: Export, files: dict[str, bytes]) -> dict[str, bytes]
     found["generation_config.json"]["eos_token_id"] = [*known, *sorted(stops.difference(known))]
     source = CHATML_TEMPLATE if template is None else _with_its_tokens(plan, template, files)
     found["tokenizer_config.json"]["chat_template"] = source
-    return {name: _json(table) for name, table in found.items()}
+    return {name: json_file(table) for name, table in found.items()}
 
 
 def _as_rendered(plan: Export, files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -389,7 +396,7 @@ def _as_rendered(plan: Export, files: Mapping[str, bytes]) -> dict[str, bytes]:
     named = config.get("chat_template")
     others = [t for t in named if isinstance(t, dict) and t.get("name") != "default"] if isinstance(named, list) else []
     config["chat_template"] = [*others, {"name": "default", "template": source}] if others else source
-    return {CONFIG: _json(config)}
+    return {CONFIG: json_file(config)}
 
 
 def _with_its_tokens(plan: Export, template: ChatTemplate, files: Mapping[str, bytes]) -> str:
@@ -411,7 +418,3 @@ def _fresh_config(plan: Export) -> dict[str, Any]:
         "bos_token_id": plan.run.read_tokenizer().bos_id,
         "pad_token_id": None,
     }
-
-
-def _json(body: object) -> bytes:
-    return (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode()

@@ -44,8 +44,8 @@ def tokenizer_files(run: RunFolder, *, length: int) -> dict[str, bytes]:
         generation["bos_token_id"] = tokenizer.bos_id
     return {
         "tokenizer.json": content.encode(),
-        "tokenizer_config.json": _json(config),
-        "generation_config.json": _json(generation),
+        "tokenizer_config.json": json_file(config),
+        "generation_config.json": json_file(generation),
     }
 
 
@@ -67,10 +67,10 @@ def begun_as_trained(files: Mapping[str, bytes], tokenizer: Tokenizer, *, folder
     for table in tables.values():
         if begin and special_tokens(table).get("bos_token") != begin:
             table["bos_token"] = begin
-    changed = {"tokenizer.json": made.encode()} | {name: _json(table) for name, table in tables.items()}
+    changed = {"tokenizer.json": made.encode()} | {name: json_file(table) for name, table in tables.items()}
     name = "generation_config.json"
     if "bos_token_id" in (generation := kept_table(files, name, folder=folder)):
-        changed[name] = _json(generation | {"bos_token_id": tokenizer.bos_id})
+        changed[name] = json_file(generation | {"bos_token_id": tokenizer.bos_id})
     return changed
 
 
@@ -105,7 +105,8 @@ def _steps(processor: Any) -> list[dict[str, Any]]:
     return [step for part in processor["processors"] for step in _steps(part)] if "processors" in processor else [processor]  # fmt: skip
 
 
-def _json(body: object) -> bytes:
+def json_file(body: object) -> bytes:
+    """As the files of a model are written."""
     return (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode()
 
 
