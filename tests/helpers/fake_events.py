@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from phalanx.core.events import CheckpointSaved, Event, RunEnded, RunStarted, StepEnded, Validated
+from phalanx.core.events import CheckpointSaved, Event, RunEnded, RunStarted, StepEnded, Validated, WentBack
 
 
 def started(*, step: int = 0, total_steps: int = 300, **more: object) -> RunStarted:
@@ -24,6 +24,10 @@ def ended(step: int, *, layers: int = 4, **more: object) -> StepEnded:
         "dropped_tokens": 0, "router_entropy": 1.9, "peak_memory_bytes": 812 << 20,
     }  # fmt: skip
     return StepEnded(**{**fields, **more})  # type: ignore[arg-type]
+
+
+def went_back(step: int, *, to: int) -> WentBack:
+    return WentBack(history=2, step=to, from_step=step, why="host.1 is lost", damaged=(), abandoned=())
 
 
 def a_run(steps: int = 300, *, every: int = 50, **more: object) -> Iterator[Event]:

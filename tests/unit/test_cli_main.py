@@ -24,7 +24,7 @@ from phalanx.core.process import begun, most_open_files
 from phalanx.core.rules import EFFECTS
 from phalanx.core.settings import describe_settings
 from phalanx.data.cache import ensure_folder, silent, write_atomically
-from phalanx.observe.event_log import JsonlSink
+from phalanx.observe.event_log import JsonlSink, read_history
 from phalanx.observe.metrics import METRICS
 
 pytestmark = pytest.mark.unit
@@ -306,6 +306,21 @@ def test_metrics_shows_the_loss_of_further_tokens(tmp_path: Path, capsys: pytest
     sink.close()
     assert main(["metrics", str(tmp_path / "further")]) == 0
     assert "loss of the tokens after the next one 5.7500 (train/mtp_loss)" in capsys.readouterr().out
+
+
+def test_metrics_adds_up_tokens_and_knows_what_was_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = JsonlSink(tmp_path / "a", rank=0)
+    steps = [ended(s, tokens=100 if s < 3 else 1000, mfu=0.0) for s in range(1, 5)]
+    for event in (started(), *steps[:2], started(step=2), *steps[2:]):
+        sink.write(event)
+    sink.close()
+    assert main(["metrics", str(tmp_path / "a"), "--json", str(tmp_path / "f.json")]) == 0
+    told = capsys.readouterr().out
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert found["tokens"] == 2200 and found["mfu"] is None and "MFU not measured (medians)" in told
+    assert metrics_command._tokens_until(read_history(tmp_path / "a")) == {1: 100, 2: 200, 3: 1200, 4: 2200}
 
 
 def test_metrics_of_a_run_that_has_not_stepped_or_does_not_exist(

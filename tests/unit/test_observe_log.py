@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_events import a_run, ended, started
+from fake_events import a_run, ended, started, went_back
 
 from phalanx.core.errors import DataError
 from phalanx.core.events import Note, RunEnded, Sampled, Validated
@@ -137,6 +137,11 @@ def test_history_forgets_what_training_went_back_behind(tmp_path: Path) -> None:
     assert history.samples[0]["text"] == "b" and history.notes[0]["text"] == "w"
     write(tmp_path, started(step=6))
     assert read_history(tmp_path).ended is None
+    write(
+        tmp_path, ended(7), ended(8), Validated(step=8, loss=9.0, tokens=1, seconds=1.0), went_back(8, to=5), ended(6)
+    )
+    history = read_history(tmp_path)
+    assert sorted(history.steps) == [1, 2, 3, 4, 5, 6] and history.validations == {} and history.starts == 3
     write(tmp_path, RunEnded(step=0, reason="StaleMember: it was excluded", seconds=1.0), ended(8))
     assert (
         read_history(tmp_path).ended is None

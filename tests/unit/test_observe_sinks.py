@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_events import a_run, ended, started
+from fake_events import a_run, ended, started, went_back
 from rich.console import Console
 from speed_help import slowness
 
@@ -342,6 +342,12 @@ def test_tensorboard_reads_what_was_written_and_a_resume_replaces_what_it_redoes
     assert sorted(loss) == list(range(1, 55)) and len(shown["train/loss"]) == 54
     assert loss[50] == pytest.approx(ended(50).loss) and loss[54] == 1.0
     assert [s for s, _ in shown["validation/loss"]] == [50]
+    time.sleep(1.1)
+    with open_sinks(config, folder=tmp_path, rank=0) as emit:  # before a checkpoint was saved
+        for event in (started(step=0), *map(ended, range(1, 9)), went_back(8, to=3), ended(4, loss=2.0)):
+            emit(event)
+    again = read_tensorboard(tmp_path / "tensorboard")["train/loss"]
+    assert [s for s, _ in again] == [1, 2, 3, 4] and again[-1][1] == 2.0
     assert {f"experts/load_of/layer-{layer}" for layer in range(4)} <= set(shown)
     assert {s.tag for e in a_run(50) for s in samples(e)} == set(shown)
 

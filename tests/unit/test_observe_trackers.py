@@ -101,11 +101,19 @@ def mlflow_like(told: Told) -> dict[str, ModuleType]:
 
 
 def wandb_like(told: Told) -> dict[str, ModuleType]:
+    axes = dict[str, str | None]()
+
+    def log(values: dict[str, Any]) -> None:
+        """Without a step of W&B's own, of which it takes none that is lower than its last."""
+        assert axes == {"step": None, "*": "step"}
+        told.steps.update({values["step"]: values})
+
     def init(*, project: str, name: str, id: str, resume: str, dir: str, mode: str) -> SimpleNamespace:
         told.init = {"project": project, "name": name}
         return SimpleNamespace(
             config=SimpleNamespace(update=lambda values, allow_val_change: told.params.update(values)),
-            log=lambda values, step: told.steps.update({step: values}),
+            define_metric=lambda name, step_metric=None: axes.update({name: step_metric}),
+            log=log,
             finish=lambda exit_code: told.ends.append(str(exit_code)),
         )
 

@@ -178,7 +178,7 @@ def run_figures(history: History, *, folder: Path) -> dict[str, Any]:
         "unigram_loss": history.started.get("unigram_loss"),
         "tokens": sum(s["tokens"] for s in steps),
         "tokens_per_s": statistics.median(s["tokens_per_s"] for s in settled),
-        "mfu": statistics.median(s["mfu"] for s in settled),
+        "mfu": statistics.median(s["mfu"] for s in settled) or None,
         "step_s": statistics.median(s["step_s"] for s in settled),
         **{name: _median_of_layers(settled, name) for name in EXCHANGE},
         "peak_memory_bytes": max(s["peak_memory_bytes"] for s in steps),
@@ -198,9 +198,9 @@ def show(course: Course, figures: dict[str, Any], console: Console) -> None:
     history = course.history
     width = console.width if console.is_terminal else 100
     steps = sorted(history.steps)
-    lines = [header(width, with_left=False)]
+    lines, tokens = [header(width, with_left=False)], _tokens_until(history)
     for step in _spread(steps, MAX_ROWS, keep=sorted(history.validations)):
-        lines.append(row_line(_row(history.steps[step], history.validations.get(step)), width))
+        lines.append(row_line(_row(history.steps[step], history.validations.get(step), tokens=tokens[step]), width))
     lines.append(Text("\ntrain loss"))
     points = [(s, history.steps[s]["loss"]) for s in steps if history.steps[s]["loss"] is not None]
     lines += [Text(line, style="green") for line in chart(points, width=min(width, 100))]
@@ -226,21 +226,34 @@ def _spread(steps: Sequence[int], count: int, *, keep: Sequence[int]) -> list[in
     return sorted(kept | even(steps, count - len(kept)))
 
 
-def _row(step: Record, validated: Record | None) -> TableRow:
+def _tokens_until(history: History) -> dict[int, int]:
+    """All tokens up to each step; of steps before it that are missing, as many as of the step itself."""
+    out, total, last = dict[int, int](), 0, 0
+    for step in sorted(history.steps):
+        total += (step - last) * history.steps[step]["tokens"]
+        out[step], last = total, step
+    return out
+
+
+def _row(step: Record, validated: Record | None, *, tokens: int) -> TableRow:
     return TableRow(
         step=step["step"], loss=step["loss"], validation=validated["loss"] if validated else None,
         tokens_per_s=step["tokens_per_s"], mfu=step["mfu"] or None, grad_norm=step["grad_norm"], lr=step["lr"],
         load=max(step["load_max_over_mean"], default=None), dead=step["dead_experts"], dropped=step["dropped_tokens"],
-        tokens=step["step"] * step["tokens"], memory_bytes=step["peak_memory_bytes"], step_s=step["step_s"],
+        tokens=tokens, memory_bytes=step["peak_memory_bytes"], step_s=step["step_s"],
         entropy=step["router_entropy"], aux_loss=step["aux_loss"],
     )  # fmt: skip
+
+
+def _mfu(f: dict[str, Any]) -> str:
+    return "MFU not measured" if f["mfu"] is None else f"MFU {100 * f['mfu']:.1f} %"
 
 
 def _words(f: dict[str, Any]) -> str:
     state = f["ended"] or "running, or killed"
     lines = [
         f"{f['run']}: {f['step']} of {f['total_steps']} steps ({state}, {f['starts']} start{'s' if f['starts'] != 1 else ''})",
-        f"  {short(f['tokens_per_s'])} tokens/s, {format_seconds(f['step_s'])} a step, MFU {100 * f['mfu']:.1f} % (medians), "
+        f"  {short(f['tokens_per_s'])} tokens/s, {format_seconds(f['step_s'])} a step, {_mfu(f)} (medians), "
         f"peak memory {format_bytes(f['peak_memory_bytes'])}",
     ]
     exposed_s, hidden_s = (sum(f[f"{what}_forward_s"]) + sum(f[f"{what}_backward_s"]) for what in ("exposed", "hidden"))

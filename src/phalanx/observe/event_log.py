@@ -211,9 +211,9 @@ def apply(history: History, record: Record) -> None:
         case "RunStarted":
             history.started, history.ended = record, None
             history.starts += 1
-            for kept in (history.steps, history.validations):
-                for step in [s for s in kept if s > record["step"]]:
-                    del kept[step]
+            _go_back(history, record["step"])
+        case "WentBack":
+            _go_back(history, record["step"])
         case "StepEnded":
             history.steps[record["step"]] = record
             history.ended = None  # an end before it was of a process that the others went on without
@@ -227,3 +227,10 @@ def apply(history: History, record: Record) -> None:
             history.notes.append(record)
         case "RunEnded":
             history.ended = record
+
+
+def _go_back(history: History, step: int) -> None:
+    """What came after so many steps is void."""
+    for kept in (history.steps, history.validations):
+        for void in [s for s in kept if s > step]:
+            del kept[void]

@@ -80,7 +80,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("validation/loss", Validated, "nats", "mean cross-entropy per valid validation token", lambda e: e.loss),
     Metric("validation/seconds", Validated, "s", "time that one validation took", lambda e: e.seconds),
     Metric("speed/tokens_per_s", StepEnded, "1/s", "tokens trained per second, all ranks", lambda e: e.tokens_per_s),
-    Metric("speed/mfu", StepEnded, "ratio", "model FLOPs per second over the measured matmul rate", lambda e: e.mfu),
+    Metric("speed/mfu", StepEnded, "ratio", "model FLOPs per second over the measured matmul rate", lambda e: e.mfu or None),
     Metric("speed/step_s", StepEnded, "s", "duration of the step, waiting for data included", lambda e: e.step_s),
     Metric("speed/data_s", StepEnded, "s", "part of it that was spent waiting for data", lambda e: e.data_s),
     Metric("experts/load", StepEnded, "ratio", "tokens of the fullest expert over the mean, worst layer",

@@ -1,7 +1,7 @@
 """TensorBoard event files, without torch (whose `SummaryWriter` wraps tensorboard's own).
 
 A thread of ours does the writing; the training step pays for building one protocol buffer. (That of tensorboard's `EventFileWriter` prints a traceback where the disk
-is full.) After a resume a session mark tells TensorBoard to forget the points that training went back behind.
+is full.) Where a run starts or goes back a session mark tells TensorBoard to forget the points that training went back behind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tensorboard.compat.proto.event_pb2 import Event as EventProto, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from phalanx.core.events import Event, RunStarted
+from phalanx.core.events import Event, RunStarted, WentBack
 from phalanx.observe.metrics import samples
 
 FLUSH_S = 5.0
@@ -36,7 +36,7 @@ class TensorBoardSink:
         self._file.add(EventProto(wall_time=time.time(), file_version=VERSION))
 
     def write(self, event: Event) -> None:
-        if isinstance(event, RunStarted) and event.step > 0:
+        if isinstance(event, RunStarted | WentBack):
             mark = SessionLog(status=SessionLog.START)
             # TensorBoard drops what it has from this step on: `step` itself was committed, the next one comes anew
             self._file.add(EventProto(wall_time=time.time(), step=event.step + 1, session_log=mark))

@@ -13,6 +13,9 @@ from phalanx.core.events import Event, RunEnded, RunStarted
 from phalanx.observe.metrics import samples
 from phalanx.observe.recipes import recipe_values
 
+STEP = "step"
+"""What curves are drawn over."""
+
 
 class WandbSink:
     """Reports to `project`; with mode offline everything stays below the run folder until `wandb sync`."""
@@ -36,6 +39,9 @@ class WandbSink:
             rule = f"cannot be reached by wandb ({type(error).__name__}: {error})"
             problem = Problem(where="observe.wandb_project", value=project, rule=rule, hint=hint)
             raise ConfigError([problem], subject="the recipe") from error
+        # its own steps only go up: a checkpoint is told behind a later step, and a run that went back logs its steps anew
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
         self._exit_code = 0
 
     def write(self, event: Event) -> None:
@@ -45,7 +51,7 @@ class WandbSink:
             self._exit_code = 0 if event.reason in ("finished", "interrupted") else 1
         values = list(samples(event))
         if values:
-            self._run.log({s.tag: s.value for s in values}, step=values[0].step)
+            self._run.log({STEP: values[0].step, **{s.tag: s.value for s in values}})
 
     def close(self) -> None:
         self._run.finish(exit_code=self._exit_code)

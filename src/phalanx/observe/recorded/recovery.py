@@ -201,9 +201,7 @@ class _Reader:
                 abandoned=tuple(record["abandoned"]),
             )
         )
-        for kept in (history.steps, history.validations):
-            for void in [s for s in kept if s > step]:
-                del kept[void]
+        apply(history, record)
 
 
 def recovery_figures(course: Course) -> dict[str, Any]:
