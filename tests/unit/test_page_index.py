@@ -15,7 +15,7 @@ import pytest
 from fake_events import a_run, ended, started
 from long_run import write_run
 
-from phalanx.core.events import ExpertLoads, Note, RunEnded, TeamFormed, Validated, WentBack
+from phalanx.core.events import CheckpointSaved, ExpertLoads, Note, RunEnded, TeamFormed, Validated, WentBack
 from phalanx.observe import JsonlSink, read_history
 from phalanx.observe.event_log import encode
 from phalanx.observe.index import COLUMNS, KEPT, IndexSink, LogFiles, RunIndex
@@ -130,6 +130,67 @@ def test_an_elastic_run_is_joined_from_all_its_logs(
     found = [r for r in index.course.recoveries if r["generation"] == 2]
     assert [(r["moved_bytes"], r["moved_s"]) for r in found] == [(150, 0.9)]
     assert index.last_step == 18 and not index.missing
+
+
+def told(folder: Path, *events: tuple[float, Any], rank: int = 0) -> None:
+    """A log with events at times of their own."""
+    path = folder / "events" / f"rank-{rank}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(encode(event, time_s=1e9 + at) for at, event in events))
+
+
+def formed(generation: int, step: int, *, life: str = "a", **more: Any) -> TeamFormed:
+    fields = {"members": 2, "folding": "dp2|ep2", "why": "lost", "moved_bytes": 0, "checked": 0}
+    seconds = dict.fromkeys(("noticed_s", "formed_s", "built_s", "moved_s"), 0.0)
+    return TeamFormed(**{"generation": generation, "step": step, "life": life, **fields, **seconds, **more})  # type: ignore[arg-type]
+
+
+def validated(step: int, loss: float) -> Validated:
+    return Validated(step=step, loss=loss, tokens=1, seconds=1.0)
+
+
+def test_a_void_validation_stays_void_when_a_lost_member_tells_it_too(tmp_path: Path) -> None:
+    """Slot 1 was lost before all went back to step 50, and its log is read last."""
+    before = [(0.0, started()), (0.1, formed(1, 0)), *((float(s), ended(s)) for s in range(1, 61)), (20.5, validated(20, 3.8)), (60.5, validated(60, 3.4))]  # fmt: skip
+    back = WentBack(history=2, step=50, from_step=60, why="all", damaged=(), abandoned=())
+    told(tmp_path, *before, (70.0, formed(2, 50)), (70.1, back), *((20.0 + s, ended(s)) for s in range(51, 56)))
+    told(tmp_path, *before, rank=1)
+    index = read(tmp_path)
+    assert index.last_step == 55 and [(v["step"], v["loss"]) for v in index.course.validations] == [(20, 3.8)]
+    # a step that is validated again has its new loss, though the old one is read later
+    told(tmp_path, (0.0, started()), (0.1, formed(1, 0)), (100.0, validated(20, 2.0)))
+    assert [(v["step"], v["loss"]) for v in read(tmp_path).course.validations] == [(20, 2.0), (60, 3.4)]
+
+
+def test_what_several_members_tell_counts_once_and_lies_in_order(tmp_path: Path) -> None:
+    """However many they are; slot 0 was away at first, so that its log begins later than the one read after it."""
+    for rank in range(3):
+        begin = 100 if rank == 0 else 1
+        events: list[tuple[float, Any]] = [(begin - 1.0, started(step=begin - 1))]
+        for step in range(begin, 301):
+            at = step + 0.001 * rank
+            events += [(at, ended(step)), (at, validated(step, 5.0 - step / 100)), (at, Note(level="info", text=f"{step}"))]  # fmt: skip
+            events += [(at, formed(step, step)), (at, CheckpointSaved(step=step, path="x", bytes=1, blocked_s=0.0, total_s=0.0))]  # fmt: skip
+        told(tmp_path, *events, rank=rank)
+    course = read(tmp_path).course
+    assert [v["step"] for v in course.validations] == list(range(1, 301)) and course.validations[-1]["loss"] == 2.0
+    assert [c["step"] for c in course.checkpoints] == list(range(1, 301))
+    assert [n["text"] for n in course.notes] == [f"{step}" for step in range(101, 301)], "the newest"
+    assert [r["generation"] for r in course.recoveries] == list(range(1, 301))
+
+
+def test_lists_of_an_older_file_are_put_in_order(tmp_path: Path) -> None:
+    """It had validations once for each member, void ones too, in the order of the logs."""
+    told(tmp_path, (0.0, started()), (0.1, formed(1, 0)), *((float(s), ended(s)) for s in range(1, 6)))
+    index = read(tmp_path)
+    index.voids.append((1e9 + 3.5, 3))
+    index.course.validations = [{"at": 1e9 + at, "step": s, "loss": at, "seconds": 1.0} for s, at in ((4, 4.0), (5, 3.0), (2, 2.0), (2, 1.0))]  # fmt: skip
+    index.course.notes = [{"at": 1e9 + at, "level": "info", "text": ""} for at in (2.0, 1.0)]
+    index.save()
+    older = RunIndex(tmp_path)
+    assert older.load()
+    assert [(v["step"], v["loss"]) for v in older.course.validations] == [(2, 2.0), (4, 4.0)]
+    assert [n["at"] - 1e9 for n in older.course.notes] == [1.0, 2.0]
 
 
 def test_loads_of_experts_are_told_over_the_mean(tmp_path: Path) -> None:

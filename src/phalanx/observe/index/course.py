@@ -8,11 +8,13 @@ counts once, with the slowest member's seconds and all members' bytes.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from dataclasses import asdict, dataclass, field, fields
+from operator import itemgetter
 from typing import Any
 
 from phalanx.core.errors import printable
-from phalanx.observe.index.curves import LARGEST, number
+from phalanx.observe.index.curves import LARGEST, MOST_STEPS, number
 
 KEPT = {
     "starts": 200, "validations": 8192, "checkpoints": 400, "notes": 200, "samples": 20, "recoveries": 500, "rollbacks": 100,
@@ -52,7 +54,7 @@ def plain_value(value: Any) -> Any:
 
 @dataclass(kw_only=True)
 class RunCourse:
-    """The lists hold entries in the order in which they were told, each with the time `at` at which it was written."""
+    """The lists hold entries by the time `at` at which each was written, `validations` by step: logs are read one after the other."""
 
     started: Entry = field(default_factory=dict)
     """The newest start."""
@@ -86,24 +88,41 @@ class RunCourse:
             _TAKERS[kind](self, record, at)
 
     def keep(self, name: str, entry: Entry, *, key: tuple[str, ...] = ()) -> None:
-        """Add an entry, but for one that is there with the same `key`; the oldest goes where there are too many."""
+        """Put an entry in its place. Of those with the same `key` the one told last counts; the oldest goes where there are too many."""
         entries: list[Entry] = getattr(self, name)
-        if key and any(all(old.get(k) == entry.get(k) for k in key) for old in entries[-64:]):
+        if key:
+            values = itemgetter(*key)
+            wanted = values(entry)
+            same = next((i for i in range(len(entries) - 1, -1, -1) if values(entries[i]) == wanted), None)
+            if same is not None:
+                if entry["at"] <= entries[same]["at"]:
+                    return
+                del entries[same]
+        insort(entries, entry, key=itemgetter("at"))
+        del entries[: max(0, len(entries) - KEPT[name])]
+
+    def validate(self, entry: Entry) -> None:
+        """Put a validation in its place. Of those of the same step the one told last counts."""
+        step, entries = entry["step"], self.validations
+        if not _is_step(step):
             return
-        entries.append(entry)
-        if len(entries) > KEPT[name]:
-            del entries[: len(entries) - KEPT[name]]
+        place = bisect_left(entries, step, key=itemgetter("step"))
+        if place == len(entries) or entries[place]["step"] != step:
+            entries.insert(place, entry)
+        elif entry["at"] > entries[place]["at"]:
+            entries[place] = entry
+        del entries[: max(0, len(entries) - KEPT["validations"])]
 
     def void(self, after: int, *, until_s: float) -> None:
         """Forget the validations of steps above `after` that were told until `until_s`."""
-        self.validations = [v for v in self.validations if not (number(v["step"]) > after and v["at"] <= until_s)]
+        self.validations = [v for v in self.validations if not (v["step"] > after and v["at"] <= until_s)]
 
     def to_json_dict(self) -> Entry:
         return asdict(self)
 
     @classmethod
     def from_json_dict(cls, values: Entry) -> RunCourse:
-        """Raises `ValueError` where these are not the values of a course."""
+        """Raises `ValueError` where these are not the values of a course. Those of earlier versions had lists in no order, and several validations of a step."""
         found = cls()
         for each in fields(cls):
             value, default = values[each.name], getattr(found, each.name)
@@ -115,12 +134,19 @@ class RunCourse:
                 raise ValueError(f"{each.name} is no number")
             if each.name in KEPT:
                 _check_entries(each.name, value)
+                value.sort(key=itemgetter("at"))
             if each.name in ("started", "last", "ended") and value:
                 _check_plain(each.name, value, numbers=("at",))
             setattr(found, each.name, value)
         if found.ended is not None and "reason" not in found.ended:
             raise ValueError("ended says no reason")
+        by_step = {v["step"]: v for v in found.validations if _is_step(v["step"])}
+        found.validations = [by_step[step] for step in sorted(by_step)]
         return found
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST_STEPS
 
 
 def _check_entries(name: str, entries: list[Entry]) -> None:
@@ -158,7 +184,7 @@ def _run_ended(course: RunCourse, record: Entry, at: float) -> None:
 
 
 def _validated(course: RunCourse, record: Entry, at: float) -> None:
-    course.keep("validations", {"at": at, **plain(record, "step", "loss", "seconds")}, key=("step",))
+    course.validate({"at": at, **plain(record, "step", "loss", "seconds")})
 
 
 def _checkpoint(course: RunCourse, record: Entry, at: float) -> None:
@@ -177,13 +203,17 @@ def _sampled(course: RunCourse, record: Entry, at: float) -> None:
 def _team_formed(course: RunCourse, record: Entry, at: float) -> None:
     entry = plain(record, "generation", "members", "step", "folding", "why", "life", "lost_s")
     entry |= {"at": at, "moved_bytes": 0, "resumed_s": None, "since_lost_s": None, **dict.fromkeys(PHASES, 0.0)}
-    key = ("generation", "life")
-    course.keep("recoveries", entry, key=key)
-    found = next((r for r in reversed(course.recoveries) if all(r[k] == entry[k] for k in key)), entry)
+    of = entry["generation"], entry["life"]
+    found = next((r for r in reversed(course.recoveries) if (r["generation"], r["life"]) == of), None)
+    if found is None:
+        found = entry
+    else:
+        course.recoveries.remove(found)
     for name in PHASES:
         found[name] = max(found[name], _zero(record.get(name)))
     found["moved_bytes"] += _zero(record.get("moved_bytes"))
     found["at"] = max(found["at"], at)
+    course.keep("recoveries", found)
 
 
 def _resumed(course: RunCourse, record: Entry, at: float) -> None:
@@ -217,7 +247,6 @@ def _experts_moved(course: RunCourse, record: Entry, at: float) -> None:
 def _state_placed(course: RunCourse, record: Entry, at: float) -> None:
     entry = {"at": at, **plain(record, "step", "why", "folding", "log"), "offset": int(_zero(record.get("offset")))}
     course.keep("placed", entry)
-    course.placed.sort(key=lambda e: float(e["at"]))  # logs are read one after the other
 
 
 def _step_recorded(course: RunCourse, record: Entry, at: float) -> None:

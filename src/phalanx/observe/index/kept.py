@@ -164,6 +164,8 @@ class RunIndex:
             case "RunStarted" | "WentBack":
                 self._void(record, at)
                 self.course.take(record, at=at)
+            case "Validated" if self._is_void(record.get("step"), at):
+                pass  # a member that was lost tells it, and its log is read after
             case _:
                 self.course.take(record, at=at)
 
@@ -191,8 +193,8 @@ class RunIndex:
         if step == self.last_step:
             self._newest = {"at": at, "step": step}, values
 
-    def _is_void(self, step: int, at: float) -> bool:
-        return any(step > after and at <= until_s for until_s, after in self.voids)
+    def _is_void(self, step: Any, at: float) -> bool:
+        return type(step) is int and any(step > after and at <= until_s for until_s, after in self.voids)
 
     def _void(self, record: dict[str, Any], at: float) -> None:
         step = record.get("step")
@@ -300,6 +302,8 @@ class RunIndex:
         self.shape, self.elastic = (int(layers), int(experts)), bool(head["elastic"])
         self.last_step, self.missing = int(head["last_step"]), {int(m) for m in head["missing"]}
         self.voids = [(float(at), int(step)) for at, step in head["voids"]]
+        told = self.course.validations  # earlier versions kept void ones
+        self.course.validations = [v for v in told if not self._is_void(v["step"], v["at"])]
         self.version += 1
 
 
