@@ -22,6 +22,7 @@ from phalanx.observe.index import COLUMNS, KEPT, IndexSink, LogFiles, RunIndex
 from phalanx.observe.index.curves import MOST_ROWS, Curves
 from phalanx.observe.index.heat import MOST_COLUMNS, HeatMap
 from phalanx.observe.index.logs import HEAD_BYTES, MOST_LINE
+from phalanx.observe.page.view import peek
 from phalanx.observe.recorded import read_run
 from phalanx.train import reporting
 
@@ -76,7 +77,7 @@ def test_it_says_what_the_log_says(tmp_path: Path) -> None:
     assert curve(index, "load") == pytest.approx({s: max(r["load_max_over_mean"]) for s, r in history.steps.items()})
     assert [v["step"] for v in index.course.validations] == [40, 80, 120]
     assert index.course.ended is not None and index.course.ended["reason"] == "finished"
-    assert index.course.tokens == sum(r["tokens"] for r in history.steps.values())
+    assert index.tokens == sum(r["tokens"] for r in history.steps.values())
     assert index.layers is not None and index.layers.cells == 4
 
 
@@ -86,6 +87,10 @@ def test_what_training_went_back_behind_is_void(tmp_path: Path) -> None:
     index, history = read(tmp_path), read_history(tmp_path)
     assert curve(index) == pytest.approx({s: r["loss"] for s, r in history.steps.items()})
     assert index.last_step == 25 and index.course.last["loss"] == 26.0 and not index.course.validations
+    assert index.tokens == 25 * 8192 == peek(tmp_path, id="x").summary()["tokens"]
+    index.save()
+    again = RunIndex(tmp_path)
+    assert again.load() and again.tokens == 25 * 8192
 
 
 @pytest.mark.parametrize("piece", [300, 5000, 10**9])
@@ -180,12 +185,14 @@ def test_what_several_members_tell_counts_once_and_lies_in_order(tmp_path: Path)
 
 
 def test_lists_of_an_older_file_are_put_in_order(tmp_path: Path) -> None:
-    """It had validations once for each member, void ones too, in the order of the logs."""
+    """It had validations once for each member, void ones too, in the order of the logs, and a sum of tokens."""
     told(tmp_path, (0.0, started()), (0.1, formed(1, 0)), *((float(s), ended(s)) for s in range(1, 6)))
     index = read(tmp_path)
     index.voids.append((1e9 + 3.5, 3))
     index.course.validations = [{"at": 1e9 + at, "step": s, "loss": at, "seconds": 1.0} for s, at in ((4, 4.0), (5, 3.0), (2, 2.0), (2, 1.0))]  # fmt: skip
     index.course.notes = [{"at": 1e9 + at, "level": "info", "text": ""} for at in (2.0, 1.0)]
+    made = index.course.to_json_dict()
+    index.course.to_json_dict = lambda: {**made, "tokens": 9.0}  # type: ignore[method-assign]
     index.save()
     older = RunIndex(tmp_path)
     assert older.load()

@@ -61,7 +61,6 @@ class RunCourse:
     last: Entry = field(default_factory=dict)
     """Figures of the newest step."""
     ended: Entry | None = None
-    tokens: float = 0.0
     heard_s: float = 0.0
     """When the newest event was written."""
     broken: int = 0

@@ -74,6 +74,12 @@ class RunIndex:
         self.elastic = False
         self._newest: tuple[dict[str, Any], list[float]] | None = None
 
+    @property
+    def tokens(self) -> float:
+        """Tokens of the steps that count; of a row that a void lies across, of those before it too."""
+        self.curves.settle()
+        return float(self.curves.total[: self.curves.rows, TOKENS].sum())
+
     # ---- reading on --------------------------------------------------------------------------------------------------
 
     def read_on(self) -> Iterator[tuple[int, int]]:
@@ -184,8 +190,6 @@ class RunIndex:
         self.missing.discard(step)
         loads, values = _figures(record)
         self.curves.add(step, at, values)
-        if values[TOKENS] > 0:
-            self.course.tokens += values[TOKENS]
         if loads and not math.isnan(sum(loads)):
             if self.layers is None or self.layers.cells != len(loads):
                 self.layers = HeatMap(len(loads))

@@ -46,6 +46,8 @@ class RunView:
         self.problem = ""
         self.asked_s = 0.0
         """When somebody wanted it last (monotonic)."""
+        self.tokens: float | None = None
+        """An estimate, where most steps were not seen; None: those of the index."""
         self._opened = False
         self._lock = threading.Lock()
 
@@ -196,7 +198,7 @@ class RunView:
             **{k: last.get(k) for k in ("loss", "tokens_per_s", "mfu", "peak_memory_bytes", "grad_norm", "lr")},
             "begun_s": min((s["at"] for s in course.starts), default=None),
             "folding_now": team.get("folding"), "members": team.get("members", started.get("world")),
-            "step": step, "left_s": left_s, "step_s": step_s, "tokens": course.tokens, "heard_s": course.heard_s, "now_s": now_s,
+            "step": step, "left_s": left_s, "step_s": step_s, "tokens": self.index.tokens if self.tokens is None else self.tokens, "heard_s": course.heard_s, "now_s": now_s,
             "validation": validated.get("loss"), "validation_step": validated.get("step"), "broken": course.broken,
             **self._status(now_s, step_s or 0.0),
         }  # fmt: skip
@@ -237,8 +239,7 @@ def peek(folder: Path, *, id: str) -> RunView:
         for part in parts:
             view.index.take_lines(part[: part.rfind(b"\n") + 1].split(b"\n")[:-1])
         if size > PEEK_BYTES:  # most steps were not seen: as many tokens each as the newest has
-            course = view.index.course
-            course.tokens = course.last.get("tokens", 0.0) * view.index.last_step
+            view.tokens = view.index.course.last.get("tokens", 0.0) * view.index.last_step
     return view
 
 
