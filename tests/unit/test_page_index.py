@@ -15,7 +15,16 @@ import pytest
 from fake_events import a_run, ended, started
 from long_run import write_run
 
-from phalanx.core.events import CheckpointSaved, ExpertLoads, Note, RunEnded, TeamFormed, Validated, WentBack
+from phalanx.core.events import (
+    CheckpointSaved,
+    ExpertLoads,
+    Note,
+    RunEnded,
+    TeamFormed,
+    TrainingResumed,
+    Validated,
+    WentBack,
+)
 from phalanx.observe import JsonlSink, read_history
 from phalanx.observe.event_log import encode
 from phalanx.observe.index import COLUMNS, KEPT, IndexSink, LogFiles, RunIndex
@@ -182,6 +191,18 @@ def test_what_several_members_tell_counts_once_and_lies_in_order(tmp_path: Path)
     assert [c["step"] for c in course.checkpoints] == list(range(1, 301))
     assert [n["text"] for n in course.notes] == [f"{step}" for step in range(101, 301)], "the newest"
     assert [r["generation"] for r in course.recoveries] == list(range(1, 301))
+
+
+def test_seconds_of_a_recovery_go_to_the_start_that_took_them(tmp_path: Path) -> None:
+    """Every start counts generations from 1."""
+    for rank in range(2):
+        events: list[tuple[float, Any]] = []
+        for begin, life, seconds in ((0.0, "a", 300.0), (1000.0, "b", 1.0)):
+            resumed = TrainingResumed(generation=2, step=11, seconds=seconds, since_lost_s=seconds)
+            events += [(begin, started()), (begin + 0.1, formed(1, 0, life=life)), (begin + 5, formed(2, 10, life=life)), (begin + 6, resumed)]  # fmt: skip
+        told(tmp_path, *events, rank=rank)
+    found = [r for r in read(tmp_path).course.recoveries if r["generation"] == 2]
+    assert [(r["life"], r["resumed_s"], r["since_lost_s"]) for r in found] == [("a", 300.0, 300.0), ("b", 1.0, 1.0)]
 
 
 def test_lists_of_an_older_file_are_put_in_order(tmp_path: Path) -> None:

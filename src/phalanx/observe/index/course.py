@@ -32,6 +32,8 @@ FIELDS = {
 """What entries of each list have, beside `at`. Values are those of `plain_value`."""
 SUMS = ("moved_bytes", "told_s", "noticed_s", "formed_s", "built_s", "moved_s")
 MOST_TEXT = 2000
+CLOCKS_S = 1.0
+"""Clocks of hosts differ by less, and a run does not start again within it."""
 PHASES = ("told_s", "noticed_s", "formed_s", "built_s", "moved_s")
 Entry = dict[str, Any]
 
@@ -86,17 +88,14 @@ class RunCourse:
         if kind in _TAKERS:
             _TAKERS[kind](self, record, at)
 
-    def keep(self, name: str, entry: Entry, *, key: tuple[str, ...] = ()) -> None:
-        """Put an entry in its place. Of those with the same `key` the one told last counts; the oldest goes where there are too many."""
+    def keep(self, name: str, entry: Entry, *, key: tuple[str, ...] = (), apart_s: float = math.inf) -> None:
+        """Put an entry in its place. Of those with the same `key`, told at most `apart_s` apart, the one told last counts; the oldest goes where there are too many."""
         entries: list[Entry] = getattr(self, name)
-        if key:
-            values = itemgetter(*key)
-            wanted = values(entry)
-            same = next((i for i in range(len(entries) - 1, -1, -1) if values(entries[i]) == wanted), None)
-            if same is not None:
-                if entry["at"] <= entries[same]["at"]:
-                    return
-                del entries[same]
+        same = _place_of(entries, entry, key=key, apart_s=apart_s)
+        if same is not None:
+            if entry["at"] <= entries[same]["at"]:
+                return
+            del entries[same]
         insort(entries, entry, key=itemgetter("at"))
         del entries[: max(0, len(entries) - KEPT[name])]
 
@@ -142,6 +141,18 @@ class RunCourse:
         by_step = {v["step"]: v for v in found.validations if _is_step(v["step"])}
         found.validations = [by_step[step] for step in sorted(by_step)]
         return found
+
+
+def _place_of(entries: list[Entry], entry: Entry, *, key: tuple[str, ...], apart_s: float) -> int | None:
+    """Where the newest entry lies that says the same; None: there is none."""
+    if not key:
+        return None
+    values, at = itemgetter(*key), entry["at"]
+    wanted = values(entry)
+    for i in range(len(entries) - 1, -1, -1):
+        if values(entries[i]) == wanted and abs(entries[i]["at"] - at) <= apart_s:
+            return i
+    return None
 
 
 def _is_step(value: Any) -> bool:
@@ -217,7 +228,8 @@ def _team_formed(course: RunCourse, record: Entry, at: float) -> None:
 
 def _resumed(course: RunCourse, record: Entry, at: float) -> None:
     number_of = plain_value(record.get("generation"))
-    found = next((r for r in reversed(course.recoveries) if r["generation"] == number_of), None)
+    alike = [r for r in course.recoveries if r["generation"] == number_of]  # each start of the run counts from 1
+    found = next((r for r in reversed(alike) if r["at"] <= at + CLOCKS_S), alike[0] if alike else None)
     if found is not None:
         found["resumed_s"] = max(found["resumed_s"] or 0.0, _zero(record.get("seconds")))
         since = _zero(record.get("since_lost_s"))
