@@ -205,6 +205,16 @@ def test_seconds_of_a_recovery_go_to_the_start_that_took_them(tmp_path: Path) ->
     assert [(r["life"], r["resumed_s"], r["since_lost_s"]) for r in found] == [("a", 300.0, 300.0), ("b", 1.0, 1.0)]
 
 
+def test_every_start_counts_once(tmp_path: Path) -> None:
+    """Also those of the same step; members of an elastic run tell of one a moment apart."""
+    starts = [(at, started()) for at in (0.0, 10.0, 20.0)]
+    told(tmp_path, *starts, (21.0, ended(1)))
+    assert [s["at"] - 1e9 for s in read(tmp_path).course.starts] == [0.0, 10.0, 20.0]
+    for rank in range(3):
+        told(tmp_path, *((at + rank, event) for at, event in (*starts, (22.0, formed(1, 0)))), rank=rank)
+    assert [s["at"] - 1e9 for s in read(tmp_path).course.starts] == [2.0, 12.0, 22.0]
+
+
 def test_lists_of_an_older_file_are_put_in_order(tmp_path: Path) -> None:
     """It had validations once for each member, void ones too, in the order of the logs, and a sum of tokens."""
     told(tmp_path, (0.0, started()), (0.1, formed(1, 0)), *((float(s), ended(s)) for s in range(1, 6)))

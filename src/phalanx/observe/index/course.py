@@ -34,6 +34,8 @@ SUMS = ("moved_bytes", "told_s", "noticed_s", "formed_s", "built_s", "moved_s")
 MOST_TEXT = 2000
 CLOCKS_S = 1.0
 """Clocks of hosts differ by less, and a run does not start again within it."""
+START_S = 5.0
+"""Members tell of one start so far apart at most."""
 PHASES = ("told_s", "noticed_s", "formed_s", "built_s", "moved_s")
 Entry = dict[str, Any]
 
@@ -185,7 +187,8 @@ def _run_started(course: RunCourse, record: Entry, at: float) -> None:
     entry = {"at": at, **plain(record, *names)}
     if at >= course.started.get("at", 0.0):
         course.started, course.ended = entry, None
-    course.keep("starts", {k: entry[k] for k in ("at", "step", "world", "folding")}, key=("step", "folding"))
+    told = {k: entry[k] for k in ("at", "step", "world", "folding")}
+    course.keep("starts", told, key=("step", "folding"), apart_s=START_S)
 
 
 def _run_ended(course: RunCourse, record: Entry, at: float) -> None:
