@@ -102,6 +102,20 @@ def test_what_training_went_back_behind_is_void(tmp_path: Path) -> None:
     assert again.load() and again.tokens == 25 * 8192
 
 
+def test_a_clock_that_was_set_back_voids_nothing_new(tmp_path: Path) -> None:
+    """Of one log its order decides."""
+    old = [(float(s), ended(s)) for s in range(1, 81)]
+    new = [(s - 1000.0, ended(s, loss=1000.0 + s)) for s in range(51, 61)]
+    told(tmp_path, (0.0, started()), *old, (80.5, validated(80, 9.0)), (81.0, RunEnded(step=80, reason="interrupted", seconds=1.0)), (-960.0, started(step=50)), *new, (-930.0, validated(60, 2.0)))  # fmt: skip
+    index, history = read(tmp_path), read_history(tmp_path)
+    assert curve(index) == pytest.approx({s: r["loss"] for s, r in history.steps.items()})
+    assert (index.last_step, index.course.last["loss"], index.course.ended) == (60, 1060.0, None)
+    assert index.course.started["step"] == 50 and [v["step"] for v in index.course.validations] == [60]
+    index.save()
+    again = RunIndex(tmp_path)
+    assert again.load() and [v["step"] for v in again.course.validations] == [60]
+
+
 @pytest.mark.parametrize("piece", [300, 5000, 10**9])
 def test_an_elastic_run_is_joined_from_all_its_logs(
     tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch

@@ -155,6 +155,8 @@ class RunIndex:
         if not at > 0:
             self.course.broken += 1
             return
+        if not self.elastic:  # of one log its order decides: the clock may have been set back between two processes
+            at = max(at, self.course.heard_s)
         self.version += 1
         self.course.heard_s = max(self.course.heard_s, at)
         if record["kind"] in LISTS:
@@ -198,7 +200,10 @@ class RunIndex:
             self._newest = {"at": at, "step": step}, values
 
     def _is_void(self, step: Any, at: float) -> bool:
-        return type(step) is int and any(step > after and at <= until_s for until_s, after in self.voids)
+        """Whether training went back behind this step after it was told. One log tells that in its order."""
+        return (
+            self.elastic and type(step) is int and any(step > after and at <= until_s for until_s, after in self.voids)
+        )
 
     def _void(self, record: dict[str, Any], at: float) -> None:
         step = record.get("step")
