@@ -171,6 +171,15 @@ def test_the_way_back() -> None:
     assert back.inverse().hash == plan.hash
 
 
+def test_elements_are_counted_to_the_last() -> None:
+    """Sums of fractions are exact up to 2^53."""
+    count = (1 << 53) + 3
+    move = Move(name="t", itemsize=1, src=whole_layout((count,), (0,)), dst=whole_layout((count,), (1,)))
+    plan = plan_reshard([move], equal_hosts(2, 1), message_bytes=1 << 60)
+    plan.check()
+    assert plan.phases[0].flows.flows[0].num_bytes == count
+
+
 def test_the_way_back_of_a_sum_is_whole() -> None:
     src = mesh_layout((8, 8), (2, 2), (Partial(), Shard(0)))
     move = Move(name="g", itemsize=4, src=src, dst=whole_layout((8, 8), (4,)))

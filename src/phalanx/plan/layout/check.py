@@ -17,7 +17,7 @@ from phalanx.plan.layout.tensors import TensorLayout
 
 SHOWN = 4
 """Lost boxes that a message lists."""
-MOST_ELEMENTS = 1 << 53
+MOST_ELEMENTS = 1 << 56
 """Most elements of a tensor: its bytes are counted in 64 bits."""
 
 

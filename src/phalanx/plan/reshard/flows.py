@@ -132,7 +132,8 @@ def make_flows(templates: Sequence[Template], groups: Sequence[UnitGroup], hosts
         source_ids, target_ids = _numbered(sources), _numbered(targets)
         pair = source_ids[group.source_of] * len(targets) + target_ids[group.target_of]
         kinds, first, inverse = np.unique(pair, return_index=True, return_inverse=True)
-        counts = np.bincount(inverse, weights=template.elements[group.units], minlength=len(kinds))
+        counts = np.zeros(len(kinds), dtype=np.int64)
+        np.add.at(counts, inverse, template.elements[group.units])
         mine = np.zeros(len(kinds), dtype=np.int64)
         for kind in np.argsort(first, kind="stable").tolist():
             at = int(first[kind])
