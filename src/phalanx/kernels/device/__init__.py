@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         RunTable as RunTable,
         fused_adamw as fused_adamw,
         has_adamw as has_adamw,
+        rounding_seed as rounding_seed,
     )
     from phalanx.kernels.device.attention import device_attention as device_attention, padded as padded
     from phalanx.kernels.device.cross_entropy import (

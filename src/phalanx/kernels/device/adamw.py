@@ -28,6 +28,14 @@ class AdamRule:
     step: int
 
 
+def rounding_seed(step: int) -> int:
+    """What the rounding of moments to bf16 gets of a step: 32 bits, of which few are alike in two steps. Never 1 or a multiple of 16, for which a device would compile other versions."""
+    bits = step & 0xFFFFFFFF
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        bits = (bits ^ (bits >> shift)) * factor & 0xFFFFFFFF
+    return (bits | 3) - ((bits >> 31) << 32)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunTable:
     """Runs of elements that a launch may update, none of which overlap."""
@@ -68,7 +76,7 @@ def fused_adamw(
         master if table is None else table.runs_R4, 0 if table is None else len(table.runs_R4),
         0 if table is None else table.start, size,
         rule.lr / (1 - rule.beta1**rule.step), rule.lr * rule.weight_decay, 1 - rule.beta1, 1 - rule.beta2,
-        1 / math.sqrt(1 - rule.beta2**rule.step), rule.eps,
+        1 / math.sqrt(1 - rule.beta2**rule.step), rule.eps, rounding_seed(rule.step),
         HAS_RUNS=table is not None, ROUNDS=out is not None, SCALE_IN_MEMORY=isinstance(scale, torch.Tensor), BLOCK=BLOCK,
         num_warps=warps_of(BLOCK),
     )  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 @triton.jit
 def adamw(
     master, exp_avg, exp_avg_sq, grad, out, scale, runs, num_runs, start, size,
-    step_size, decay, first_share, second_share, root_correction, eps,
+    step_size, decay, first_share, second_share, root_correction, eps, seed,
     HAS_RUNS: tl.constexpr, ROUNDS: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of `grad`,). `grad` belongs to the elements `[start, start + size)` of the state.
@@ -42,14 +42,14 @@ def adamw(
             shift = tl.load(runs + run * 4 + 3)
             update(
                 master, exp_avg, exp_avg_sq, grad, out, factor, first, lower, upper, start, shift,
-                step_size, decay_here, first_share, second_share, root_correction, eps, ROUNDS, BLOCK,
+                step_size, decay_here, first_share, second_share, root_correction, eps, seed, ROUNDS, BLOCK,
             )  # fmt: skip
             run += 1
             lower = tl.load(runs + run * 4, mask=run < num_runs, other=end)
     else:
         update(
             master, exp_avg, exp_avg_sq, grad, out, factor, first, first, end, start, 0,
-            step_size, decay, first_share, second_share, root_correction, eps, ROUNDS, BLOCK,
+            step_size, decay, first_share, second_share, root_correction, eps, seed, ROUNDS, BLOCK,
         )  # fmt: skip
 
 
@@ -64,10 +64,10 @@ def scattered(bits_B):
 
 
 @triton.jit
-def narrowed(x_B, salt_B):
+def narrowed(x_B, salt_B, seed):
     """`narrow_moments.rounded`: fp32 numbers of which bf16 has room for all bits that are left."""
     bits_B = x_B.to(tl.int32, bitcast=True)
-    drawn_B = scattered(bits_B ^ scattered(salt_B.to(tl.int32, bitcast=True)))
+    drawn_B = scattered(bits_B ^ scattered(salt_B.to(tl.int32, bitcast=True) ^ seed))
     found_B = ((bits_B + (drawn_B & 0xFFFF)) & -0x10000).to(tl.float32, bitcast=True)
     return tl.where(x_B == x_B, found_B, x_B)
 
@@ -75,7 +75,7 @@ def narrowed(x_B, salt_B):
 @triton.jit
 def update(
     master, exp_avg, exp_avg_sq, grad, out, factor, first, lower, upper, start, shift,
-    step_size, decay, first_share, second_share, root_correction, eps,
+    step_size, decay, first_share, second_share, root_correction, eps, seed,
     ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Elements `[lower, upper)` of the block that begins at `first`."""
@@ -90,8 +90,8 @@ def update(
     x_B = x_B - decay * x_B - step_size * (m_B / (tl.sqrt(v_B) * root_correction + eps))
     tl.store(master + at_B, x_B, mask=here_B)
     if exp_avg.dtype.element_ty == tl.bfloat16:
-        m_B = narrowed(m_B, x_B)
-        v_B = narrowed(v_B, x_B)
+        m_B = narrowed(m_B, x_B, seed)
+        v_B = narrowed(v_B, x_B, seed)
     tl.store(exp_avg + at_B, m_B.to(exp_avg.dtype.element_ty), mask=here_B)
     tl.store(exp_avg_sq + at_B, v_B.to(exp_avg_sq.dtype.element_ty), mask=here_B)
     if ROUNDS:
