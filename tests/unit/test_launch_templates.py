@@ -32,6 +32,8 @@ SCRIPTS = sorted(p.name for p in LAUNCH.glob("*.sh"))
 SETTING = re.compile(r"--([a-z]+\.[a-z_]+)(?:[ =]+(\S+))?")
 ALLOWED = ("--folding.ep", "1", "--train.global_batch", "64")
 """With it `recipes/tiny.toml` may be elastic on several nodes."""
+RECORDS = (*ALLOWED, "--data.builtin_bytes", "none", "--data.sources", "/runs/a.jsonl")
+"""With it `data.text_field` may be any text."""
 
 
 def settings_of(text: str) -> dict[str, str]:
@@ -185,6 +187,80 @@ def test_all_problems_of_a_launch_come_together(capsys: pytest.CaptureFixture[st
     assert "resilience.f" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["service", "wanted", "minimum", "wait_s"])
+@pytest.mark.parametrize("where", ["slurm", "kubernetes"])
+def test_a_setting_that_the_script_decides_is_refused(where: str, name: str) -> None:
+    """Pods would not hear of it, and nodes would look for another service than the one that the script starts."""
+    setting = f"--resilience.{name}"
+    settings = (*ALLOWED, setting, "other:1" if name == "service" else "3")
+    if where == "slurm" and name in ("minimum", "wait_s"):  # it stands behind the script's own, on every node
+        return assert_handed_on(launch_of(gpus=0, elastic=True, settings=settings), setting)
+    with pytest.raises(ConfigError, match="is decided by the script") as caught:
+        launch_of(where=where, gpus=0, elastic=True, settings=settings)
+    assert [p.where for p in caught.value.problems] == [setting], "once, and nothing about a service that is not set"
+    return None
+
+
+def assert_handed_on(launch: Launch, setting: str) -> None:
+    assert launch.elastic and launch.settings[-2:] == (setting, "3")
+    assert str(getattr(launch.recipe.resilience, setting.partition(".")[2])) in ("3", "3.0")
+
+
+@pytest.mark.parametrize("where", ["slurm", "kubernetes"])
+def test_names_of_hosts_and_the_service_are_those_of_the_script(where: str) -> None:
+    words = ("--launch.host", "a", "--launch.rack=b", "--launch.keep_service", "true")
+    with pytest.raises(ConfigError) as caught:
+        launch_of(where=where, gpus=0, settings=(*ALLOWED, *words))
+    assert {p.where for p in caught.value.problems} == {"--launch.host", "--launch.rack", "--launch.keep_service"}
+
+
+def test_a_fixed_run_has_no_service_to_decide() -> None:
+    with pytest.raises(ConfigError, match="has no effect") as caught:
+        launch_of(gpus=0, elastic=False, settings=(*ALLOWED, "--resilience.wanted", "3"))
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(("name", "elsewhere"), [("run.folder", "own"), ("data.cache", "/runs/../tmp")])
+def test_pods_write_to_their_volume(name: str, elsewhere: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)1 problem.*--{name} = .*/runs/mine"):
+        launch_of(where="kubernetes", gpus=0, settings=(*ALLOWED, f"--{name}={elsewhere}"))
+    kept = launch_of(where="kubernetes", gpus=0, settings=(*ALLOWED, f"--{name}", "/runs/mine"))
+    assert kept.settings[-2:] == (f"--{name}", "/runs/mine")
+    text = (LAUNCH.parent / "recipes/tiny.toml").read_text()
+    (tmp_path / "own.toml").write_text(text.replace("[run]\n", '[run]\nfolder = "own"\n', 1))
+    from_file = launch_of(where="kubernetes", path=str(tmp_path / "own.toml"), gpus=0)
+    assert from_file.recipe.run.folder == "/runs", "the script says otherwise, after the file"
+
+
+def test_pods_read_text_of_their_volume_or_of_their_image() -> None:
+    def with_sources(text: str) -> Launch:
+        return launch_of(where="kubernetes", gpus=0, settings=(*ALLOWED, "--data.sources", text))
+
+    assert with_sources('["builtin:python"]').where == "kubernetes"
+    on_volume = ("--data.builtin_bytes", "none", "--data.sources", "/runs/text/*.jsonl#content")
+    assert launch_of(where="kubernetes", gpus=0, settings=(*ALLOWED, *on_volume)).settings[-1] == on_volume[-1]
+    with pytest.raises(ConfigError, match=r"--data.sources = 'my/a.txt'.*/runs/a.txt"):
+        with_sources("my/a.txt")
+
+
+def test_no_gpus_and_a_device_that_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "slurm", "recipes/tiny.toml", "--gpus-per-node", "0", "--launch.device", "cuda"]
+    assert main(words) == 2
+    assert "--gpus-per-node = 0: asks for no GPUs, and --launch.device cuda uses them" in capsys.readouterr().err
+
+
+def test_on_this_machine_recovery_may_be_turned_off() -> None:
+    off = launch_of(where="local", settings=(*ALLOWED, "--resilience.heal", "false"))
+    assert not off.elastic and off.settings[-2:] == ("--resilience.heal", "false")
+
+
+def test_a_setting_in_one_word_stays_one() -> None:
+    assert (
+        launch_of(gpus=0, settings=(*RECORDS, "--data.text_field=--x", "--launch.ranks=2")).settings[-1]
+        == "--data.text_field=--x"
+    )
+
+
 # ---- what is written
 
 
@@ -193,7 +269,15 @@ def test_all_problems_of_a_launch_come_together(capsys: pytest.CaptureFixture[st
 def test_filled_scripts_parse_and_ask_for_what_was_asked(where: str, elastic: bool, gpus: int, tmp_path: Path) -> None:
     recipe = tmp_path / "it's $HOME; a `recipe`.toml"
     recipe.write_text((LAUNCH.parent / "recipes/tiny.toml").read_text().replace('"tiny"\n\n', '"two words"\n\n', 1))
-    settings = (*ALLOWED, "--run.name", "two words", "--data.sources", '["a b", "$c"]', "--data.builtin_bytes", "none")
+    settings = (
+        *ALLOWED,
+        "--run.name",
+        "two words",
+        "--data.sources",
+        '["/runs/a b", "/runs/$c"]',
+        "--data.builtin_bytes",
+        "none",
+    )
     nodes = 1 if where == "local" else 2
     launch = launch_of(
         where=where,
@@ -387,6 +471,7 @@ def test_counts_beyond_all_reason_are_told_at_once() -> None:
 def test_the_recipe_of_a_config_map_is_the_file(tmp_path: Path) -> None:
     """With its indentation and its comments; what is "auto" is for the pods to say, not for the machine that writes it."""
     text = '  [model]\n  preset = "tiny"\n# nvidia.com/gpu: as many as ranks\n\n[train]\nsteps = 5\n'
+    text += '[data]\nsources = ["/runs/a.jsonl"]\ntext_field = """two blanks  \n  \n\ta tab\t\n\n"""\n'
     (tmp_path / "own.toml").write_text(text)
     launch = launch_of(where="kubernetes", path=str(tmp_path / "own.toml"), gpus=4)
     assert objects_of(script_of(launch))["ConfigMap"]["data"]["recipe.toml"].rstrip() == text.rstrip()
@@ -402,6 +487,32 @@ def started_by(script: str, recipe: Path) -> list[str]:
     return subprocess.run(
         ["sh", "-euc", shown], env=environ, capture_output=True, text=True, check=True
     ).stdout.splitlines()
+
+
+def expanded(text: str) -> str:
+    """As Kubernetes expands `args` of a container with the variable ZONE; a name that it does not know stays."""
+    return re.sub(r"\$\$|\$\(ZONE\)", lambda found: "$" if found[0] == "$$" else "zone-a", text)
+
+
+@pytest.mark.skipif(find_spec("yaml") is None, reason="no YAML parser here")
+def test_pods_get_a_setting_with_dollars_as_it_is(tmp_path: Path) -> None:
+    odd = "$$ $(ZONE) $HOME $$$(x) it's"
+    launch = launch_of(where="kubernetes", gpus=0, elastic=False, settings=(*RECORDS, f"--data.text_field={odd}"))
+    script = expanded(container_of(script_of(launch))["args"][0])
+    assert started_by(script, tmp_path / "recipe.toml")[-1] == f"--data.text_field={odd}"
+
+
+@pytest.mark.parametrize("char", ["\n", "\r", "\x7f", "\x85", "\u2028", "\u2029", "\ufeff", "\ufffe"])
+def test_a_character_that_yaml_cannot_hold_is_refused(char: str, tmp_path: Path) -> None:
+    name = f"U\\+{ord(char):04X}"
+    with pytest.raises(ConfigError, match=rf"(?s)1 problem.*--data.text_field = .*{name}"):
+        launch_of(where="kubernetes", gpus=0, settings=(*RECORDS, "--data.text_field", f"a{char}b"))
+    assert launch_of(where="slurm", gpus=0, settings=(*RECORDS, "--data.text_field", f"a{char}b"))
+    if char not in "\n\r\x7f":  # which TOML refuses, or which ends a line
+        recipe = tmp_path / "own.toml"
+        recipe.write_text(f"{(LAUNCH.parent / 'recipes/tiny.toml').read_text()}\n# a{char}b\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match=rf"own.toml:\d+: has the character {name}"):
+            launch_of(where="kubernetes", path=str(recipe), gpus=0)
 
 
 @pytest.mark.parametrize("which", ["template", "elastic", "fixed"])

@@ -5,13 +5,17 @@ Decides by asking the checks of a recipe: for the number of ranks that the launc
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from phalanx.cli.launching.request import Request, read_recipe
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.recipe import load_recipe
+from phalanx.core.recipe import load_recipe, recipe_file
 from phalanx.core.rules import RANKS
 from phalanx.plan import choose_recovery
 
@@ -21,6 +25,24 @@ GPUS = 8
 """Of a node, where neither the command line nor the recipe says otherwise."""
 OWN = ("launch.ranks", "launch.device", "resilience.heal", "resilience.mode")
 """Settings that the script gives by its own lines."""
+_BY_SCRIPT = {
+    "resilience.service": "the service is the script's own",
+    "launch.host": "each node has a name of its own",
+    "launch.rack": "each node has the rack that its cluster names",
+    "launch.keep_service": "the service is the script's own",
+}
+DECIDED: Mapping[str, Mapping[str, str]] = {
+    "slurm": {**_BY_SCRIPT, "resilience.wanted": "nodes times ranks, or WANTED=... sbatch slurm.sh"},
+    "kubernetes": {
+        **_BY_SCRIPT,
+        "resilience.wanted": "pods times ranks",
+        "resilience.minimum": "the ranks of a pod",
+        "resilience.wait_s": "1800",
+    },
+}
+"""Settings that an elastic script decides, and what it makes of them. Others on the command line come behind its own words, on every node the same."""
+VOLUME = "/runs"
+"""Where pods see the volume that they share."""
 LEAST, MOST = {"--nodes": 1, "--gpus-per-node": 0}, 100_000
 """Nodes, and GPUs of each."""
 
@@ -75,8 +97,11 @@ def choose(asked: Asked) -> Launch:
     found: Launch | list[Problem] = []
     nodes = None if asked.where == "local" else _legal("--nodes", asked.nodes)
     asked = replace(asked, nodes=nodes, gpus=_legal("--gpus-per-node", asked.gpus))  # of what the hints say, the rest
+    if asked.elastic is not False:  # else the rules of a fixed run say it
+        asked = replace(asked, settings=_without(asked.settings, tuple(DECIDED.get(asked.where, ()))))
     try:
         read = load_recipe(asked.path, asked.settings)
+        problems += _recipe_problems(asked, read)
         found = (_local if asked.where == "local" else _several)(asked, read)
     except ConfigError as err:
         problems += err.problems
@@ -117,26 +142,95 @@ def _problems(asked: Asked) -> list[Problem]:
     if asked.gpus and given.get("launch.device") == "cpu":
         rule = "asks for GPUs, and --launch.device cpu uses none"
         found.append(Problem(where="--gpus-per-node", value=asked.gpus, rule=rule, hint="leave one of them out"))
+    if asked.gpus == 0 and given.get("launch.device") == "cuda":
+        rule = "asks for no GPUs, and --launch.device cuda uses them"
+        found.append(Problem(where="--gpus-per-node", value=0, rule=rule, hint="leave one of them out"))
     if asked.gpus and given.get("launch.ranks", str(asked.gpus)) != str(asked.gpus):
         rule = f"is not the number of GPUs of a node: each has a rank of its own (--gpus-per-node {asked.gpus})"
         found.append(Problem(where="--launch.ranks", value=given["launch.ranks"], rule=rule, hint="leave it out"))
+    if asked.elastic is not False:
+        found += [
+            Problem(where=f"--{name}", value=given[name], rule=f"is decided by the script: {made}", hint="leave it out")
+            for name, made in DECIDED.get(asked.where, {}).items()
+            if name in given
+        ]
+    return found + (_pod_problems(given) if asked.where == "kubernetes" else [])
+
+
+def _pod_problems(given: Mapping[str, str]) -> list[Problem]:
+    """Settings on the command line that pods would not get, or that lead off their volume."""
+    found = []
+    for name in ("run.folder", "data.cache"):
+        if given.get(name) and not _is_on_volume(given[name]):
+            rule = f"is lost with its pod: pods share {VOLUME} alone"
+            hint = f"leave it out, or use a folder below it, as in {VOLUME}/mine"
+            found.append(Problem(where=f"--{name}", value=given[name], rule=rule, hint=hint))
+    for name, value in given.items():
+        if foreign := _FOREIGN.search(value):
+            hint = f"write it in the recipe, in double quotes as {_escaped(foreign[0])}"
+            found.append(Problem(where=f"--{name}", value=value, rule=_no_yaml(foreign[0]), hint=hint))
     return found
+
+
+def _recipe_problems(asked: Asked, read: Recipe) -> list[Problem]:
+    """What of a recipe pods would not get, or not find."""
+    if asked.where != "kubernetes":
+        return []
+    found = []
+    for number, line in enumerate(recipe_file(Path(asked.path)).read_text(encoding="utf-8").split("\n"), 1):
+        if foreign := _FOREIGN.search(line):
+            hint = f"write {_escaped(foreign[0])} in double quotes, or leave it out"
+            found.append(Problem(where=f"{asked.path}:{number}", value=None, rule=_no_yaml(foreign[0]), hint=hint))
+    where = "--data.sources" if "data.sources" in _given(asked.settings) else f"{asked.path}: data.sources"
+    for source in read.data.sources:
+        if not source.startswith("builtin:") and not _is_on_volume(source):
+            hint = f"copy it to the volume phalanx-runs, and write --data.sources {VOLUME}/{os.path.basename(source) or 'text'}"
+            found.append(Problem(where=where, value=source, rule=f"pods share {VOLUME} alone", hint=hint))
+    return found
+
+
+_FOREIGN = re.compile("[^\t\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
+"""What a line of YAML cannot hold as it stands: ends of lines, control characters and what is no character."""
+
+
+def _no_yaml(char: str) -> str:
+    return f"has the character U+{ord(char):04X}, which a line of YAML cannot hold"
+
+
+def _escaped(char: str) -> str:
+    """As TOML writes it."""
+    return f"\\u{ord(char):04X}"
+
+
+def _is_on_volume(path: str) -> bool:
+    return os.path.normpath(path).startswith(f"{VOLUME}/") or os.path.normpath(path) == VOLUME
 
 
 def _given(words: tuple[str, ...]) -> dict[str, str]:
     """Settings on the command line with their values."""
-    pairs, rest = {}, list(words)
+    return {name: value for name, value, _ in _split(words)}
+
+
+def _split(words: tuple[str, ...]) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Settings on the command line: name, value, and the words that say so."""
+    found, rest = [], list(words)
     while rest:
-        name, equals, value = rest.pop(0).removeprefix("--").partition("=")
-        pairs[name] = value if equals or not rest else rest.pop(0)
-    return pairs
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if equals or not rest or not word.startswith("--"):
+            found.append((name, value, (word,)))
+        else:
+            found.append((name, rest[0], (word, rest.pop(0))))
+    return found
 
 
 def _local(asked: Asked, read: Recipe) -> Launch | list[Problem]:
     """`phalanx train` decides by itself, unless it is told."""
     launch = _launch(asked, read, elastic=False)
-    heal = () if asked.elastic is None else ("--resilience.heal", str(asked.elastic).lower())
-    launch = replace(launch, settings=(*launch.settings, *heal))
+    if asked.elastic is None:
+        launch = replace(launch, settings=_without(asked.settings, OWN[:2]))
+    else:
+        launch = replace(launch, settings=(*launch.settings, "--resilience.heal", str(asked.elastic).lower()))
     checked = _checked(launch, ["--launch.ranks", str(launch.ranks)], world=None)
     if isinstance(checked, list):
         return checked
@@ -196,7 +290,7 @@ def _launch(asked: Asked, read: Recipe, *, elastic: bool) -> Launch:
 
 
 def _without(words: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(w for name, value in _given(words).items() if name not in names for w in (f"--{name}", value))
+    return tuple(word for name, _, own in _split(words) if name not in names for word in own)
 
 
 def _checked(launch: Launch, words: list[str], *, world: int | None) -> Launch | list[Problem]:
@@ -206,7 +300,7 @@ def _checked(launch: Launch, words: list[str], *, world: int | None) -> Launch |
         return [Problem(where="--nodes", value=launch.nodes, rule=rule, hint="use fewer nodes")]
     pods = launch.where == "kubernetes"
     more = [*words, "--checkpoint.fall_back", "true", "--launch.device", launch.device]
-    more += ["--run.folder", "/runs", "--data.cache", "/runs/cache"] if pods else []
+    more += ["--run.folder", VOLUME, "--data.cache", f"{VOLUME}/cache"] if pods else []
     request = Request(
         recipe_path=launch.path, overrides=(*more, *launch.settings), dry_run=True, trust=pods or launch.trust
     )

@@ -61,7 +61,7 @@ def with_recipe(text: str, recipe: str) -> str:
     _, end, rest = rest.partition("---\n")
     if not mark or not end:
         raise ValueError("the template has no block recipe.toml")
-    block = "".join(f"    {line}".rstrip() + "\n" for line in recipe.split("\n"))
+    block = "".join(f"    {line}\n" if line else "\n" for line in recipe.split("\n"))
     return head + mark + block + end + rest
 
 
@@ -104,6 +104,7 @@ def _shell(launch: Launch) -> dict[str, str]:
 
 
 def _kubernetes(launch: Launch) -> dict[str, str]:
+    settings = shlex.join(launch.settings).replace("$", "$$")  # Kubernetes expands $$ and $(NAME) in `args`
     lines = {
         "WAY=": f"WAY={'elastic' if launch.elastic else 'fixed'}",
         "completions: ": f"completions: {launch.nodes}",
@@ -112,7 +113,7 @@ def _kubernetes(launch: Launch) -> dict[str, str]:
         "RANKS=": f"RANKS={launch.ranks}",
         "NODES=": f"NODES={launch.nodes}",
         "MODE=": f"MODE={launch.mode}",
-        "set --  ": f"set -- {shlex.join(launch.settings)}",
+        "set --  ": f"set -- {settings}",
         "cpu: ": f'cpu: "{cpus_of(launch)}"',
         "memory: ": f"memory: {gib}Gi" if (gib := memory_of(launch)) else "# memory: NOT PREDICTED, so without a limit",
     }
