@@ -15,7 +15,7 @@ import pytest
 
 import phalanx
 from phalanx.cli.launch import explain, read_args
-from phalanx.cli.launching import NAMES, Asked, Launch, choose, fill, script_of
+from phalanx.cli.launching import NAMES, Asked, Launch, choose, fill, job_name, script_of
 from phalanx.cli.main import main
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError
@@ -368,19 +368,38 @@ def test_kubernetes_objects_fit_together(tmp_path: Path, which: str) -> None:
     recipe.write_text(objects["ConfigMap"]["data"]["recipe.toml"])
     ports = {p["name"]: p["port"] for p in objects["Service"]["spec"]["ports"]}
     words = started_by(container["args"][0], recipe)
+    name = objects["Job"]["metadata"]["name"]
+    assert name == ("phalanx" if which == "template" else "phalanx-tiny")
     if which == "fixed":
         assert (
             words[:10]
             == shlex.split(
-                f"torchrun --nnodes 3 --node-rank 0 --nproc-per-node 4 --master-addr phalanx-0.phalanx --master-port {ports['torchrun']}"
+                f"torchrun --nnodes 3 --node-rank 0 --nproc-per-node 4 --master-addr {name}-0.{name} --master-port {ports['torchrun']}"
             )[:10]
         )
         return
     given = dict(zip(words[4::2], words[5::2], strict=True))
     assert words[:4] == ["phalanx", "train", str(recipe), "--trust"]
     loaded = check(recipe, {k.removeprefix("--"): v for k, v in given.items()})
-    assert loaded.resilience.service == f"{objects['Job']['metadata']['name']}-0.phalanx:{ports['membership']}"
+    assert loaded.resilience.service == f"{name}-0.{name}:{ports['membership']}"
     assert loaded.resilience.wanted == loaded.launch.ranks * job["completions"] and loaded.launch.keep_service
+
+
+@pytest.mark.skipif(find_spec("yaml") is None, reason="no YAML parser here")
+def test_runs_of_one_namespace_share_the_volume_alone() -> None:
+    """`kubectl apply` for a second run would else change the recipe that pods of the first one start again with."""
+
+    def objects(run: str) -> dict[str, Any]:
+        return objects_of(script_of(launch_of(where="kubernetes", gpus=0, settings=(*ALLOWED, "--run.name", run))))
+
+    one, two = objects("one"), objects("two")
+    shared = {kind for kind in one if one[kind]["metadata"]["name"] == two[kind]["metadata"]["name"]}
+    assert shared == {"PersistentVolumeClaim"}
+    (volume,) = (v for v in one["Job"]["spec"]["template"]["spec"]["volumes"] if v["name"] == "recipe")
+    assert volume["configMap"]["name"] == one["ConfigMap"]["metadata"]["name"] == "phalanx-one-recipe"
+    assert one["NetworkPolicy"]["spec"]["podSelector"] == {"matchLabels": {"app": "phalanx-one"}}
+    labels = {job_name(run) for run in ("a-b", "a_b", "A b", "a-b-", "_", "é" * 99, "x" * 99)}
+    assert len(labels) == 7 and all(re.fullmatch("[a-z]([a-z0-9-]{0,55}[a-z0-9])", label) for label in labels)
 
 
 def container_of(script: str) -> dict[str, Any]:

@@ -149,6 +149,8 @@ def _explain_cluster(launch: Launch, world: int) -> dict[str, str]:
 
 
 def _explain_place(launch: Launch) -> dict[str, str]:
+    from phalanx.cli.launching import job_name
+
     again = "resumes from the newest sound checkpoint; damaged ones are kept in checkpoints/abandoned"
     python = f"{sys.executable} (PYTHON=...), which all nodes must see, and one folder for runs and texts"
     if launch.where == "local":
@@ -169,6 +171,7 @@ def _explain_place(launch: Launch) -> dict[str, str]:
         }
     ports = f"{29400 if launch.elastic else 29500} of pod 0, open to the pods of this run alone"
     return {
+        "job": f"kubectl logs -f job/{job_name(launch.recipe.run.name)}",
         "image": "phalanx:latest (Dockerfile in phalanx/launch)",
         "ports": ports,
         "restart": f"a pod that fails starts again; the run {again}",

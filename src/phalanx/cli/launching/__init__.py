@@ -16,4 +16,10 @@ from phalanx.cli.launching.request import (
     read_recipe as read_recipe,
     trust_problems as trust_problems,
 )
-from phalanx.cli.launching.scripts import NAMES as NAMES, cpus_of as cpus_of, fill as fill, script_of as script_of
+from phalanx.cli.launching.scripts import (
+    NAMES as NAMES,
+    cpus_of as cpus_of,
+    fill as fill,
+    job_name as job_name,
+    script_of as script_of,
+)

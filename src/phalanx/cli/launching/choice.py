@@ -213,7 +213,7 @@ def _given(words: tuple[str, ...]) -> dict[str, str]:
 
 def _split(words: tuple[str, ...]) -> list[tuple[str, str, tuple[str, ...]]]:
     """Settings on the command line: name, value, and the words that say so."""
-    found, rest = [], list(words)
+    found, rest = list[tuple[str, str, tuple[str, ...]]](), list(words)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")

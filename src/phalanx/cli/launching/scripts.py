@@ -5,6 +5,7 @@ Decides which lines those are. Must never change: a value is quoted for the shel
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import shlex
@@ -34,7 +35,7 @@ def script_of(launch: Launch) -> str:
     text = (TEMPLATES / NAMES[launch.where, launch.elastic]).read_text()
     if launch.where == "kubernetes":
         recipe = recipe_file(Path(launch.path)).read_text(encoding="utf-8")
-        return with_recipe(fill(text, _kubernetes(launch)), recipe)
+        return with_recipe(_named(fill(text, _kubernetes(launch)), job_name(launch.recipe.run.name)), recipe)
     return fill(text, _shell(launch))
 
 
@@ -53,6 +54,31 @@ def fill(text: str, lines: Mapping[str, str]) -> str:
     if missing:
         raise ValueError(f"the template has no line that begins with {sorted(missing)}")
     return "\n".join(found) + "\n"
+
+
+def job_name(run: str) -> str:
+    """Of a run's Job, and of what belongs to it: else a second run would change the recipe of the first one. A run's name that is no name of an object has a hash behind it, so that no two runs share one."""
+    plain = re.sub("[^a-z0-9]+", "-", run.lower())[:40].strip("-")
+    words = ["phalanx", plain, "" if plain == run else hashlib.sha256(run.encode()).hexdigest()[:6]]
+    return "-".join(word for word in words if word)
+
+
+def _named(text: str, name: str) -> str:
+    """The template's objects under the name of a run. The volume and the credentials are of all runs."""
+    places = {
+        "name: phalanx\n": f"name: {name}\n",  # job-name, too
+        "name: phalanx-recipe\n": f"name: {name}-recipe\n",
+        "app: phalanx\n": f"app: {name}\n",
+        "subdomain: phalanx\n": f"subdomain: {name}\n",
+        "phalanx-0.phalanx": f"{name}-0.{name}",
+        "phalanx-1.phalanx": f"{name}-1.{name}",
+        "patch job phalanx ": f"patch job {name} ",
+    }
+    for old, new in places.items():
+        if old not in text:
+            raise ValueError(f"the template has no {old!r}")
+        text = text.replace(old, new)
+    return text
 
 
 def with_recipe(text: str, recipe: str) -> str:
