@@ -176,6 +176,25 @@ def test_what_cannot_be_done_is_refused_at_once(run: Path, tmp_path: Path, capsy
     assert not (tmp_path / "new").exists()
 
 
+def test_one_sync_at_a_time_writes_to_a_folder(run: Path, tmp_path: Path) -> None:
+    """The second is refused; what a killed one left, its lock too, is no obstacle. No folder gets the name without all its files."""
+    plan = weight_sync.plan_sync(run, tmp_path / "out", to="tp2", memory="10MB")
+    again = ["sync", str(run), "--to", "tp1", "--out", str(tmp_path / "out")]
+    with weight_sync.hold_target(plan):
+        weight_sync.begin(plan)
+        weight_sync._map_file(plan, 0)
+        with pytest.raises(RunError, match=r"rank-00001.safetensors: has 0 bytes, must have \d+"):
+            weight_sync.finish_sync(plan)
+        done = phalanx(*again)
+        assert done.returncode == 2 and "another sync writes there" in done.stderr, done.stderr
+        assert plan.file_of(0).exists() and not plan.target.exists()
+    (tmp_path / ".writing-out.lock").touch()
+    done = phalanx(*again)
+    assert done.returncode == 0, done.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+    assert {p.name for p in plan.target.iterdir()} == {"index.json", "rank-00000.safetensors"}
+
+
 def test_all_words_that_are_wrong_are_named_together(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,15 +76,16 @@ def _launch_problems(plan: SyncPlan, launched: WorldInfo | None) -> list[Problem
 
 def _rank(plan: SyncPlan, options: SyncArgs, info: WorldInfo, stop: StopRequest) -> int:
     """One rank; the first one speaks, checks and gives the folder its name."""
-    from phalanx.train.sync import check_sync, finish_sync, run_sync
+    from phalanx.train.sync import check_sync, finish_sync, hold_target, run_sync
 
-    if info.rank == 0:
-        print(plan.explain(), flush=True)
-    reports = run_sync(plan, info)
     if info.rank != 0:
+        run_sync(plan, info)
         return 0
-    compared = check_sync(plan) if options.check else 0
-    finish_sync(plan)
+    print(plan.explain(), flush=True)
+    with hold_target(plan):
+        reports = run_sync(plan, info)
+        compared = check_sync(plan) if options.check else 0
+        finish_sync(plan)
     most = max(r.held_bytes + r.staging_bytes for r in reports)
     print(f"{plan.target}: {len(plan.waves)} waves, at most {format_bytes(most)} held by a process")
     if options.check:

@@ -2,6 +2,7 @@
 
     plan_sync      run folder, target layout, cap -> waves, layouts; nothing is started or written
     run_rank       readers read the rows of a wave, evenly shared, and round them; receivers get their boxes of it by a reshard plan
+    hold_target    no other sync writes to the same folder meanwhile
     finish         the index next to the ranks' files, and the folder's name
 
 Ranks 0 .. readers-1 read, those after them receive: rank r of the target is `readers + r`. Receivers write into files that they have mapped (one safetensors
@@ -11,7 +12,9 @@ number is rounded but to the type asked for; the expert bias stays fp32.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -87,6 +90,15 @@ class SyncPlan:
         stages = plain_pipeline(self.spec).stages
         state = StateLayouts(spec=self.spec, folding=self.folding, stages=stages, first_rank=self.readers)
         return {**state.parameters(), **state.buffers()}
+
+    @cached_property
+    def shapes(self) -> dict[int, dict[str, tuple[int, ...]]]:
+        """Rank of a receiver -> shapes of its local tensors, by name."""
+        out: dict[int, dict[str, tuple[int, ...]]] = {rank: {} for rank in range(self.readers, self.world)}
+        for name, layout in self.layouts.items():
+            for rank, shape in zip(layout.ranks, layout.local_shapes, strict=True):
+                out[rank][name] = shape
+        return out
 
     @cached_property
     def kinds(self) -> dict[str, str]:
@@ -204,6 +216,40 @@ class SyncReport:
     received_bytes: int
 
 
+@contextlib.contextmanager
+def hold_target(plan: SyncPlan) -> Iterator[None]:
+    """Keep other syncs from the same folder; of one that was killed the kernel drops the lock. A file system without locks grants it to all.
+
+    Raises `RunError` where another sync has it.
+    """
+    path = plan.writing.with_name(f"{plan.writing.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise RunError(f"cannot write {plan.target}: {error}") from error
+    with file:
+        if not _is_locked(path, file.fileno()):
+            raise RunError(f"{plan.target}: another sync writes there; wait until it has ended, or give another --out")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _is_locked(path: Path, handle: int) -> bool:
+    """Lock the file unless another process has it, or had it and has just removed it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handle), path.stat())
+    return False
+
+
 def begin(plan: SyncPlan) -> None:
     """An empty folder to write into."""
     try:
@@ -262,15 +308,15 @@ def _read(
 # ---- files ---------------------------------------------------------------------------------------------------------------------
 
 
-def _map_file(plan: SyncPlan, receiver: int) -> dict[str, torch.Tensor]:
-    """The receiver's safetensors file, its header written and its tensors mapped: what is received there is in the file.
+def _contents(plan: SyncPlan, receiver: int) -> tuple[bytes, dict[str, dict[str, Any]], int]:
+    """What a receiver's safetensors file begins with, its header's entries, and its size in bytes.
 
     The format is eight bytes of length, a header in JSON, then the tensors end to end; wider types first, so that each is aligned.
     """
-    rank = plan.readers + receiver
-    shapes = {n: x.local_shapes[x.ranks.index(rank)] for n, x in plan.layouts.items() if rank in x.ranks}
+    shapes = plan.shapes[plan.readers + receiver]
     names = sorted(shapes, key=lambda name: -plan.type_of(name).itemsize)
-    entries, at = {}, 0
+    entries: dict[str, dict[str, Any]] = {}
+    at = 0
     for name in names:
         stop = at + math.prod(shapes[name]) * plan.type_of(name).itemsize
         entries[name] = {
@@ -281,15 +327,22 @@ def _map_file(plan: SyncPlan, receiver: int) -> dict[str, torch.Tensor]:
         at = stop
     header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header, entries, 8 + len(header) + at
+
+
+def _map_file(plan: SyncPlan, receiver: int) -> dict[str, torch.Tensor]:
+    """The receiver's file, its header written and its tensors mapped: what is received there is in the file."""
+    header, entries, size = _contents(plan, receiver)
+    shapes = plan.shapes[plan.readers + receiver]
     path = plan.file_of(receiver)
     try:
         with path.open("wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
-            file.truncate(8 + len(header) + at)
+            file.write(header)
+            file.truncate(size)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error}") from error
-    mapped = torch.from_file(str(path), shared=True, size=8 + len(header) + at, dtype=torch.uint8)
-    data = mapped[8 + len(header) :]
+    mapped = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    data = mapped[len(header) :]
     return {
         name: data[slice(*entry["data_offsets"])].view(plan.type_of(name)).view(shapes[name])
         for name, entry in entries.items()
@@ -342,8 +395,13 @@ def _boxes(plan: SyncPlan, receiver: int) -> Iterator[tuple[str, Box, Box]]:
 
 
 def finish_sync(plan: SyncPlan) -> None:
-    """The index, which says where each box of each tensor is; then the folder gets its name."""
+    """The index, which says where each box of each tensor is; then the folder gets its name. Raises `RunError` where a file is not whole."""
     try:
+        for path, size in ((plan.file_of(i), _contents(plan, i)[2]) for i in range(plan.folding.world)):
+            found = path.stat().st_size if path.exists() else 0
+            if found != size:
+                rule = "something else wrote there; run the same command again"
+                raise RunError(f"{path}: has {found} bytes, must have {size}: {rule}")
         (plan.writing / INDEX).write_text(json.dumps(index_of(plan), indent=1) + "\n")
         if plan.target.exists():
             plan.target.rmdir()  # it is empty
