@@ -29,9 +29,9 @@ def note(name, text=""):
     path.write_text(str(text))
     path.rename(folder / name)
 
-def run(main, ranks=3):
+def run(main, ranks=3, **more):
     try:
-        sys.exit(run_local(main, ranks=ranks, threads=1))
+        sys.exit(run_local(main, ranks=ranks, threads=1, **more))
     except PhalanxError as err:
         print(type(err).__name__, err, file=sys.stderr)
         sys.exit(2)
@@ -127,7 +127,18 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     assert code == 2
     assert time.monotonic() - begin_s < 30.0
     assert f"rank 1 (process {pids[1]}) was killed by SIGKILL" in err
+    assert err.rstrip().endswith("the other ranks were stopped"), "whether anything goes on is the caller's to say"
     wait_gone(*pids)
+
+
+def test_the_caller_says_what_to_do_after_a_kill(tmp_path: Path) -> None:
+    body = """
+    def main(info, stop):
+        os.kill(os.getpid(), signal.SIGBUS)
+    run(main, ranks=1, after_kill="Start it again")
+    """
+    code, _, err = finish(start(tmp_path, body))
+    assert code == 2 and "was killed by SIGBUS; the other ranks were stopped. Start it again" in err
 
 
 def test_killed_parent_takes_its_ranks_along(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,25 @@ def test_one_sync_at_a_time_writes_to_a_folder(run: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
     assert {p.name for p in plan.target.iterdir()} == {"index.json", "rank-00000.safetensors"}
+
+
+@pytest.mark.parametrize(("code", "is_an_error"), [(errno.ENOSPC, True), (errno.EOPNOTSUPP, False)])
+def test_a_full_disk_is_an_error_before_anything_is_mapped(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_an_error: bool
+) -> None:
+    """A mapped file that finds no room later kills the process. A file system that cannot reserve any is taken as it is."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    plan = weight_sync.plan_sync(run, tmp_path / "out", to="tp1", memory="10MB")
+    weight_sync.begin(plan)
+    if is_an_error:
+        with pytest.raises(RunError, match=r"cannot write .*rank-00000.safetensors: .*No space left"):
+            weight_sync._map_file(plan, 0)
+    else:
+        assert weight_sync._map_file(plan, 0) and plan.file_of(0).stat().st_size > 1000
 
 
 def test_all_words_that_are_wrong_are_named_together(

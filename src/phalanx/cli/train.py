@@ -248,4 +248,5 @@ def start(recipe: Recipe, environ: Mapping[str, str], *, force: bool = False) ->
     if ranks == 1:
         return run_one(body, WorldInfo(), threads=threads)
     import_now()  # once, and not by each rank with its first save
-    return run_local(body, ranks=ranks, threads=threads)
+    again = "The same command continues from the newest checkpoint"
+    return run_local(body, ranks=ranks, threads=threads, after_kill=again)

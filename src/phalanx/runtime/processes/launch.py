@@ -132,13 +132,16 @@ def run_one(main: RankMain, info: WorldInfo, *, threads: int) -> int:
         return main(info, stop)
 
 
-def run_local(main: RankMain, *, ranks: int, threads: int) -> int:
-    """Run `main` on `ranks` forked ranks of this machine; returns the largest exit code.
+def run_local(main: RankMain, *, ranks: int, threads: int, after_kill: str = "") -> int:
+    """Run `main` on `ranks` forked ranks of this machine; returns the largest exit code. `after_kill`: what to do where a rank was killed.
 
     Raises the first rank's error, or `RunError` naming a rank that was killed. Call it from the main thread, before any tensor operation.
     """
     children: list[_Child] = []
-    with tempfile.TemporaryDirectory(prefix="ranks-", dir=private_folder()) as folder, _Watch(children) as watch:
+    with (
+        tempfile.TemporaryDirectory(prefix="ranks-", dir=private_folder()) as folder,
+        _Watch(children, after_kill) as watch,
+    ):
         with _signals_held_back():
             sys.stdout.flush()
             sys.stderr.flush()
@@ -251,8 +254,9 @@ def die_with_parent(parent: int) -> None:
 class _Watch:
     """Waits for the ranks; passes signals on."""
 
-    def __init__(self, children: list[_Child]) -> None:
+    def __init__(self, children: list[_Child], after_kill: str) -> None:
         self.children = children
+        self.after_kill = after_kill
         self.stops = 0
 
     def __enter__(self) -> _Watch:
@@ -328,7 +332,7 @@ class _Watch:
             return STOPPED
         for child in failed:
             if child.signal:
-                raise RunError(_killed(child))
+                raise RunError(_killed(child) + (f". {self.after_kill}" if self.after_kill else ""))
         said = [(c, _read_report(c)) for c in self.children]  # of those that were killed while they told, too
         child, report = min((x for x in said if x[0] in failed or x[1] is not None), key=lambda x: _distance(x[1]))
         if isinstance(report, PhalanxError):
@@ -350,10 +354,7 @@ def _killed(child: _Child) -> str:
     except ValueError:
         name = f"signal {child.signal}"
     why = " (was the machine out of memory? `dmesg` says so)" if child.signal == signal.SIGKILL else ""
-    return (
-        f"rank {child.rank} (process {child.pid}) was killed by {name}{why}; the other ranks were stopped. "
-        "The same command continues from the newest checkpoint"
-    )
+    return f"rank {child.rank} (process {child.pid}) was killed by {name}{why}; the other ranks were stopped"
 
 
 def _read_report(child: _Child) -> PhalanxError | str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import math
@@ -336,9 +337,10 @@ def _map_file(plan: SyncPlan, receiver: int) -> dict[str, torch.Tensor]:
     shapes = plan.shapes[plan.readers + receiver]
     path = plan.file_of(receiver)
     try:
-        with path.open("wb") as file:
+        with path.open("wb+") as file:
             file.write(header)
-            file.truncate(size)
+            file.flush()
+            _reserve(file.fileno(), size)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error}") from error
     mapped = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
@@ -347,6 +349,17 @@ def _map_file(plan: SyncPlan, receiver: int) -> dict[str, torch.Tensor]:
         name: data[slice(*entry["data_offsets"])].view(plan.type_of(name)).view(shapes[name])
         for name, entry in entries.items()
     }
+
+
+def _reserve(handle: int, size: int) -> None:
+    """Make a file as long as that, with room on the disk: a page of a mapping that finds none there kills the process (SIGBUS). Raises `OSError`."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, size)
+    except OSError as error:  # a file system that cannot reserve, where libc has no way around it
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    os.truncate(handle, size)
 
 
 def _settle(path: Path) -> None:
