@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from phalanx.core.config import Recipe
+from phalanx.core.errors import RunError
 from phalanx.data import ChatTemplate, Tokenizer
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
@@ -173,13 +174,21 @@ def _window(tokens: Sequence[int], filling: int, device: torch.device, *, copies
 
 
 def draw(logits_V: torch.Tensor, sampling: Sampling, *, generator: torch.Generator) -> int:
-    """One token id. Ties go to the lowest id."""
+    """One token id. Ties go to the lowest id. Raises `RunError` where the largest logit is no finite number, which NaN anywhere makes it."""
+    top = int(logits_V.argmax())
+    if not math.isfinite(logits_V[top]):
+        value = float(logits_V[top])
+        raise RunError(
+            f"the model's output is not finite: the logit of token {top} is {value}; read an earlier checkpoint"
+        )
     if sampling.temperature == 0:
-        return int(logits_V.argmax())
+        return top
     # the likeliest at 0, so that no temperature, however small, makes an infinity of it
-    scaled_V = (logits_V - logits_V.max()).double() / sampling.temperature
+    scaled_V = (logits_V - logits_V[top]).double() / sampling.temperature
     if 0 < sampling.top_k < len(scaled_V):
-        kept = torch.topk(scaled_V, sampling.top_k)
-        choice = torch.multinomial(torch.softmax(kept.values, 0), 1, generator=generator)
-        return int(kept.indices[choice])
+        least = torch.topk(scaled_V, sampling.top_k).values[-1]  # it takes any of equal ones
+        ids = (scaled_V >= least).nonzero().flatten()
+        likely, order = scaled_V[ids].sort(descending=True, stable=True)
+        choice = torch.multinomial(torch.softmax(likely[: sampling.top_k], 0), 1, generator=generator)
+        return int(ids[order[choice]])
     return int(torch.multinomial(torch.softmax(scaled_V, 0), 1, generator=generator))
