@@ -164,10 +164,15 @@ def test_a_cap_that_a_saved_box_exceeds_is_refused_with_the_least(wide: Path, tm
 def test_what_cannot_be_done_is_refused_at_once(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    args = ["--to", "tp3", "--out", str(tmp_path / "full"), "--dtype", "float8", "--readers", "0"]
+    args = ["--to", "tp3", "--out", str(tmp_path / "full"), "--dtype", "float8", "--readers", "1025"]
     assert main(["sync", str(run), *args]) == 2
     err = capsys.readouterr().err
-    for text in ("must divide num_heads", "exists already", "is not a known data type", "--readers = 0"):
+    for text in (
+        "must divide num_heads",
+        "exists already",
+        "is not a known data type",
+        "--readers = 1025: must lie between 1 and 1024",
+    ):
         assert text in err
     for memory, text in (("1KB", "the least is"), ("a lot", "is not a number of bytes")):
         assert main(["sync", str(run), "--to", "tp2", "--out", str(tmp_path / "new"), "--memory", memory]) == 2
@@ -214,6 +219,18 @@ def test_a_full_disk_is_an_error_before_anything_is_mapped(
             weight_sync._map_file(plan, 0)
     else:
         assert weight_sync._map_file(plan, 0) and plan.file_of(0).stat().st_size > 1000
+
+
+def test_the_folder_may_be_this_one(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    plan = weight_sync.plan_sync(run, Path("."), to="tp1", memory="10MB")
+    assert plan.target == tmp_path / "here" and plan.writing == tmp_path / ".writing-here"
+    with weight_sync.hold_target(plan):
+        weight_sync.begin(plan)
+        weight_sync._map_file(plan, 0)
+        weight_sync.finish_sync(plan)
+    assert {p.name for p in (tmp_path / "here").iterdir()} == {"index.json", "rank-00000.safetensors"}
 
 
 def test_all_words_that_are_wrong_are_named_together(

@@ -87,7 +87,7 @@ def _rank(plan: SyncPlan, options: SyncArgs, info: WorldInfo, stop: StopRequest)
         compared = check_sync(plan) if options.check else 0
         finish_sync(plan)
     most = max(r.held_bytes + r.staging_bytes for r in reports)
-    print(f"{plan.target}: {len(plan.waves)} waves, at most {format_bytes(most)} held by a process")
+    print(f"{options.out}: {len(plan.waves)} waves, at most {format_bytes(most)} held by a process")
     if options.check:
         print(f"{format_bytes(compared)} read again and compared with the checkpoint: equal")
     if options.json is not None:

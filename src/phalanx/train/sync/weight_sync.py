@@ -50,6 +50,8 @@ from phalanx.train.setup import DTYPES, RunFolder, choose_checkpoint
 
 INDEX = "index.json"
 _TYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
+MAX_READERS = 1024
+"""Each is a process."""
 _TIMEOUT_S = 600.0
 
 
@@ -150,7 +152,7 @@ def plan_sync(
     dtype: str | None = None,
 ) -> SyncPlan:
     """Everything decided and checked. Raises `ConfigError` or `CheckpointError` with all that is wrong."""
-    folder = RunFolder(run)
+    folder, target = RunFolder(run), target.resolve()  # "." has no name that another could stand beside
     recipe, tokenizer = folder.read_recipe(), folder.read_tokenizer()
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer.vocab_size)
     problems: list[Problem] = []
@@ -166,8 +168,9 @@ def plan_sync(
     if memory_bytes is None:
         rule, hint = "is not a number of bytes", "write 256MB or 2GiB"
         problems.append(Problem(where="--memory", value=memory, rule=rule, hint=hint))
-    if readers < 1:
-        problems.append(Problem(where="--readers", value=readers, rule="must be at least 1", hint="use 2"))
+    if not 1 <= readers <= MAX_READERS:
+        rule = f"must lie between 1 and {MAX_READERS}"
+        problems.append(Problem(where="--readers", value=readers, rule=rule, hint="use 2"))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         rule, hint = "exists already, and nothing is overwritten", "give a new folder"
         problems.append(Problem(where="--out", value=str(target), rule=rule, hint=hint))
