@@ -522,6 +522,10 @@ def test_read_world_names_every_problem():
         read_world({"RANK": "4", "WORLD_SIZE": "4"})
     with pytest.raises(ConfigError, match="LOCAL_RANK = 2"):
         read_world({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"})
+    for port in ("0", "65536"):
+        with pytest.raises(ConfigError, match=f"MASTER_PORT = {port}: must lie between 1 and 65535"):
+            read_world({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": port})
+    assert read_world({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65535"}).master_port == 65535
 
 
 def test_port_in_use_is_named():

@@ -147,6 +147,9 @@ def refused(rank, cache, what):
             phalanx.reshard(x if rank == 0 else None, whole_layout((4, 4), [0]), whole_layout((4, 4), [1]))
         elif what == "names":
             phalanx.reshard({"a": x, "b": x}, {"a": whole_layout((4, 4), [0])}, {"a": whole_layout((4, 4), [0])})
+        elif what in ("another dtype", "another shape"):
+            more = {"dtype": torch.bfloat16} if what == "another dtype" else {"shape": (7,)}
+            phalanx.reshard(x, whole_layout((4, 4), [0, 1]), whole_layout((4, 4), [0, 1]), **more)
         elif what == "lost":
             phalanx.reshard({"a": x}, {"a": layout_of((8, 4), a, [Shard(0)])}, {"a": whole_layout((9, 4), [0])})
     except PhalanxError as err:
@@ -164,6 +167,8 @@ def refused(rank, cache, what):
         ),
         ("dtype", "tensor.dtype: rank 1 has no tensor that shows the type of the elements; give dtype="),
         ("names", "src_layout['b']: is missing; give each name a layout on both sides"),
+        ("another dtype", "tensor.dtype = torch.bfloat16: must be that of the tensor, torch.float32: a move converts"),
+        ("another shape", "tensor.shape = (7,): must be that of the layout, (4, 4); leave shape= out"),
         ("lost", "must be"),
     ],
 )

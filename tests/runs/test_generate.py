@@ -45,7 +45,7 @@ def test_output_that_is_not_finite_is_no_text(value: float, sampling: Sampling) 
 
 
 def test_of_equal_tokens_the_lowest_ids_are_kept() -> None:
-    logits = (torch.randn(5000, generator=torch.Generator().manual_seed(1)) / 2).round()
+    logits = (torch.randn(100, generator=torch.Generator().manual_seed(1)) / 2).round()
     equal = (logits == logits.max()).nonzero().flatten().tolist()
     assert len(equal) > 2
     generator = torch.Generator().manual_seed(0)

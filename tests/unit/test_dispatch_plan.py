@@ -171,6 +171,8 @@ def test_capacity():
     assert capacity(spec, num_tokens=10, top_k=2, num_experts=8) == 4  # 3.125 rounded up
     assert capacity(spec, num_tokens=3, top_k=8, num_experts=8) == 3  # no expert can get more than all tokens
     assert capacity(spec, num_tokens=0, top_k=2, num_experts=8) == 0
+    exact = DispatchSpec(policy="drop", capacity_factor=2.2)
+    assert capacity(exact, num_tokens=100, top_k=8, num_experts=20) == 88  # products of floats lie a little above it
 
 
 def test_kept_pairs_by_hand():

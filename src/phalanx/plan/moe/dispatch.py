@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -73,7 +74,8 @@ def dispatch_spec(config: DispatchConfig) -> DispatchSpec:
 
 def capacity(spec: DispatchSpec, *, num_tokens: int, top_k: int, num_experts: int) -> int:
     """Rows that one expert takes from `num_tokens` tokens: `ceil(factor * n * K / E)`, at most `n`."""
-    return min(num_tokens, math.ceil(spec.capacity_factor * num_tokens * top_k / num_experts))
+    factor = Fraction(str(spec.capacity_factor))  # as it is written: in binary 2.2 * 100 * 8 / 20 lies above 88
+    return min(num_tokens, math.ceil(factor * num_tokens * top_k / num_experts))
 
 
 def rows_of_source(spec: DispatchSpec, *, num_tokens: int, sharing: int, top_k: int, num_experts: int) -> int:

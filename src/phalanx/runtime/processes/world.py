@@ -92,6 +92,9 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
         problems.append(
             Problem(where="LOCAL_RANK", value=local_rank, rule=rule, hint=f"LOCAL_WORLD_SIZE is {local_world}")
         )
+    if is_count(env.get("MASTER_PORT", "")) and not 1 <= port <= 65535:
+        rule = "must lie between 1 and 65535"
+        problems.append(Problem(where="MASTER_PORT", value=port, rule=rule, hint="use 29500"))
     raise_if(problems, ConfigError, subject="launch environment")
     return WorldInfo(
         rank=rank,

@@ -125,6 +125,7 @@ class _Sides:
         ]
         raise_if(problems, PlanError, subject="what is moved")
         shape = self._shape(name, x)
+        raise_if(self._contradictions(name, (x, out), shape), PlanError, subject="what is moved")
         given = _of(self.src, name)
         src = (
             layout_of_dtensor(x, where=name)
@@ -146,6 +147,25 @@ class _Sides:
             out=_local(out) if rank in dst.ranks else None,
             target=target if wrap and not isinstance(target, TensorLayout) else None,
         )
+
+    def _contradictions(
+        self, name: str, tensors: tuple[torch.Tensor | None, torch.Tensor | None], shape: tuple[int, ...] | None
+    ) -> list[Problem]:
+        """Where `dtype` or `shape` says something else than the tensor, `out` or the layouts."""
+        dtype = self.dtype.get(name, self.dtype.get(""))
+        problems = [
+            Problem(
+                where=f"{where}.dtype", value=dtype, rule=f"must be that of the tensor, {t.dtype}: a move converts nothing",
+                hint="leave dtype= out, and convert before or after",
+            )
+            for where, t in zip((name, f"{name} of out"), tensors, strict=True)
+            if t is not None and dtype is not None and t.dtype != dtype
+        ]  # fmt: skip
+        said = self.shape.get(name, self.shape.get(""))
+        if said is not None and shape is not None and tuple(said) != shape:
+            rule = f"must be that of the layout, {shape}"
+            problems.append(Problem(where=f"{name}.shape", value=tuple(said), rule=rule, hint="leave shape= out"))
+        return problems
 
     def _shape(self, name: str, x: torch.Tensor | None) -> tuple[int, ...] | None:
         if isinstance(x, DTensor):
