@@ -441,8 +441,8 @@ def _identity(
 ) -> dict[str, object]:
     if source.kind == "builtin":
         files, identity = corpus.select(found, source.builtin_bytes, progress)
-        with unchanged({str(f): seen[str(f)] for f in files}):
-            return {"identity": digest(identity), "files": [str(f) for f in files]}
+        _check_unchanged({str(f): seen[str(f)] for f in files})  # which were hashed as they were chosen
+        return {"identity": digest(identity), "files": [str(f) for f in files]}
     files = _all_files(source)
     with unchanged(seen):
         contents = [[suffix_of(path), of] for path, of in zip(files, _hashes(files, progress), strict=True)]

@@ -29,10 +29,8 @@ class AdamRule:
 
 
 def rounding_seed(step: int) -> int:
-    """What the rounding of moments to bf16 gets of a step: 32 bits, of which few are alike in two steps. Never 1 or a multiple of 16, for which a device would compile other versions."""
-    bits = step & 0xFFFFFFFF
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        bits = (bits ^ (bits >> shift)) * factor & 0xFFFFFFFF
+    """What the rounding of moments to bf16 gets of a step: 32 bits, far from those of the steps around it (by the golden ratio). Never 1 or a multiple of 16, for which a device would compile other versions."""
+    bits = step * 0x9E3779B1 & 0xFFFFFFFF
     return (bits | 3) - ((bits >> 31) << 32)
 
 
