@@ -125,8 +125,10 @@ def _begin(
     sys.exit(body(*given))  # type: ignore[arg-type]
 
 
-def _command(args: list[str]) -> int:
+def _command(args: list[str], cwd: Path | None) -> int:
     """Become `phalanx ARGS...`."""
+    if cwd is not None:
+        os.chdir(cwd)
     from phalanx.cli.main import main
 
     return main(args)
@@ -149,9 +151,15 @@ def start_program(code: str, argument: str = "", *, cwd: Path | None = None) -> 
     return Running(_program, code, argument, None if cwd is None else str(cwd))
 
 
-def start(args: Sequence[str], *, env: Mapping[str, str] | None = None, file_limit: int | None = None) -> Running:
+def start(
+    args: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    file_limit: int | None = None,
+    cwd: Path | None = None,
+) -> Running:
     """Begin a command; `file_limit` is the largest file in bytes that it may write."""
-    return Running(_command, list(args), env={**_clean_env(), **(env or {})}, file_limit=file_limit)
+    return Running(_command, list(args), cwd, env={**_clean_env(), **(env or {})}, file_limit=file_limit)
 
 
 def phalanx(*args: str, timeout_s: float = 360.0, **more: Any) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import CheckpointError, ConfigError
+from phalanx.core.files import new_folder
 from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder
@@ -259,9 +260,9 @@ def test_blocks_come_in_where_asked_for_and_go_out(tmp_path: Path) -> None:
     assert job.recipe.model.mtp_layers == 1
     import_rank(job, WorldInfo(), StopRequest())
     plan = export_hf.plan_export(tmp_path / "runs" / "v3", tmp_path / "out")
-    export_hf.begin_export(plan)
-    export_hf.write_shards(plan)
-    export_hf.finish_export(plan)
+    with new_folder(plan.target, writer="export"):
+        export_hf.write_shards(plan)
+        export_hf.finish_export(plan)
     want, got = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     biases = [n for n in want if n.endswith("correction_bias")]
     assert want.keys() == got.keys() and all(torch.equal(want[n], got[n]) for n in want if n not in biases)

@@ -23,6 +23,7 @@ from train_help import phalanx, write_text
 
 from phalanx.cli.generate import GenerateArgs, continuation
 from phalanx.core.errors import CheckpointError, ConfigError, DataError, RunError
+from phalanx.core.files import new_folder
 from phalanx.data import CHATML_TEMPLATE, ChatEncoder, prepare
 from phalanx.data.tokenizer import CHATML_TOKENS, ByteTokenizer, beginnings, train_bpe
 from phalanx.plan.mapping.folding import Folding, make_folding
@@ -92,9 +93,9 @@ def imported(folder: Path, base: Path, *more: str, ranks: int = 1) -> Path:
 
 def exported(run: Path, target: Path, **more: Any) -> dict[str, torch.Tensor]:
     plan = export_hf.plan_export(run, target, **more)
-    export_hf.begin_export(plan)
-    export_hf.write_shards(plan)
-    export_hf.finish_export(plan)
+    with new_folder(plan.target, writer="export"):
+        export_hf.write_shards(plan)
+        export_hf.finish_export(plan)
     return tensors_of(target)
 
 
@@ -641,12 +642,18 @@ def test_a_run_trained_here_goes_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is the folder that this command runs in"):
         export_hf.plan_export(run, Path("."))
     plan = export_hf.plan_export(run, next((tmp_path / "text").iterdir()) / "out")
-    with pytest.raises(RunError, match=r"cannot write .*out: .*has been removed"):
-        export_hf.begin_export(plan)
+    with (
+        pytest.raises(RunError, match=r"cannot write .*out: .*has been removed"),
+        new_folder(plan.target, writer="export"),
+    ):
+        pass
     plan = export_hf.plan_export(run, tmp_path / "new")
-    with pytest.raises(RunError, match=r"cannot write .*new: .*has been removed"):
-        export_hf.write_shards(plan)  # the folder to write into was taken away
-    assert not (tmp_path / "new").exists() and not plan.writing.exists()
+    with pytest.raises(RunError, match=r"cannot write .*new: "), new_folder(plan.target, writer="export"):
+        plan.writing.rmdir()  # the folder to write into was taken away
+        export_hf.write_shards(plan)
+    assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".writing-*"))
+    with new_folder(plan.target, writer="export"), pytest.raises(RunError, match="another export writes there"):
+        exported(run, plan.target)
 
 
 # ---- broken folders ----------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from train_help import phalanx, train_args, write_text
 
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError, RunError
+from phalanx.core.files import new_folder
 from phalanx.runtime.checkpoint import planner
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.groups import GroupCache
@@ -130,6 +131,7 @@ def test_no_process_holds_more_than_the_cap(wide: Path, tmp_path: Path, step: in
         wide, tmp_path / "out", to="dp2.ep2", memory=str(memory), readers=2, step=step, dtype="bfloat16"
     )
     assert plan.box_bytes == (1 << 17 if step == 2 else 4 * 8 * 2 * 256 * 128) and len(plan.waves) > 2
+    plan.writing.mkdir()
     told = run_ranks(plan.world, measured, plan)
     mapped = [0, 0, *(plan.file_of(receiver).stat().st_size for receiver in range(2))]
     for (peak, report), file in zip(told, mapped, strict=True):
@@ -187,14 +189,16 @@ def test_one_sync_at_a_time_writes_to_a_folder(run: Path, tmp_path: Path) -> Non
     """The second is refused; what a killed one left, its lock too, is no obstacle. No folder gets the name without all its files."""
     plan = weight_sync.plan_sync(run, tmp_path / "out", to="tp2", memory="10MB")
     again = ["sync", str(run), "--to", "tp1", "--out", str(tmp_path / "out")]
-    with weight_sync.hold_target(plan):
-        weight_sync.begin(plan)
+    with pytest.raises(RunError, match="cannot write"), new_folder(plan.target, writer="sync"):
         weight_sync._map_file(plan, 0)
         with pytest.raises(RunError, match=r"rank-00001.safetensors: has 0 bytes, must have \d+"):
             weight_sync.finish_sync(plan)
         done = phalanx(*again)
         assert done.returncode == 2 and "another sync writes there" in done.stderr, done.stderr
         assert plan.file_of(0).exists() and not plan.target.exists()
+        raise OSError(errno.EIO, "broken")
+    assert not list(tmp_path.iterdir())
+    plan.writing.mkdir()
     (tmp_path / ".writing-out.lock").touch()
     done = phalanx(*again)
     assert done.returncode == 0, done.stderr
@@ -213,7 +217,7 @@ def test_a_full_disk_is_an_error_before_anything_is_mapped(
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     plan = weight_sync.plan_sync(run, tmp_path / "out", to="tp1", memory="10MB")
-    weight_sync.begin(plan)
+    plan.writing.mkdir()
     if is_an_error:
         with pytest.raises(RunError, match=r"cannot write .*rank-00000.safetensors: .*No space left"):
             weight_sync._map_file(plan, 0)
@@ -221,16 +225,13 @@ def test_a_full_disk_is_an_error_before_anything_is_mapped(
         assert weight_sync._map_file(plan, 0) and plan.file_of(0).stat().st_size > 1000
 
 
-def test_the_folder_may_be_this_one(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    plan = weight_sync.plan_sync(run, Path("."), to="tp1", memory="10MB")
-    assert plan.target == tmp_path / "here" and plan.writing == tmp_path / ".writing-here"
-    with weight_sync.hold_target(plan):
-        weight_sync.begin(plan)
-        weight_sync._map_file(plan, 0)
-        weight_sync.finish_sync(plan)
-    assert {p.name for p in (tmp_path / "here").iterdir()} == {"index.json", "rank-00000.safetensors"}
+def test_the_folder_may_be_this_one(run: Path, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    done = phalanx("sync", str(run), "--to", "tp1", "--out", ".", "--json", "../figures.json", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert {p.name for p in here.iterdir()} == {"index.json", "rank-00000.safetensors"}
+    assert {p.name for p in tmp_path.iterdir()} == {"here", "figures.json"}
 
 
 def test_all_words_that_are_wrong_are_named_together(

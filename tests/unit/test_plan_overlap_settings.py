@@ -54,7 +54,7 @@ def test_every_schedule_has_a_name() -> None:
             parts=draw.randint(1, 8),
             blocks=draw.randint(1, MOST_BLOCKS),
             order=(order := draw.choice(("serial", "own_first", "arrival"))),  # type: ignore[arg-type]
-            own_before=draw.randint(0, 8) / 8 if order == "arrival" else 1.0,
+            own_before=draw.random() if order == "arrival" else 1.0,
             hot_first=draw.random() < 0.5,
         )
         for _ in range(50)

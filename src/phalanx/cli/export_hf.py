@@ -11,6 +11,7 @@ import tyro
 
 from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.files import new_folder
 
 if TYPE_CHECKING:
     from phalanx.train.huggingface import Export
@@ -53,7 +54,7 @@ def export(options: ExportArgs) -> Export:
     """Write the checkpoint; returns what was written. Raises `ConfigError` or `CheckpointError`, and then nothing is left behind."""
     raise_if(problems(options), ConfigError, subject="the command")
     from phalanx.runtime.processes import run_local
-    from phalanx.train.huggingface import begin_export, finish_export, plan_export, write_shards
+    from phalanx.train.huggingface import finish_export, plan_export, write_shards
 
     plan = plan_export(
         options.run,
@@ -64,12 +65,12 @@ def export(options: ExportArgs) -> Export:
         shard_bytes=options.shard_mb * 1_000_000,
     )
     ranks = min(options.ranks, len(plan.shards))
-    begin_export(plan)
-    if ranks == 1:
-        write_shards(plan)
-    else:
-        run_local(lambda info, stop: _rank(plan, info.rank, ranks), ranks=ranks, threads=1)
-    finish_export(plan)
+    with new_folder(plan.target, writer="export"):
+        if ranks == 1:
+            write_shards(plan)
+        else:
+            run_local(lambda info, stop: _rank(plan, info.rank, ranks), ranks=ranks, threads=1)
+        finish_export(plan)
     return plan
 
 

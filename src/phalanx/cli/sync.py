@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +11,7 @@ import tyro
 
 from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.files import check_writable, write_json
+from phalanx.core.files import check_writable, new_folder, write_json
 from phalanx.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def main(args: list[str]) -> int:
     """Run `phalanx sync ARGS...`; returns the exit status."""
     options = read_words(SyncArgs, args, prog="phalanx sync", description=__doc__)
     check_writable(options.json)
+    if options.json is not None:  # --out may be the folder that the command runs in, which is then another one
+        options = replace(options, json=options.json.absolute())
     from phalanx.runtime.processes import read_world, run_local, run_one
     from phalanx.train.sync import plan_sync
 
@@ -76,13 +78,13 @@ def _launch_problems(plan: SyncPlan, launched: WorldInfo | None) -> list[Problem
 
 def _rank(plan: SyncPlan, options: SyncArgs, info: WorldInfo, stop: StopRequest) -> int:
     """One rank; the first one speaks, checks and gives the folder its name."""
-    from phalanx.train.sync import check_sync, finish_sync, hold_target, run_sync
+    from phalanx.train.sync import check_sync, finish_sync, run_sync
 
     if info.rank != 0:
         run_sync(plan, info)
         return 0
     print(plan.explain(), flush=True)
-    with hold_target(plan):
+    with new_folder(plan.target, writer="sync"):
         reports = run_sync(plan, info)
         compared = check_sync(plan) if options.check else 0
         finish_sync(plan)

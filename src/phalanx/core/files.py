@@ -1,14 +1,16 @@
-"""Result files (`--json F` and the like): their folder is made, and what cannot be written is one clear message. And the folder that nobody but this user can reach."""
+"""Result files (`--json F` and the like): their folder is made, and what cannot be written is one clear message. Folders that have their name once they are complete, and the one that nobody but this user can reach."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
+import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,54 @@ def _cannot_write(path: Path, error: OSError) -> RunError:
 def draft_of(path: Path) -> Path:
     """A name beside `path` for what is to replace it, which nobody else takes: processes of two hosts or containers that share a folder may have one number."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def writing_folder(target: Path) -> Path:
+    """Where the files of `target` gather until all are there (`new_folder`)."""
+    return target.with_name(f".writing-{target.name}")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, *, writer: str) -> Iterator[Path]:
+    """An empty `writing_folder` of this process alone, which becomes `target`, a folder that is empty or not there, where no error comes; else what was written goes.
+
+    Of a process that was killed the kernel drops the lock, and the next one removes the files. A file system without locks grants it to all. Raises `RunError` where another process
+    (`writer` says what it does, such as "sync") has it, and for every `OSError`.
+    """
+    folder = writing_folder(target)
+    lock = folder.with_name(f"{folder.name}.lock")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with lock.open("a") as file:
+            if not _is_locked(lock, file.fileno()):
+                raise RunError(
+                    f"{target}: another {writer} writes there; wait until it has ended, or name another folder"
+                )
+            try:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                yield folder
+                if target.exists():
+                    target.rmdir()  # it is empty
+                os.rename(folder, target)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot write {target}: {error}; what was written of it has been removed") from error
+
+
+def _is_locked(path: Path, handle: int) -> bool:
+    """Lock the file unless another process has it, or had it and has just removed it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handle), path.stat())
+    return False
 
 
 def private_folder() -> Path:

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from phalanx.core.errors import PhalanxError, Problem
+from phalanx.core.files import new_folder
 from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models.context import TokenBatch
 from phalanx.models.families import find_family
@@ -264,9 +265,9 @@ def _exports(outcome: Compared, job: Import, source: Path, folder: Path) -> None
     def out(name: str) -> Callable[[], list[Problem]]:
         def ask() -> list[Problem]:
             plan = export_hf.plan_export(run, folder / name, dtype=None if name == "same" else "float32")
-            export_hf.begin_export(plan)
-            export_hf.write_shards(plan)
-            export_hf.finish_export(plan)
+            with new_folder(plan.target, writer="export"):
+                export_hf.write_shards(plan)
+                export_hf.finish_export(plan)
             return []
 
         return ask

@@ -565,7 +565,9 @@ def _with_etp(choice: FoldingChoice, before: int, etp: int, *, idle: int, alone:
         reasons.append(f"too few machines have {before} members to share experts: etp {before} -> {etp} at most")
     reasons.append(choice.reason)
     if alone:
-        reasons.append(f"{alone} have no {etp - 1} others on their machine to share experts with (etp {etp})")
+        reasons.append(
+            f"experts are shared by {etp} members of a machine, which {alone} of the members cannot be part of"
+        )
     return replace(choice, idle=idle, reason="; ".join(filter(None, reasons)))
 
 

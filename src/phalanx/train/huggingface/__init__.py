@@ -12,7 +12,6 @@ from phalanx.core.faces import lazy
 if TYPE_CHECKING:
     from phalanx.train.huggingface.export_hf import (
         Export as Export,
-        begin_export as begin_export,
         finish_export as finish_export,
         plan_export as plan_export,
         write_shards as write_shards,

@@ -2,7 +2,7 @@
 
     plan_export    run folder -> family, shards, config; nothing is written
     write_shards   some of the shards, each read from the run's checkpoint by boxes and written whole; processes share them
-    finish         the small files, the index, and the folder's name
+    finish         the small files and the index
 
 Must never change: a folder with the name asked for is complete; no number is rounded but to the type that its tensor came in, or that was asked
 for; the expert bias stays fp32; config.json means the model of the run.
@@ -11,11 +11,8 @@ for; the expert bias stays fp32; config.json means the model of the run.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +24,7 @@ from safetensors.torch import save_file
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
+from phalanx.core.files import writing_folder
 from phalanx.core.reading import is_count, parse_table, read_text
 from phalanx.data import CHATML_TEMPLATE, ChatEncoder, ChatTemplate, special_tokens, variables_of
 from phalanx.models.families import Family, NameLink, families, families_for, shapes_of
@@ -71,7 +69,7 @@ class Export:
     @property
     def writing(self) -> Path:
         """Where the files gather until all are there."""
-        return self.target.with_name(f".writing-{self.target.name}")
+        return writing_folder(self.target)
 
     def file_of(self, shard: int) -> str:
         count = len(self.shards)
@@ -196,30 +194,15 @@ def _shards(plan: Export, links: Sequence[NameLink], limit: int) -> tuple[tuple[
 # ---- writing -----------------------------------------------------------------------------------------------------------------
 
 
-def begin_export(plan: Export) -> None:
-    """An empty folder to write into."""
-    with _written(plan):
-        shutil.rmtree(plan.writing, ignore_errors=True)
-        plan.writing.mkdir(parents=True)
-
-
-@contextmanager
-def _written(plan: Export) -> Iterator[None]:
-    """What keeps a file from being written (no place, no right) is an error for a person. What there is of the export goes."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(plan.writing, ignore_errors=True)
-        raise RunError(f"cannot write {plan.target}: {error}; what was written of it has been removed") from error
-
-
 def write_shards(plan: Export, *, index: int = 0, count: int = 1) -> None:
     """Shards number `index`, `index + count`, ...; one is in memory at a time."""
     manager = CheckpointManager(plan.run.checkpoints.path)
     for number in range(index, len(plan.shards), count):
         tensors = _read_shard(plan, manager, plan.shards[number])
-        with _written(plan):
+        try:
             save_file(tensors, plan.writing / plan.file_of(number), metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise RunError(f"cannot write {plan.target}: {error}") from error
 
 
 def _read_shard(plan: Export, manager: CheckpointManager, links: Sequence[NameLink]) -> dict[str, torch.Tensor]:
@@ -248,19 +231,11 @@ def _narrowed(name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def finish_export(plan: Export) -> None:
-    """Config, tokenizer and index next to the shards; then the folder gets its name."""
-    with _written(plan):
-        _finish(plan)
-
-
-def _finish(plan: Export) -> None:
+    """Config, tokenizer and index next to the shards."""
     for name, content in {**_small_files(plan), **_index(plan)}.items():
         (plan.writing / name).write_bytes(content)
     for number in range(len(plan.shards)):  # safetensors keeps its files from other readers
         (plan.writing / plan.file_of(number)).chmod((plan.writing / "config.json").stat().st_mode)
-    if plan.target.exists():
-        plan.target.rmdir()  # it is empty
-    os.rename(plan.writing, plan.target)
 
 
 def _index(plan: Export) -> dict[str, bytes]:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         SyncPlan as SyncPlan,
         check_sync as check_sync,
         finish_sync as finish_sync,
-        hold_target as hold_target,
         plan_sync as plan_sync,
         run_sync as run_sync,
     )

@@ -2,8 +2,7 @@
 
     plan_sync      run folder, target layout, cap -> waves, layouts; nothing is started or written
     run_rank       readers read the rows of a wave, evenly shared, and round them; receivers get their boxes of it by a reshard plan
-    hold_target    no other sync writes to the same folder meanwhile
-    finish         the index next to the ranks' files, and the folder's name
+    finish         the index next to the ranks' files
 
 Ranks 0 .. readers-1 read, those after them receive: rank r of the target is `readers + r`. Receivers write into files that they have mapped (one safetensors
 file a rank, of the rank's local tensors), so they hold no more than what is under way. Must never change: a folder with the name asked for is complete; no
@@ -12,14 +11,11 @@ number is rounded but to the type asked for; the expert bias stays fp32.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
-import fcntl
 import json
 import math
 import os
-import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +28,7 @@ import torch.distributed as dist
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
+from phalanx.core.files import writing_folder
 from phalanx.core.messages import message
 from phalanx.core.reading import parse_table
 from phalanx.core.units import format_bytes, read_bytes
@@ -80,7 +77,7 @@ class SyncPlan:
     @property
     def writing(self) -> Path:
         """Where the files gather until all are there."""
-        return self.target.with_name(f".writing-{self.target.name}")
+        return writing_folder(self.target)
 
     @property
     def staging_bytes(self) -> int:
@@ -220,57 +217,12 @@ class SyncReport:
     received_bytes: int
 
 
-@contextlib.contextmanager
-def hold_target(plan: SyncPlan) -> Iterator[None]:
-    """Keep other syncs from the same folder; of one that was killed the kernel drops the lock. A file system without locks grants it to all.
-
-    Raises `RunError` where another sync has it.
-    """
-    path = plan.writing.with_name(f"{plan.writing.name}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-    except OSError as error:
-        raise RunError(f"cannot write {plan.target}: {error}") from error
-    with file:
-        if not _is_locked(path, file.fileno()):
-            raise RunError(f"{plan.target}: another sync writes there; wait until it has ended, or give another --out")
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _is_locked(path: Path, handle: int) -> bool:
-    """Lock the file unless another process has it, or had it and has just removed it."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(handle), path.stat())
-    return False
-
-
-def begin(plan: SyncPlan) -> None:
-    """An empty folder to write into."""
-    try:
-        shutil.rmtree(plan.writing, ignore_errors=True)
-        plan.writing.mkdir(parents=True)
-    except OSError as error:
-        raise RunError(f"cannot write {plan.target}: {error}") from error
-
-
 def run_sync(plan: SyncPlan, info: WorldInfo) -> list[SyncReport]:
     """All waves on one rank, and the reports of all. Collective over `plan.world` ranks; the first one makes the folder."""
     init_world(info, timeout_s=_TIMEOUT_S)
     axis = Axis("sync", tuple(range(info.world)), info.rank, dist.group.WORLD)
     comms = Collectives(timeout_s=_TIMEOUT_S)
-    if info.rank == 0:
-        begin(plan)
-    comms.barrier(axis)
+    comms.barrier(axis)  # the first one has made the folder
     resharder = Resharder(comms, axis, options=PlanOptions(staging_bytes=plan.staging_bytes))
     receiver = info.rank - plan.readers
     manager = CheckpointManager(plan.run.checkpoints.path)
@@ -411,19 +363,13 @@ def _boxes(plan: SyncPlan, receiver: int) -> Iterator[tuple[str, Box, Box]]:
 
 
 def finish_sync(plan: SyncPlan) -> None:
-    """The index, which says where each box of each tensor is; then the folder gets its name. Raises `RunError` where a file is not whole."""
-    try:
-        for path, size in ((plan.file_of(i), _contents(plan, i)[2]) for i in range(plan.folding.world)):
-            found = path.stat().st_size if path.exists() else 0
-            if found != size:
-                rule = "something else wrote there; run the same command again"
-                raise RunError(f"{path}: has {found} bytes, must have {size}: {rule}")
-        (plan.writing / INDEX).write_text(json.dumps(index_of(plan), indent=1) + "\n")
-        if plan.target.exists():
-            plan.target.rmdir()  # it is empty
-        os.rename(plan.writing, plan.target)
-    except OSError as error:
-        raise RunError(f"cannot write {plan.target}: {error}") from error
+    """The index, which says where each box of each tensor is. Raises `RunError` where a file is not whole."""
+    for path, size in ((plan.file_of(i), _contents(plan, i)[2]) for i in range(plan.folding.world)):
+        found = path.stat().st_size if path.exists() else 0
+        if found != size:
+            rule = "something else wrote there; run the same command again"
+            raise RunError(f"{path}: has {found} bytes, must have {size}: {rule}")
+    (plan.writing / INDEX).write_text(json.dumps(index_of(plan), indent=1) + "\n")
 
 
 def index_of(plan: SyncPlan) -> Mapping[str, Any]:

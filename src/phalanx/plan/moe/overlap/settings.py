@@ -99,9 +99,7 @@ class OverlapSetting:
 
 
 def _word(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _number(most: int) -> Callable[[str], int]:
