@@ -9,7 +9,8 @@ from functools import cache
 from phalanx.core.config import ModelConfig, PipelineConfig, RouterConfig
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.model.model import ModelSpec, resolve_model
-from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
+from phalanx.plan.recovery.generation import GenerationPlan
+from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact, StateDescriptor, read_state_descriptor
 
 

@@ -25,7 +25,9 @@ from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import RunError
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.model.model import resolve_model
-from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner, recovery_problems
+from phalanx.plan.recovery.generation import GenerationPlan
+from phalanx.plan.recovery.planner import RecoveryPlanner
+from phalanx.plan.recovery.recipe import recovery_problems
 from phalanx.plan.recovery.state_descriptor import Fact, StateDescriptor
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import equal_hosts

@@ -60,11 +60,11 @@ def _once(folder: str, name: str) -> bool:
 def _in_waves(args: list[str], folder: str, faults: Faults, *, size: int, lost: int, cut_off: int | None) -> int:
     """Body of a process as `_command`: state moves in many waves. In a generation of `size` members that is not the first, slot `lost` is killed in a wave, and slot `cut_off` leaves that generation
     without hearing whether the others have theirs; None: nobody's is known to be complete."""
-    from phalanx.plan.recovery import generation
+    from phalanx.plan.recovery import planner
     from phalanx.train.placement.state_transfer import HeldState
     from phalanx.train.recovery import elastic, run
 
-    generation.LEAST_WAVE = 1
+    planner.LEAST_WAVE = 1
     here = {"slot": -1, "size": 0}
     accept, offer, work = HeldState.accept, HeldState.offer, run.work
     enter, keep = elastic.ElasticMember.enter, elastic.ElasticMember._keep_state
@@ -136,12 +136,12 @@ def _alive_bytes() -> int:
 
 def _measured(args: list[str], folder: str, faults: Faults) -> int:
     """Body of a process as `_command`: each rank notes the memory of its tensors after steps and during moves of state."""
-    from phalanx.plan.recovery import generation
+    from phalanx.plan.recovery import planner
     from phalanx.runtime.reshard import Resharder
     from phalanx.runtime.state import ShardedState
     from phalanx.train.recovery import elastic
 
-    generation.LEAST_WAVE = 1
+    planner.LEAST_WAVE = 1
     take_over, commit, enter, move = (
         ShardedState.__init__,
         elastic.ElasticMember.commit,

@@ -22,7 +22,7 @@ from phalanx.plan.mapping.folding import GRADIENT_RULES, Folding, legal_foldings
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.model.model import PRESETS, parameters, resolve_model
 from phalanx.plan.pipeline.run import make_pipeline
-from phalanx.plan.recovery.generation import RecoveryPlanner
+from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import equal_hosts
 

@@ -15,7 +15,7 @@ from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.placement import LayerPlacements, Placement
 from phalanx.plan.model.model import PRESETS, flops_per_token, resolve_model
 from phalanx.plan.pipeline import make_pipeline
-from phalanx.plan.recovery.generation import RecoveryPlanner
+from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.stragglers import (
     REPORT_FACTOR,
     RankPace,

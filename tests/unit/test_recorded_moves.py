@@ -29,8 +29,8 @@ from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.placement import LayerPlacements, Placement
 from phalanx.plan.program.moves import move_program
 from phalanx.plan.program.ops import Op
-from phalanx.plan.recovery.generation import RecoveryPlanner
 from phalanx.plan.recovery.move_order import STATE_MOVE_ID, expert_moves, expert_order, moves_again, state_move_order
+from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.recipe import recovery_planner
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move, equal_hosts

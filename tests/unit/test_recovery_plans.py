@@ -26,9 +26,11 @@ from phalanx.plan.layout.tensors import Held
 from phalanx.plan.mapping.folding import Folding, folding_problems
 from phalanx.plan.model import PRESETS
 from phalanx.plan.recovery import ranks as recovery_ranks
-from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner, recovery_problems
+from phalanx.plan.recovery.generation import GenerationPlan
 from phalanx.plan.recovery.memory import bytes_on_hosts
+from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.ranks import assigned
+from phalanx.plan.recovery.recipe import recovery_problems
 from phalanx.plan.recovery.state_descriptor import StateDescriptor, read_state_descriptor
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move, equal_hosts
@@ -260,7 +262,7 @@ def test_members_that_were_cut_off_in_a_move_hold_some_waves_there_and_the_other
     base: Folding, slots: int | None, zero: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each wave has all its holders, so with one more loss nothing is missing that was not before; twice in a row."""
-    monkeypatch.setattr("phalanx.plan.recovery.generation.LEAST_WAVE", 1)
+    monkeypatch.setattr("phalanx.plan.recovery.planner.LEAST_WAVE", 1)
     rng, run = random.Random(7), planner(base, slots=slots, zero=zero)
     plan = run.plan(after(run.plan(fresh(base.world)), lost=["host0.3.x"]))
     assert len(plan.waves) >= 8 and sorted(sum(plan.waves, ())) == sorted(run.order)

@@ -12,7 +12,8 @@ import pytest
 from phalanx.plan.layout.state import STATE_KINDS
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.model.model import PRESETS
-from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
+from phalanx.plan.recovery.generation import GenerationPlan
+from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact
 from phalanx.simulate.failures.recovery_time import (
     PHASES,

@@ -25,7 +25,8 @@ from phalanx.plan import resolve_shape
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.program.step import StepProgram
 from phalanx.plan.recipe import run_problems
-from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
+from phalanx.plan.recovery.generation import GenerationPlan
+from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.recipe import recovery_planner
 from phalanx.plan.recovery.state_descriptor import Fact
 from phalanx.simulate.failures.recovery_time import (

@@ -37,7 +37,7 @@ from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.model.model import PRESETS, ModelSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.plan.recovery.generation import RecoveryPlanner
+from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move, equal_hosts

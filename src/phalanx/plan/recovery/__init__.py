@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.plan.recovery.generation import (
-        GenerationPlan as GenerationPlan,
-        RecoveryPlanner as RecoveryPlanner,
-        recovery_problems as recovery_problems,
-    )
+    from phalanx.plan.recovery.generation import GenerationPlan as GenerationPlan
     from phalanx.plan.recovery.memory import (
         FIXED_POINT_ITEM as FIXED_POINT_ITEM,
         ITEM as ITEM,
@@ -32,9 +28,11 @@ if TYPE_CHECKING:
         state_move_order as state_move_order,
         wave_id as wave_id,
     )
+    from phalanx.plan.recovery.planner import RecoveryPlanner as RecoveryPlanner
     from phalanx.plan.recovery.recipe import (
         holders_needed as holders_needed,
         recovery_planner as recovery_planner,
+        recovery_problems as recovery_problems,
         room_problems as room_problems,
         straggler_rule as straggler_rule,
         wanted_ranks as wanted_ranks,

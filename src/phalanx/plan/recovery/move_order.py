@@ -1,6 +1,6 @@
 """What a move of state that a run records was planned from, as plain data, and the same move again.
 
-    heal/state[/WAVE]  members of the new generation with where the state of each stands, and pieces that are no sources: `plan/recovery/generation.py` plans again
+    heal/state[/WAVE]  members of the new generation with where the state of each stands, and pieces that are no sources: `plan/recovery/planner.py` plans again
     replace/KIND       mapping, and where the experts of each pipeline stage were and are to be
     replace/state      the same: what comes to each rank of all kinds, beside a step (`plan/placement/arrivals.py`)
     replace/gradient   the same: its gradients, at the end of that step
@@ -19,7 +19,8 @@ from phalanx.plan.layout import Box, StateLayouts
 from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements, Placement, StagePlan
 from phalanx.plan.model import ModelSpec, parameters
 from phalanx.plan.placement import coming_moves, of_all_kinds
-from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
+from phalanx.plan.recovery.generation import GenerationPlan
+from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact, read_state_descriptor
 from phalanx.plan.reshard import Move
 

@@ -12,8 +12,8 @@ from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import pipeline_problems
 from phalanx.plan.placement import ReplicaSettings, asked_of, replicas_of
 from phalanx.plan.recovery.devices import is_exact
-from phalanx.plan.recovery.generation import RecoveryPlanner
 from phalanx.plan.recovery.memory import FIXED_POINT_ITEM, ITEM, StateRoom, moment_bytes, optimizer_bytes
+from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.stragglers import StragglerRule
 
 
@@ -91,3 +91,38 @@ def holders_needed(recipe: Recipe) -> int:
     """Ranks that must hold an expert so that `resilience.f` hosts do: on one machine every rank counts as a host, on several a host has `launch.ranks`."""
     per_host = 1 if recipe.resilience.service is None else recipe.launch.ranks
     return (recipe.resilience.f - 1) * per_host + 1
+
+
+def recovery_problems(
+    folding: AnyFolding, *, floor: int, f: int | None = None, replicated: bool = False
+) -> list[Problem]:
+    """Whether all state of a run that is to be elastic has `floor` holders to begin with. `f`: the hosts that these are to be on. `replicated`: experts have replicas, and a placement that sees to them."""
+    if not isinstance(folding, Folding):
+        return []
+    problems, holders, beside = [], folding.dp * folding.cp, "and with resilience.heal = true it needs"
+    why = "resilience.f" if f is None or floor <= f else f"so that {f} hosts have it: resilience.f"
+    if holders < floor:
+        rule = f"leaves every part of the dense tensors on {holders} of them, {beside} {floor} ({why})"
+        ranks = _ranks_for(folding, -(-floor // folding.cp) * folding.tp * folding.cp * folding.pp, replicated)
+        hint = f"use {ranks} ranks, or smaller folding.tp and folding.pp"
+        problems.append(Problem(where="launch.ranks", value=folding.world, rule=rule, hint=hint))
+    if not replicated and folding.ep * folding.etp > 1 and folding.edp < floor:
+        rule = f"leaves every expert on {folding.edp} of the ranks, {beside} {floor} ({why})"
+        ways = [
+            f"folding.{axis} = {less}"
+            for axis in ("ep", "etp")
+            for less in range(folding.degree(axis) - 1, 0, -1)
+            if folding.degree(axis) % less == 0 and folding.edp * folding.degree(axis) // less >= floor
+        ]
+        ranks = _ranks_for(folding, floor * folding.ep * folding.etp * folding.pp, replicated)
+        hint = f"use {ways[0]}" if ways else f"use {ranks} ranks"
+        axis = "ep" if folding.ep > 1 else "etp"
+        problems.append(Problem(where=f"folding.{axis}", value=folding.degree(axis), rule=rule, hint=hint))
+    return problems
+
+
+def _ranks_for(folding: Folding, least: int, replicated: bool) -> int:
+    """The fewest ranks from `least` on that the degrees tile. With replicas ep is what the others leave."""
+    ep = 1 if replicated else folding.ep
+    unit = folding.pp * math.lcm(folding.tp * folding.cp, ep * folding.etp)
+    return -(-least // unit) * unit

@@ -1,7 +1,7 @@
 """Descriptor of the part of a run's state that a member holds, reported by the member, so that members of different generations can be put together.
 
 Decides nothing. A descriptor names the mapping, the rank in it and, where experts have replicas, the experts in the slots of that rank; what the rank holds
-follows from it (`plan/recovery/generation.py`). Must never change: a descriptor says all that is needed, whatever generation it is of, and nothing of other ranks.
+follows from it (`plan/recovery/planner.py`). Must never change: a descriptor says all that is needed, whatever generation it is of, and nothing of other ranks.
 """
 
 from __future__ import annotations

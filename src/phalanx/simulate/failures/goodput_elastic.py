@@ -1,6 +1,6 @@
 """What an elastic run makes of the hosts of a cluster, for the clock of failures (`goodput.py`): the mapping of those that are left, and whom it removes.
 
-Decides nothing: mappings are the run's own (`plan/recovery/generation.py: RecoveryPlanner.choose`), and so is its rule about slow hosts (`plan/recovery/recipe.py`). On a cluster of several hosts the run is
+Decides nothing: mappings are the run's own (`plan/recovery/planner.py: RecoveryPlanner.choose`), and so is its rule about slow hosts (`plan/recovery/recipe.py`). On a cluster of several hosts the run is
 told how many ranks a host has, and that hosts meet at a service. A run asks whether the mapping of those that are left has room only where its recipe says how much (`resilience.state_gb`), and ends
 where it has none: the time until hosts return is then counted as down, and told. Must never change: with all hosts the job has its full speed.
 """

@@ -1,4 +1,4 @@
-"""How long an elastic run takes from the death of ranks to the next committed step: the plan of the new generation (`plan/recovery/generation.py`) on a clock.
+"""How long an elastic run takes from the death of ranks to the next committed step: the plan of the new generation (`plan/recovery/planner.py`) on a clock.
 
 Decides the clock of a recovery. Its phases are those that the running system tells (`core/events.py: TeamFormed`, `TrainingResumed`):
 
