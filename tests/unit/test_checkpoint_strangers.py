@@ -186,6 +186,42 @@ def test_ranks_that_disagree_about_a_tensor_are_told_all_at_once() -> None:
     assert [p.where for p in info.value.problems] == ["a", "b", "c"]
 
 
+def cut_up(draw: random.Random, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Box]:
+    """Boxes that fill the box at `offsets`, cut at random."""
+    if draw.random() < 0.3 or max(sizes) < 2:
+        return [Box(offsets, sizes)]
+    dim = draw.choice([d for d, size in enumerate(sizes) if size > 1])
+    at = draw.randint(1, sizes[dim] - 1)
+    first, rest, behind = ([*numbers] for numbers in (sizes, sizes, offsets))
+    first[dim], rest[dim], behind[dim] = at, sizes[dim] - at, offsets[dim] + at
+    return cut_up(draw, offsets, tuple(first)) + cut_up(draw, tuple(behind), tuple(rest))
+
+
+def shifted(draw: random.Random, box: Box, shape: tuple[int, ...]) -> Box:
+    """A box of the same size somewhere in the shape."""
+    offsets = (draw.randint(0, most - size) for most, size in zip(shape, box.sizes, strict=True))
+    return Box(tuple(offsets), box.sizes)
+
+
+def test_boxes_are_refused_unless_each_element_is_in_one() -> None:
+    """Also where one is in two and another in none, so that their number is right."""
+    draw, wrong = random.Random(0), 0
+    for _ in range(300):
+        shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3)))
+        boxes = cut_up(draw, (0,) * len(shape), shape)
+        for _ in range(draw.choice([0, 1, 2])):
+            i = draw.randrange(len(boxes))
+            boxes[i] = draw.choice([shifted(draw, boxes[i], shape), draw.choice(boxes)])
+        times = torch.zeros(shape, dtype=torch.int64)
+        for box in boxes:
+            times[box.slices()] += 1
+        tensor = SavedTensor("w", "float32", shape)
+        saved = [SavedBox(tensor, box.offsets, box.sizes, "__0_0.distcp", 0, 10) for box in boxes]
+        assert bool(planner.coverage_problems(BoxTable.of(saved))) == bool((times != 1).any()), boxes
+        wrong += sum(box.num_elements for box in boxes) == times.numel() and bool((times != 1).any())
+    assert wrong > 30
+
+
 def test_of_thousands_of_tensors_some_are_named_and_the_others_counted(tmp_path: Path) -> None:
     halves = [BOX._replace(tensor=SavedTensor(f"w{i}", "float32", (8,))) for i in range(3000)]
     with pytest.raises(CheckpointError, match="its 1 boxes hold 4 of 8 elements") as info:

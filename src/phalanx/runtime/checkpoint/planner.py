@@ -38,7 +38,7 @@ from phalanx.core.reading import parse_json, typed
 from phalanx.plan.layout import Box
 from phalanx.runtime.checkpoint.failures import WriteFailure, write_failure
 from phalanx.runtime.checkpoint.folder import FileEntry, file_entry, write_flushed
-from phalanx.runtime.checkpoint.table import DIMS, TENSOR, BoxTable, Rows, SavedBox, SavedTensor, encode, filled, joined
+from phalanx.runtime.checkpoint.table import DIMS, BoxTable, Rows, SavedBox, SavedTensor, encode, filled, joined
 from phalanx.runtime.checkpoint.table_reader import TABLE_BYTES, TABLE_FILE, read_table
 from phalanx.runtime.state import BoxTensor
 
@@ -129,19 +129,34 @@ def write_table(path: Path, shares: Sequence[SavedShare]) -> dict[str, FileEntry
 
 
 def coverage_problems(table: BoxTable) -> list[Problem]:
-    """Tensors whose boxes are not each element exactly once (a lost or doubled `primary`)."""
-    tensor, count = table.rows[:, TENSOR], len(table.tensors)
-    held, doubled = np.zeros(count, np.int64), np.zeros(count, bool)
-    np.add.at(held, tensor, table.sizes.prod(axis=1))
-    places = np.column_stack([tensor, table.offsets])[np.lexsort([*table.offsets.T, tensor])]
-    doubled[places[1:][(places[1:] == places[:-1]).all(axis=1), 0]] = True
-    boxes = np.bincount(tensor, minlength=count)
-    rules = {
-        t: f"its {boxes[i]} boxes hold {held[i]} of {whole} elements{', some twice' if doubled[i] else ''}"
-        for i, t in enumerate(table.tensors)
-        if held[i] != (whole := math.prod(t.shape)) or doubled[i]
-    }
-    return few([Problem(where=t.name, value=t.shape, rule=rule) for t, rule in rules.items()])
+    """Tensors whose boxes are not each element exactly once (a lost or doubled `primary`). The table is `sorted`."""
+    problems = []
+    for i, (tensor, shape) in enumerate(zip(table.tensors, table.shapes, strict=True)):
+        rows, dims = table.rows_of(i), table.dims
+        offsets, sizes = rows[:, DIMS : DIMS + dims], rows[:, DIMS + dims :]
+        held, whole = int(sizes.prod(axis=1).sum()), math.prod(tensor.shape)
+        if held == whole and (whole == 0 or _fill(offsets, sizes, shape)):
+            continue
+        twice = ", some twice" if held >= whole else ""
+        rule = f"its {len(rows)} boxes hold {held} of {whole} elements{twice}"
+        problems.append(Problem(where=tensor.name, value=tensor.shape, rule=rule))
+    return few(problems)
+
+
+def _fill(offsets: Rows, sizes: Rows, shape: Rows) -> bool:
+    """Whether boxes fill a shape, overlapping nowhere. Signed by parity, the corners of all of them are then those of the shape, and the others cancel out: this is the mixed derivative
+    of the number of boxes that an element is in, which says that number of each."""
+    cut = (sizes != shape).any(axis=0)
+    cut[0] = True  # where no dim is cut there is one box
+    low = np.vstack([offsets[:, cut], np.zeros_like(shape[cut])])
+    high = low + np.vstack([sizes[:, cut], shape[cut]])
+    picks = list(product((False, True), repeat=int(cut.sum())))
+    corners = np.vstack([np.where(pick, high, low) for pick in picks])
+    signs = np.concatenate([[(-1.0) ** sum(pick)] * len(sizes) + [-((-1.0) ** sum(pick))] for pick in picks])
+    order = np.lexsort(corners.T)
+    corners = corners[order]
+    first = np.concatenate([[True], (corners[1:] != corners[:-1]).any(axis=1)])
+    return not np.add.reduceat(signs[order], np.flatnonzero(first)).any()
 
 
 def _quiet() -> None:
