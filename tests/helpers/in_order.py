@@ -5,7 +5,8 @@ place; whoever comes later sees both. A difference raises `OrderError`, which na
 
     with in_order(folder, rank=rank):
         train_step(...)
-    stuck(folder)     what never ends, though no two differ: ranks that wait for each other on one communicator
+    stuck(folder)     what never ends, though no two differ: ranks that wait for each other on one communicator. Of what is posted together the second message one way with a rank comes after
+                      the first one of every rank; and the first message ever between two ranks waits, before it is posted, for the other rank to post it (ncclTransportP2pSetup)
     crossed(folder)   communicators whose collectives two ranks posted in different orders: NCCL asks for one order of all
 
 And a thread in which a message has failed may post no more: with NCCL it can have left a group call open, and then nothing of it would be launched (`runtime/comm/devices.py`, "thread").
@@ -18,8 +19,8 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, RunError
-from phalanx.runtime.comm import collectives, exchange
+from phalanx.runtime.comm import collectives, exchange, groups
 
 Entry = dict[str, Any]
 """What a rank posts: a collective (`op`, `id`, `dtype`, and what of its shape must be equal or fit), or a batch of messages (`ends`)."""
@@ -64,6 +65,8 @@ class _Reader:
 
     def take(self, entry: Entry) -> None:
         self.posted.append(entry)
+        if entry["op"] == "connect":
+            return
         if entry["op"] != "messages":
             self.collectives.append(entry)
             return
@@ -93,6 +96,8 @@ class Orders:
             with mine.path.open("ab") as file:
                 file.write(json.dumps(entry).encode() + b"\n")
             mine.take(entry)
+            if entry["op"] == "connect":
+                return
             if entry["op"] != "messages":
                 with (self.folder / f"order-{self.rank}").open("a") as file:
                     file.write(f"{name} {entry['op']} [{entry['id']}]\n")
@@ -150,53 +155,109 @@ def stuck(folder: Path) -> list[str]:
     return [text for group in sorted(folder.iterdir()) if group.is_dir() for text in _stuck(group)]
 
 
+@dataclass(eq=False)
+class _Place:
+    """How far a rank has come on a communicator."""
+
+    rank: int
+    posted: list[Entry]
+    at: int = 0
+    is_posted: bool = False
+    """Whether the messages at `at` are; each has been connected."""
+    left: list[list[tuple[int, int]]] = field(default_factory=list)
+    """What has not come of them, as (from, to): what goes at the same time together."""
+
+    def __post_init__(self) -> None:
+        self.posted = [entry for entry in self.posted if entry["op"] != "connect"]
+        self._begin()
+
+    @property
+    def entry(self) -> Entry | None:
+        return self.posted[self.at] if self.at < len(self.posted) else None
+
+    @property
+    def has_messages(self) -> bool:
+        return self.entry is not None and self.entry["op"] == "messages"
+
+    @property
+    def pairs(self) -> set[tuple[int, int]]:
+        return {pair for together in self.left for pair in together}
+
+    def advance(self) -> None:
+        self.at += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self.is_posted, self.left = False, []
+        times = Counter[tuple[int, int]]()
+        for way, peer, _ in self.entry["ends"] if self.entry is not None and self.has_messages else ():
+            pair = (self.rank, peer) if way == "send" else (peer, self.rank)
+            if times[pair] == len(self.left):
+                self.left.append([])
+            self.left[times[pair]].append(pair)
+            times[pair] += 1
+
+
 def _stuck(group: Path) -> list[str]:
     ranks = [int(r) for r in group.name.rpartition("-")[2].split(".")]
     readers = {rank: _Reader(group / str(rank)) for rank in ranks}
     for reader in readers.values():
         reader.read()
-    heads = dict.fromkeys(ranks, 0)
-    left: dict[int, list[tuple[str, int]]] = {rank: [] for rank in ranks}
+    uses = {entry["what"] for entry in readers[ranks[0]].posted if entry["op"] == "connect"}
+    left = unfinished({rank: readers[rank].posted for rank in ranks}, connected="exchange" in uses)
+    return [f"{group.name}: rank {rank} waits in {entry['op']} [{entry['id']}]" for rank, entry in left.items()]
 
-    def head(rank: int) -> Entry | None:
-        posted = readers[rank].posted
-        return posted[heads[rank]] if heads[rank] < len(posted) else None
 
-    def begin(rank: int) -> None:
-        now = head(rank)
-        left[rank] = (
-            [(way, peer) for way, peer, _ in now["ends"]] if now is not None and now["op"] == "messages" else []
-        )
+def unfinished(posted: Mapping[int, list[Entry]], *, connected: bool) -> dict[int, Entry]:
+    """Where each rank of a communicator that does not come to its end stands. `connected`: all ranks have exchanged messages before."""
+    places = {rank: _Place(rank, entries) for rank, entries in posted.items()}
+    pairs = set(itertools.permutations(posted, 2)) if connected else set()
+    while _moves(places, pairs):
+        pass
+    return {rank: place.entry for rank, place in places.items() if place.entry is not None}
 
-    def advance(rank: int) -> None:
-        heads[rank] += 1
-        begin(rank)
 
-    for rank in ranks:
-        begin(rank)
-    moved = True
-    while moved:
-        moved = False
-        now = {rank: head(rank) for rank in ranks}
-        if all(entry is not None and entry["op"] != "messages" for entry in now.values()):
-            for rank in ranks:
-                advance(rank)
+def _moves(places: dict[int, _Place], connected: set[tuple[int, int]]) -> bool:
+    """One round, in which each rank goes on as far as others let it; whether one did."""
+    if all(place.entry is not None and not place.has_messages for place in places.values()):
+        for place in places.values():
+            place.advance()
+        return True
+    moved = False
+    posting = {rank: place for rank, place in places.items() if place.has_messages and not place.is_posted}
+    while alone := [r for r, place in posting.items() if not _meets(place, posting, connected)]:
+        for rank in alone:
+            del posting[rank]
+    for place in posting.values():
+        place.is_posted = moved = True
+    for place in posting.values():
+        connected |= place.pairs
+    for place in places.values():
+        while place.is_posted and place.left:
+            gone = [p for p in place.left[0] if p in _under_way(places[p[0]]) and p in _under_way(places[p[1]])]
+            for pair in gone:
+                for end in pair:
+                    places[end].left[0].remove(pair)
+            moved |= bool(gone)
+            if place.left[0]:
+                break
+            place.left.pop(0)
             moved = True
-            continue
-        for rank in ranks:
-            for way, peer in list(left[rank]):
-                end = ("receive" if way == "send" else "send", rank)
-                if end in left[peer]:
-                    left[rank].remove((way, peer))
-                    left[peer].remove(end)
-                    moved = True
-        for rank in ranks:
-            entry = head(rank)
-            if entry is not None and entry["op"] == "messages" and not left[rank]:
-                advance(rank)
-                moved = True
-    waiting = [(rank, head(rank)) for rank in ranks]
-    return [f"{group.name}: rank {rank} waits in {entry['op']} [{entry['id']}]" for rank, entry in waiting if entry]
+    for place in places.values():
+        if place.is_posted and not any(place.left):
+            place.advance()
+            moved = True
+    return moved
+
+
+def _meets(place: _Place, posting: dict[int, _Place], connected: set[tuple[int, int]]) -> bool:
+    """Whether everyone that a rank has a first message with posts it now, too."""
+    new = place.pairs - connected
+    return all(end in posting and pair in posting[end].pairs for pair in new for end in pair)
+
+
+def _under_way(place: _Place) -> Sequence[tuple[int, int]]:
+    return place.left[0] if place.is_posted and place.left else ()
 
 
 def crossed(folder: Path) -> list[str]:
@@ -329,7 +390,12 @@ def in_order(folder: Path, *, rank: int) -> Iterator[Orders]:
         told(axis.group, op, "tokens")
         return library(self, op, axis, op_id, *launch, **kw)
 
+    def connect(group: dist.ProcessGroup, used: Sequence[str], *_: Any) -> None:
+        for use in used:  # which a device does where the group is made
+            told(group, "connect", use)
+
     with (
+        mock.patch.object(groups, "connect", connect),
         mock.patch.object(collectives, "dist", _Dist(told)),
         mock.patch.object(collectives, "_all_gather_into", all_gather),
         mock.patch.object(collectives, "_reduce_scatter_into", reduce_scatter),

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
+from in_order import in_order, stuck, unfinished
 from reshard_help import equal_hosts
 from tiers import ALL, times
 
 from phalanx.core.errors import PeerError, PhalanxError, PlanError
 from phalanx.plan.layout.mesh.placements import Partial, Shard, mesh_layout
 from phalanx.plan.layout.tensors import whole_layout
+from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis
+from phalanx.runtime.reshard.executor import batches
+from phalanx.runtime.reshard.program import rank_program
 from phalanx.runtime.reshard.resharder import KEPT_PLANS, PlanOptions, Resharder
 from phalanx_lab.bench.reshard.counts import gather_counts
 from phalanx_lab.bench.reshard.drawn import (
@@ -43,14 +48,23 @@ def axis_of(rank, cache, world=WORLD):
 # ---- every layout to every other -----------------------------------------------------------------------------------------------
 
 
-def random_moves(rank, cache, seeds, posting):
+def options_of(case):
+    return PlanOptions(**{n: getattr(case, n) for n in ("method", "message_bytes", "open_hops", "staging_bytes")})
+
+
+def random_moves(rank, cache, seeds, posting, folder):
     """What went wrong on this rank: nothing, if all is well. And how many pairs of layouts there were, by kind."""
+    with in_order(folder, rank=rank) if posting == "batches" else nullcontext() as orders:
+        return moved(rank, cache, seeds, posting, folder, orders)
+
+
+def moved(rank, cache, seeds, posting, folder, orders):
     wrong, kinds = [], {}
     for seed in seeds:
+        if orders is not None:
+            orders.begin(folder / str(seed), rank)
         case = random_case(seed, world=WORLD)
-        options = PlanOptions(
-            **{n: getattr(case, n) for n in ("method", "message_bytes", "open_hops", "staging_bytes")}
-        )
+        options = options_of(case)
         resharder = Resharder(
             Collectives(timeout_s=20), axis_of(rank, cache), hosts=case.hosts, options=options, posting=posting
         )
@@ -90,9 +104,10 @@ def kinds_of(case):
 
 @pytest.mark.core
 @pytest.mark.parametrize(("posting", "seeds"), [("tags", range(CASES)), ("batches", range(times(60, 48)))])
-def test_random_layout_pairs(posting, seeds):
-    got = run_ranks(WORLD, random_moves, list(seeds), posting, timeout_s=400)
+def test_random_layout_pairs(posting, seeds, tmp_path):
+    got = run_ranks(WORLD, random_moves, list(seeds), posting, tmp_path, timeout_s=400)
     assert [wrong for wrong, _ in got] == [[]] * WORLD
+    assert [text for seed in seeds if posting == "batches" for text in stuck(tmp_path / str(seed))] == []
     kinds = got[0][1]
     assert kinds["pair"] >= len(seeds)
     few = 0.02 * len(seeds) if ALL else 0
@@ -101,6 +116,38 @@ def test_random_layout_pairs(posting, seeds):
         assert kinds.get(kind, 0) > few, f"the cases have hardly any that are {kind}: {kinds}"
     for work in ("adds", "sends a sum", "sends on"):
         assert sum(kinds.get(work, 0) for _, kinds in got) > few, f"hardly any rank {work}"
+
+
+def any_messages(program, window):
+    """Runs with as many messages one way between two ranks as the window has."""
+    runs = [(0, 0)]
+    for number, step in enumerate(program.steps):
+        first, _ = runs[-1]
+        full = sum(other.sends == step.sends for other in program.steps[first:number]) == window
+        if full or any(need >= first for need in step.needs):
+            runs.append((number, number))
+        runs[-1] = runs[-1][0], number + 1
+    return runs
+
+
+def ends(case, runs_of, *, connected):
+    """Whether a case comes to its end, by what NCCL carries at once and how it connects ranks."""
+    plan = plan_reshard(case.moves, case.hosts, **options_of(case).words())
+    posted = {}
+    for rank in range(WORLD):
+        program = rank_program(plan, rank)
+        ways = [("send" if step.sends else "receive", step.peer, "") for step in program.steps]
+        runs = runs_of(program, plan.open_hops)
+        posted[rank] = [{"op": "messages", "id": "", "ends": ways[first:last]} for first, last in runs]
+    return not unfinished(posted, connected=connected)
+
+
+def test_moves_come_to_their_end_on_nccl_only_as_they_are_posted():
+    """Not all do where peers are connected in whichever run has their first message, or where a run has several messages one way between two ranks."""
+    cases = [random_case(seed, world=WORLD) for seed in range(100)]
+    assert all(ends(case, batches, connected=True) for case in cases)
+    assert not all(ends(case, batches, connected=False) for case in cases)
+    assert not all(ends(case, any_messages, connected=True) for case in cases)
 
 
 def test_the_oracle_sees_a_wrong_element():

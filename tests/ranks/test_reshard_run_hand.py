@@ -291,8 +291,21 @@ def test_staging_is_never_more_than_promised():
 def test_batches_end_where_a_message_needs_one_of_the_same():
     program = rank_program(relay_plan(4), 1)  # receive, send, receive, send, ...
     assert batches(program, 2) == [(0, 1), (1, 3), (3, 5), (5, 7), (7, 8)]
-    assert batches(rank_program(relay_plan(4), 0), 3) == [(0, 3), (3, 4)]
-    assert batches(rank_program(relay_plan(4), 0), 1) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert batches(rank_program(relay_plan(4), 0), 3) == [(0, 1), (1, 2), (2, 3), (3, 4)]  # all to one rank
+
+
+def test_batches_have_few_messages_each_way():
+    """Rank 0 sends a row to each of 6 ranks: as many at once as the window has, and NCCL carries."""
+    move = Move(
+        name="x",
+        itemsize=8,
+        src=whole_layout(SHAPE, [0]),
+        dst=mesh_layout(SHAPE, [6], [Shard(1)], ranks=list(range(1, 7))),
+    )
+    hops = tuple(Hop(0, 1 + i, (MovePart(0, box((0, 8), (i, i + 1))),)) for i in range(6))
+    program = rank_program(HandPlan((move,), equal_hosts([0] * 7), hops), 0)
+    assert batches(program, 3) == [(0, 3), (3, 6)]
+    assert batches(program, 100) == [(0, 4), (4, 6)]
 
 
 def test_distinct_bytes_are_those_of_the_union():

@@ -303,8 +303,9 @@ class Collectives:
             checked=self._checked_messages("exchange", op_id, axis, sends, receives),
         )
         begin_s = self._posted(call)
-        with named_errors("exchange", axis, self.timeout_s, op_id):
-            ops = [dist.P2POp(op, carried(m.tensor), axis.ranks[m.peer], axis.group, m.tag) for op, m in messages]
+        ops = [dist.P2POp(op, carried(m.tensor), axis.ranks[m.peer], axis.group, m.tag) for op, m in messages]
+        # a device's first message between two ranks waits here until the other one posts it
+        with named_errors("exchange", axis, self.timeout_s, op_id), nullcontext() if call.on_host else self.waiting():
             works = dist.batch_isend_irecv(ops)
 
         def finish() -> None:

@@ -8,8 +8,10 @@ Decides nothing: who sends what to whom, in which messages and through whom is `
               program in which nothing that is sent came in the same run are posted together, on a stream of their own.
 
 Neither can deadlock. Take the first message of the plan's order that is not complete: whatever its two ranks wait for stands before it (a rank does not
-go past a receive that is not posted, and waits for earlier messages only), so both have posted it, or will. Must never change: sources
-are only read; the destination is complete where `run` returns, and not to be used where it raises.
+go past a receive that is not posted, and waits for earlier messages only), so both have posted it, or will. For that two things of NCCL (v2.28.9) are
+kept away. It connects two ranks in their first message, where the host of each waits for the other's (src/transport.cc: ncclTransportP2pSetup), which may be in another run: so all
+peers meet first. And what is posted together is carried at the same time only for `TOGETHER` messages each way, of different peers (src/enqueue.cc: addWorkBatchToPlan): so no run has more.
+Must never change: sources are only read; the destination is complete where `run` returns, and not to be used where it raises.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -32,6 +34,8 @@ from phalanx.runtime.reshard.staging import Staging
 from phalanx.runtime.reshard.tensors import RankTensors, Tensors
 
 Posting = Literal["tags", "batches"]
+TOGETHER = 4
+"""Messages each way that NCCL's kernel carries side by side: it takes 8 pairs of ranks at once, and what goes beyond waits until all of these are through."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,6 +49,8 @@ class Transport:
     """Where the transport reads and writes: tensors elsewhere go through staging there."""
     posting: Posting = "tags"
     op_id: str = "reshard"
+    connected: set[int] = field(default_factory=set)
+    """In batches: ranks of the axis that this one has exchanged messages with, both ways, and itself. The same set for all moves over a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,14 +248,28 @@ class _Tagged(_Run):
 
 
 class _Batched(_Run):
-    """Runs of the program posted together: a run ends where a message would carry what comes in it, or where the window is full."""
+    """Runs of the program posted together (`batches`)."""
 
     def all(self) -> None:
+        self._connect()
         for first, last in batches(self.program, self.window):
             self._batch(first, last)
             self.tensors.copy_some()
         while self.tensors.copy_some():
             pass
+
+    def _connect(self) -> None:
+        """A number to and from each rank that is new, all at once, after one of all ranks of the axis, which makes the communicator if it is not there. Two ranks are new to each other alike,
+        for both have the same messages in their programs."""
+        lane = self.lane
+        if lane.axis.index not in lane.connected:
+            lane.comms.all_reduce(torch.zeros(1, device=lane.wire), lane.axis, op_id=f"{lane.op_id}.all")
+            lane.connected.add(lane.axis.index)
+        new = sorted({self.peers[step.peer] for step in self.program.steps} - lane.connected)
+        out_N, in_N = torch.zeros(2, len(new), device=lane.wire)
+        sends, receives = ([Message(x[i : i + 1], peer) for i, peer in enumerate(new)] for x in (out_N, in_N))
+        lane.comms.start_exchange(sends, receives, lane.axis, op_id=f"{lane.op_id}.peers").wait()
+        lane.connected.update(new)
 
     def _batch(self, first: int, last: int) -> None:
         sends: list[Message] = []
@@ -267,14 +287,17 @@ class _Batched(_Run):
 
 
 def batches(program: RankProgram, window: int) -> list[tuple[int, int]]:
-    """The runs, as first step and the one after the last."""
-    runs, first, sends, receives = [], 0, 0, 0
+    """The runs, as first step and the one after the last: one ends where a message would carry what comes in it, at the second message one way with a rank, and where the window is full."""
+    runs, first = [], 0
+    peers: tuple[set[int], set[int]] = set(), set()
     for number, step in enumerate(program.steps):
-        full = (sends if step.sends else receives) == window
-        if full or any(need >= first for need in step.needs):
+        mine = peers[step.sends]
+        if len(mine) == min(window, TOGETHER) or step.peer in mine or any(need >= first for need in step.needs):
             runs.append((first, number))
-            first, sends, receives = number, 0, 0
-        sends, receives = sends + step.sends, receives + (not step.sends)
+            first = number
+            for each in peers:
+                each.clear()
+        mine.add(step.peer)
     if first < len(program.steps):
         runs.append((first, len(program.steps)))
     return runs

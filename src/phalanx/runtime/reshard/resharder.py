@@ -87,6 +87,8 @@ class Resharder:
         self._hosts = hosts
         self._met = False
         """Whether all have told where they are."""
+        self._connected: set[int] = set()
+        """`Transport.connected` of the axis."""
         self._prepared: OrderedDict[tuple[Move, ...], PreparedMove] = OrderedDict()
 
     @property
@@ -212,7 +214,9 @@ class Resharder:
         nccl = device.type == "cuda" and self.axis.group is not None and _backend(self.axis.group, device) == "nccl"
         posting = self.posting if self.posting is not None else "batches" if nccl else "tags"
         wire = device if nccl else torch.device("cpu")
-        return Transport(comms=self.comms, axis=self.axis, wire=wire, posting=posting, op_id=op_id)
+        return Transport(
+            comms=self.comms, axis=self.axis, wire=wire, posting=posting, op_id=op_id, connected=self._connected
+        )
 
 
 def _type_bits(dtypes: Sequence[torch.dtype]) -> int:
