@@ -61,3 +61,20 @@ def test_the_script_of_streams_runs_on_a_host() -> None:
     assert "left_out" in said["left_free"]
     alone = run(script=STREAMS)
     assert alone.returncode == 1 and "torchrun" in alone.stderr
+
+
+def test_what_runs_on_a_lent_machine_leaves_two_files_with_all_lines(tmp_path: Path) -> None:
+    """As many as come back from one, with a part that was killed, and with nothing else killed that has the program's name in its line."""
+    stand_in = tmp_path / "bin"
+    stand_in.mkdir()
+    (stand_in / "python3").write_text(
+        '#!/bin/sh\nwhile [ "$1" != --json ]; do case "$1" in C4) exit 9;; esac; shift; done\necho "{\\"json\\": \\"$2\\"}" > "$2"\necho said\n'
+    )
+    (stand_in / "python3").chmod(0o755)
+    env = {"PATH": f"{stand_in}:/usr/bin:/bin", "TMPDIR": str(tmp_path)}
+    line = f"bash {SCRIPT.with_name('lent.sh')} {tmp_path / 'out'}; echo phalanx gpu-check goes on"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0 and "goes on" in done.stdout and "layers ended with 9" in done.stdout, done.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"lines.json", "logs.tgz"}
+    lines = (tmp_path / "out" / "lines.json").read_text().splitlines()
+    assert len(lines) == 7 and json.loads(done.stdout.splitlines()[-2])["json"].endswith("/heal.json")

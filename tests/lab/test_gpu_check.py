@@ -188,6 +188,8 @@ def test_a_run_that_stands_still_is_killed_and_says_where(tmp_path: Path, monkey
         os.waitpid(pid, 0)
         return 0
 
+    ended = whole_runs.run_bounded(program, folder=tmp_path, marks=time.monotonic_ns, still_s=20.0, limit_s=1.0)
+    assert ended.code is None and ended.seconds < 15 and "in stand_still" in ended.words
     ended = whole_runs.run_bounded(program, folder=tmp_path, marks=lambda: 0, still_s=1.0)
     assert ended.code is None and ended.seconds < 30 and "in stand_still" in ended.words
     assert "#0 in commReclaim (ncclComm*)" in ended.native and "#1 main" not in ended.native

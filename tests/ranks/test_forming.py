@@ -194,6 +194,32 @@ def test_a_member_that_does_not_come_is_named_and_a_newer_generation_ends_the_wa
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_groups_are_made_where_connecting_one_of_them_takes_long_on_a_device(where: str, tmp_path: Path) -> None:
+    """Ranks 0 and 1 connect for longer than the making of a group may take, 2 and 3 at once, and then all make another one."""
+
+    def slow(group: dist.ProcessGroup, *_: Any) -> None:
+        time.sleep(0.1 + rendezvous.CONSTRUCT_S if dist.get_process_group_ranks(group) == [0, 1] else 0)
+
+    def work(rank: int, keys: Keys, folder: Path) -> None:
+        rendezvous.CONSTRUCT_S = 0.5  # type: ignore[misc]
+        rendezvous.connect = slow  # type: ignore[assignment]
+        rendezvous.nccl_backends = lambda groups: groups if where == "device" else []  # type: ignore[assignment]
+        team = connect(keys, generation(keys, [0, 1, 2, 3], 1), rank)
+        try:
+            for ranks in ((0, 1), (2, 3), (0, 2), (1, 3)):
+                team.groups.get(ranks)
+            said = "made"
+        except RuntimeError:
+            said = "not made"
+        (folder / f"said-{rank}").write_text(said)
+        team.drop()
+
+    assert together(work, 4, tmp_path) == dict.fromkeys(range(4), 0)
+    said = {path.read_text() for path in tmp_path.glob("said-*")}
+    assert said == {"made"} if where == "device" else "not made" in said
+
+
 def test_a_member_that_dies_while_groups_are_made_costs_no_timeout(tmp_path: Path) -> None:
     """It has said that it is ready, and never connects. The watchdog's abort ends the constructor, which waits on the store."""
 

@@ -55,6 +55,8 @@ SETTINGS: Mapping[str, object] = {
     "router.bias_rate": 0.01,
     "checkpoint.asynchronous": "false",
 }
+KILLED_S = 75.0
+"""The run with kills ends after so long, and is told as far as it came: it takes about 40 s, and the check is killed in the end without a word."""
 NEXT_STEP_S = 10.0
 """From a kill to the next step of the last survivor, at most."""
 LOSSES = 1e-5
@@ -179,7 +181,8 @@ def check_healing(here: Here) -> None:
         hurt = recipe_of(folder, "hurt", **settings, launch__device=here.device.type)
         watched = folder / "watched"
         watched.mkdir()
-        ended = _train_killed(hurt, watched, kills, still_s=here.pick(WATCHDOG_S, PATIENCE_S))
+        still_s, limit_s = here.pick((WATCHDOG_S, KILLED_S), (PATIENCE_S, math.inf))
+        ended = _train_killed(hurt, watched, kills, still_s=still_s, limit_s=limit_s)
         tell_end(here, "killed", ended)
         here.tell("printed", ended.words if ended.code == 0 else "")
         told = [record for file in sorted(watched.glob("*.jsonl")) for record in _records(file)]
@@ -191,7 +194,7 @@ def check_healing(here: Here) -> None:
             tell_state(here, "killed", hurt, calm)
 
 
-def _train_killed(recipe: Recipe, watched: Path, kills: Kills, *, still_s: float) -> Ended:
+def _train_killed(recipe: Recipe, watched: Path, kills: Kills, *, still_s: float, limit_s: float) -> Ended:
     def program() -> int:
         with on_cards():
             return train_elastic(recipe, threads=1, watch=KillWatch(watched, kills))
@@ -199,7 +202,7 @@ def _train_killed(recipe: Recipe, watched: Path, kills: Kills, *, still_s: float
     def marks() -> int:
         return sum(file.stat().st_size for file in watched.iterdir())
 
-    return run_bounded(program, folder=watched, marks=marks, still_s=still_s)
+    return run_bounded(program, folder=watched, marks=marks, still_s=still_s, limit_s=limit_s)
 
 
 def _records(file: Path) -> Iterator[Told]:

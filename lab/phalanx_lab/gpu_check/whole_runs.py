@@ -66,7 +66,7 @@ class Ended:
     """How a run ended."""
 
     code: int | None
-    """Its exit code; None: it stood still and was killed."""
+    """Its exit code; None: it stood still, or its time was over, and it was killed."""
     seconds: float
     words: str
     """The end of what it printed, or where its threads stood."""
@@ -74,8 +74,15 @@ class Ended:
     """Where they stood in libraries, as far as a debugger is there to say it."""
 
 
-def run_bounded(program: Callable[[], int], *, folder: Path, marks: Callable[[], int], still_s: float) -> Ended:
-    """Run `program` in a fork. Where `marks`, which grows with what it has done, stays the same for `still_s`, its processes say where they stand, and are killed."""
+def run_bounded(
+    program: Callable[[], int],
+    *,
+    folder: Path,
+    marks: Callable[[], int],
+    still_s: float,
+    limit_s: float = math.inf,
+) -> Ended:
+    """Run `program` in a fork. Where `marks`, which grows with what it has done, stays the same for `still_s`, or `limit_s` have passed, its processes say where they stand, and are killed."""
     begin_s = changed_s = time.monotonic()
     printed, seen = folder / "printed", -1
 
@@ -92,7 +99,7 @@ def run_bounded(program: Callable[[], int], *, folder: Path, marks: Callable[[],
         now_s, found = time.monotonic(), marks()
         if found != seen:
             seen, changed_s = found, now_s
-        return now_s - changed_s > still_s
+        return now_s - changed_s > still_s or now_s - begin_s > limit_s
 
     faulthandler.cancel_dump_traceback_later()  # a fork of a process that waits for it can set no other
     with TrainingCluster() as cluster:

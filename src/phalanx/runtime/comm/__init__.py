@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Use as Use,
         connect as connect,
         leave_behind as leave_behind,
+        nccl_backends as nccl_backends,
         synchronize as synchronize,
     )
     from phalanx.runtime.comm.exchange import Exchange as Exchange, Message as Message

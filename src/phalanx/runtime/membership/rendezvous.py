@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line
@@ -34,6 +35,7 @@ from phalanx.runtime.comm import (
     Use,
     connect,
     leave_behind,
+    nccl_backends,
     nccl_options,
 )
 from phalanx.runtime.membership.keys import ASKED_PER_S, LAST_LOOK_S, OPENING, Keys, KeysStore, open_sockets
@@ -151,6 +153,9 @@ class EpochGroups(GroupCache):
             return dist.group.WORLD
         if self.aborted():
             raise PeerError(f"cannot create a process group: generation {self.generation} was aborted")
+        if nccl_backends([dist.group.WORLD]):
+            with self._escape.progress.waiting():
+                dist.all_reduce(torch.zeros(1))  # members come from connecting other groups, some of them seconds later
         timeout = timedelta(seconds=min(CONSTRUCT_S, self.timeout_s))
         inside = dist.get_rank() in ranks
         with self._sockets.noted() if inside else contextlib.nullcontext():  # who is not in it opens no socket
