@@ -320,7 +320,7 @@ def test_random_cases_see_planted_bugs(bug):
 
     def job(rank, cache):
         module.rank_program = broken
-        return random_moves(rank, cache, list(range(40)), "tags")[0]
+        return random_moves(rank, cache, list(range(40)), "tags", None)[0]
 
     try:
         got = run_ranks(WORLD, job, timeout_s=400)

@@ -153,7 +153,8 @@ class EpochGroups(GroupCache):
             return dist.group.WORLD
         if self.aborted():
             raise PeerError(f"cannot create a process group: generation {self.generation} was aborted")
-        if nccl_backends([dist.group.WORLD]):
+        everyone = dist.group.WORLD
+        if everyone is not None and nccl_backends([everyone]):
             with self._escape.progress.waiting():
                 dist.all_reduce(torch.zeros(1))  # members come from connecting other groups, some of them seconds later
         timeout = timedelta(seconds=min(CONSTRUCT_S, self.timeout_s))
