@@ -33,7 +33,8 @@ def test_etcd_forgets_old_versions(etcd: EtcdHost, monkeypatch: pytest.MonkeyPat
         keys.put("beat", str(i))
     begun = keys._revision
     keys.tidy()
-    answer = other._ask("kv/range", {"key": other._name("beat"), "revision": str(begun - 10)}, refused=True)
+    old = {"key": other._name("beat"), "revision": str(begun - 10)}
+    answer = other._ask("kv/range", old, lambda answer: answer, refused=True)
     assert answer == {}, "a version from before the compaction can still be read"
     other._revisions, other._revision = [], begun - 5
     other.tidy()  # somebody else was faster: no error, and the connection lives
@@ -47,7 +48,7 @@ def test_only_what_is_old_enough_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     keys._revisions, keys._revision = [], 0
     clock = [0.0]
     monkeypatch.setattr(keys_etcd.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(keys, "_ask", lambda call, body, refused=False: asked.append((call, body, refused)))
+    monkeypatch.setattr(keys, "_ask", lambda call, body, read, refused=False: asked.append((call, body, refused)))
     for minute in range(8):
         clock[0], keys._revision = minute * 60.0, 100 * (minute + 1)
         keys.tidy()

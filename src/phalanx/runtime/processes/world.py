@@ -255,7 +255,9 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 def _grow_segments(device: torch.device) -> None:
     """Let torch's allocator grow its segments in place, where the user has not set it: experts have another number of rows in every step, which leaves holes between segments of fixed sizes.
     Before the first tensor on the GPU, which tells whether its driver can: that of some shared GPUs and of WSL 2 refuses (pytorch #192330)."""
-    change: Callable[[str], None] | None = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.11 and 2.13
+    change: Callable[[str], None] | None = getattr(
+        torch._C, "_accelerator_setAllocatorSettings", None
+    )  # torch 2.11 and 2.13
     if change is not None and not any(os.environ.get(name) for name in ALLOCATOR):
         change("expandable_segments:True")
         try:
