@@ -144,7 +144,7 @@ def _processes_left_out(rank: int, cache: GroupCache, seen: Seen, events: list[E
             "RunHosts": type("Hosts", (_Hosts,), {"seen": seen}),
             "own_device": init_world,
             "open_sinks": _open_sinks,
-            "start_network_store": lambda host, port: f"a store kept at {host}:{port}",
+            "start_network_store": lambda host, port: types.SimpleNamespace(address=f"a store kept at {host}:{port}"),
             "run_at": lambda service, *, wanted: (wanted, False),
             "expect_service": lambda *_, **__: False,
         },

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +14,14 @@ from membership_help import MemoryService
 from phalanx.core.config import HOST_BEAT_S, CheckpointConfig, Recipe, ResilienceConfig
 from phalanx.core.rules import LIMITS
 from phalanx.runtime.membership.host_agent import HostAgent
+from phalanx.runtime.membership.keys import Keys, ServiceLost
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
 from phalanx.runtime.membership.service import run_at
 from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
+from phalanx.train.recovery import run
 from phalanx.train.recovery.run import _plan_hash
+from phalanx.train.setup import RunFolder
 
 pytestmark = pytest.mark.unit
 
@@ -30,10 +35,10 @@ def announcement(uid: str, last: Generation | None, steps: int = 0) -> Announcem
 
 
 def hash_of(**rest: Any) -> str:
-    run: Any = SimpleNamespace(
+    begun: Any = SimpleNamespace(
         recipe=replace(Recipe(), **rest), spec=SimpleNamespace(hash="s"), prepared=SimpleNamespace(fingerprint="t")
     )
-    return _plan_hash(run)
+    return _plan_hash(begun)
 
 
 def test_where_to_begin_is_no_part_of_the_plan() -> None:
@@ -51,6 +56,33 @@ def test_a_host_that_comes_later_takes_the_number_of_ranks_that_the_run_began_wi
     assert run_at(service, wanted=16) == (16, False)
     Membership(service.connect()).start(members("a.0"), above=0, minimum=1, why="the run begins")
     assert run_at(service, wanted=8) == (16, True)
+
+
+def test_a_host_that_began_before_the_service_takes_that_number_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text is prepared meanwhile; with another number of ranks the mapping is another one."""
+    service, prepared = MemoryService(), list[int | None]()
+    recipe = replace(Recipe(), resilience=ResilienceConfig(service="node0:29400", wanted=8))
+
+    def comes(*_: Any, **__: Any) -> bool:
+        run.run_at(service, wanted=16)  # another host's
+        monkeypatch.setattr(run, "service_at", lambda address: service)
+        return False
+
+    def prepare(recipe: Recipe, *_: Any, **__: Any) -> Any:
+        prepared.append(recipe.resilience.wanted)
+        return recipe
+
+    monkeypatch.setattr(run, "service_at", lambda address: Lost())
+    monkeypatch.setattr(run, "expect_service", comes)
+    monkeypatch.setattr(run, "prepare_run", prepare)
+    lock: Any = SimpleNamespace(preparing=nullcontext)
+    found: Any = run._prepare_with_others(recipe, RunFolder(Path("x")), lock, kept=None)
+    assert prepared == [8, 16] and found.resilience.wanted == 16
+
+
+class Lost:
+    def connect(self) -> Keys:
+        raise ServiceLost("nothing listens")
 
 
 def test_a_limit_is_several_heartbeats() -> None:

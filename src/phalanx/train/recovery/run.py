@@ -86,9 +86,8 @@ def train_elastic(recipe: Recipe, *, threads: int, watch: Watch | None = None, k
         lock = RunHosts(folder, host=host, service=recipe.resilience.service)
     try:
         if isinstance(lock, RunHosts):
-            recipe, joins = as_begun(recipe)
-            with lock.preparing():
-                run, first = prepare_run(recipe, folder, kept=kept, joins=joins), lock.first_place(recipe.launch.ranks)
+            run = _prepare_with_others(recipe, folder, lock, kept=kept)
+            first = lock.first_place(recipe.launch.ranks)
         else:
             run, first, host = prepare_run(recipe, folder, kept=kept), 0, "local"
         main = partial(work, run, threads=threads, first=first, watch=watch)
@@ -96,6 +95,23 @@ def train_elastic(recipe: Recipe, *, threads: int, watch: Watch | None = None, k
         return _supervisor(run, host, main, tell=_host_log(run, host, watch), screen=screen).run()
     finally:
         lock.close()
+
+
+def _prepare_with_others(recipe: Recipe, folder: RunFolder, lock: RunHosts, *, kept: Recipe | None) -> ElasticRun:
+    """`prepare_run` of a host of several, with the number of ranks that its run began with. Waits for the service, where others keep it; while it is not there the text is prepared."""
+    begun = as_begun(recipe)
+    with lock.preparing():
+        run = prepare_run(begun[0], folder, kept=kept, joins=begun[1])
+    where = recipe.resilience.service or ""
+    address = parse_service(where)
+    if address is None or recipe.launch.keep_service:
+        return run
+    expect_service(service_at(address), where, wait_s=recipe.resilience.wait_s, tell=print)
+    again = as_begun(recipe)
+    if again == begun:
+        return run
+    with lock.preparing():
+        return prepare_run(again[0], folder, kept=kept, joins=again[1])
 
 
 def _host_log(run: ElasticRun, host: str, watch: Watch | None) -> Emit:
@@ -137,7 +153,9 @@ def _supervisor(
         if not address.is_here:
             use_interface_to(address.host)
         import_now()
-        return Supervisor(main, settings, service=start_network_store(address.host, address.port), tell=tell)
+        store = start_network_store(address.host, address.port)
+        run_at(store.address, wanted=wanted_ranks(recipe))  # what the others ask for
+        return Supervisor(main, settings, service=store, tell=tell)
     service = service_at(address)
     where, wait_s = recipe.resilience.service or "", recipe.resilience.wait_s
     if not expect_service(service, where, wait_s=wait_s, tell=print):
