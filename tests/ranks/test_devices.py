@@ -588,11 +588,9 @@ def test_work_on_a_device_has_one_thread_until_that_is_spoiled() -> None:
 def test_a_process_whose_device_does_no_more_work_ends(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the error that its supervisor hears of. One that is sound goes on with the others. A stand-in for the device."""
 
-    class Stream:
-        def query(self) -> bool:
-            if said:
-                raise RuntimeError(said)
-            return False
+    def launch() -> None:
+        if said:
+            raise RuntimeError(said)
 
     def refused(*_: object) -> None:
         raise RuntimeError("NCCL communicator was aborted")
@@ -608,7 +606,7 @@ def test_a_process_whose_device_does_no_more_work_ends(said: str, monkeypatch: p
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: devices_set.append((device, threading.current_thread()))
     )
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(devices, "_small_launch", lambda device: launch)
     devices_set: list[tuple[int, threading.Thread]] = []
     entered: list[int] = []
     place: Any = SimpleNamespace(

@@ -129,6 +129,7 @@ class DeviceThread:
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._launch: Callable[[], None] | None = None
         self._threads: ThreadPoolExecutor | None = None
         self.is_spoiled = False
         """Set by the work itself when it fails: a message may have been refused in it, and then nothing may be posted in this thread again."""
@@ -150,11 +151,11 @@ class DeviceThread:
                 self._end()
 
     def why_useless(self) -> str:
-        """What the device says where an assertion failed on it or an access was illegal, as every later call of this process does. Empty where it says nothing (yet). Does not wait."""
-        if self._device is None:
+        """What the device says where an assertion failed on it or an access was illegal, as every later call of this process does. Empty where it says nothing (yet). Does not wait for the device."""
+        if self._launch is None:
             return ""
         try:
-            torch.cuda.current_stream().query()
+            self._launch()
         except RuntimeError as err:
             return str(err).strip().partition("\n")[0]
         return ""
@@ -162,11 +163,24 @@ class DeviceThread:
     def _begin(self) -> None:
         if self._device is not None:
             torch.cuda.set_device(self._device)
+            self._launch = self._launch or _small_launch(self._device)
 
     def _end(self) -> None:
         if self._threads is not None:
             self._threads.shutdown()
         self._threads, self.is_spoiled = None, False
+
+
+def _small_launch(device: int) -> Callable[[], None]:
+    """A launch on a stream of its own, which raises what every call does once the device is of no more use. (To query a stream would hold Python's lock, and with it the threads that abort, while the
+    driver frees memory for the first of them.)"""
+    one, stream = torch.zeros(1, device=torch.device("cuda", device)), torch.cuda.Stream(device)
+
+    def launch() -> None:
+        with torch.cuda.stream(stream):
+            one.zero_()
+
+    return launch
 
 
 def _first_call(group: dist.ProcessGroup, device: torch.device, use: Use) -> None:

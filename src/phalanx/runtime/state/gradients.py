@@ -257,8 +257,8 @@ class GradientBuffers:
         """So that a buffer or two are alive, and not one for each layout. On a CPU nothing is waited for within a pass: another rank may start a reduction at its end alone, and may
         need rows of this one until then. On a device a wait orders what comes after it, and where ranks are alike they start theirs at the same places."""
         while self._under_way:
-            part = self._under_way[0]
-            if not part.is_there and not (self._may_order and part.device.type != "cpu" and len(self._under_way) > 1):
+            part, orders = self._under_way[0], self._may_order and self._under_way[0].device.type != "cpu"
+            if not (len(self._under_way) > 1 if orders else part.is_there):
                 return
             self._under_way.pop(0).settle()
 
