@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
@@ -81,6 +82,17 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     if want.numel() == 0:
         return 0.0
     return ((got.to(torch.float64) - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the difference, relative to that of `want`."""
+    return ((got.to(torch.float64) - want).norm() / want.norm()).item()
+
+
+def attention_of_torch(q_BSAD: torch.Tensor, k_BSAD: torch.Tensor, v_BSAD: torch.Tensor) -> torch.Tensor:
+    """Causal attention over whole sequences; its gradients in bf16 are what ours are measured against."""
+    parts = (x.transpose(1, 2) for x in (q_BSAD, k_BSAD, v_BSAD))
+    return F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2)
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:

@@ -110,7 +110,7 @@ def _runs(q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGV: torch.Tensor, segm
 
 
 def _one_by_one(q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGV: torch.Tensor, segments: Segments) -> torch.Tensor:
-    lengths = [length for row in segments for length in row]
+    lengths = [length for row in segments for length in row if length]  # a kernel may divide by the length
     parts = zip(*(torch.split(x.flatten(0, 1), lengths) for x in (q_BSAD, k_BSGD, v_BSGV)), strict=True)
     out_TAV = torch.cat([_whole(*(x.unsqueeze(0) for x in part)).squeeze(0) for part in parts])
     return out_TAV.view(*q_BSAD.shape[:3], -1)

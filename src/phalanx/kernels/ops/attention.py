@@ -4,10 +4,12 @@ Fast on a CPU: the forward pass is torch's flash kernel, document by document. I
 matrix products in it and generates code anew for every document length, so the backward pass is done here, from batched
 products over blocks of keys (arXiv 2307.08691, Algorithm 2, with whole rows of queries):
 
-    P^T = exp(K Q^T - lse)      dV = P^T dO      dS^T = P^T * (V dO^T - delta)      dK = dS^T Q      dQ = dS K
+    P^T = exp(r (K Q^T - lse / r))    dV = P^T dO    dS^T = P^T * r (V dO^T - delta)    dK = dS^T Q    dQ = dS K    r = 1 / sqrt(D)
 
-Both subtractions happen inside the products, where sums are fp32: `-lse` and `-delta`, split into two bf16 numbers, are extra columns of Q
-and dO that meet columns of ones in K and V. Blocks have the same shapes whatever the documents are.
+Both subtractions happen inside the products, where sums are fp32: `-lse / r` and `-delta`, split into two bf16 numbers, are extra columns of Q
+and dO that meet columns of ones in K and V. `r` multiplies these sums before they are rounded. It must not multiply Q: where it is no power of
+two, Q would be rounded once more, its scores would not be those that `lse` is of, and rows of P would not add up to one. Blocks have the same
+shapes whatever the documents are.
 
 Legend: B sequences, S sequence length, A query heads, G key/value heads (A a multiple of G), D head dim, T = B*S; k keys of a block,
 q queries that can see some of them, X = D + columns that hold a correction.
@@ -117,7 +119,7 @@ class _CpuAttention(torch.autograd.Function):
             per = num_heads // num_kv
             heads, kv = slice(task.first * per, task.last * per), slice(task.first, task.last)
             start, b = 0, task.sequence
-            for size in segments[b]:
+            for size in filter(None, segments[b]):  # torch's kernel divides by the length of a document
                 rows = slice(start, start + size)
                 parts = (q_BSAD[b, rows, heads], k_BSGD[b, rows, kv], v_BSGD[b, rows, kv])
                 out, lse = _flash(*(x.transpose(0, 1).unsqueeze(0) for x in parts), 0.0, True)
@@ -258,11 +260,11 @@ def _backward_heads(
     out_SaD, lse_aS, d_out_SaD = forward[0], forward[1], forward[2]
     length, dim, num_kv, wide = q_SaD.shape[0], q_SaD.shape[2], k_SgD.shape[1], lse_aS.dtype
     per = q_SaD.shape[1] // num_kv
-    width = dim + columns
+    width, scale = dim + columns, 1 / math.sqrt(dim)
     delta_aS = (out_SaD.to(wide) * d_out_SaD.to(wide)).sum(-1).t()
     k_gSX, v_gSX = _with_ones(k_SgD, columns), _with_ones(v_SgD, columns)
-    q_gpSX = _with_columns(q_SaD, 1 / math.sqrt(dim), lse_aS, columns).view(num_kv, per, length, width)
-    do_gpSX = _with_columns(d_out_SaD, 1.0, delta_aS, columns).view(num_kv, per, length, width)
+    q_gpSX = _with_columns(q_SaD, lse_aS / scale, columns).view(num_kv, per, length, width)
+    do_gpSX = _with_columns(d_out_SaD, delta_aS, columns).view(num_kv, per, length, width)
     most = 0
     for start, stop, end in bounds:
         most = max(most, (stop - start) * (end - start))
@@ -276,11 +278,11 @@ def _backward_heads(
         shape = [num_kv, stop - start, q_gqX.shape[1]]
         p_gkq = scratch[0, : shape[0] * shape[1] * shape[2]].view(shape)
         ds_gkq = scratch[1, : shape[0] * shape[1] * shape[2]].view(shape)
-        torch.bmm(k_gkX, q_gqX.transpose(1, 2), out=p_gkq)
+        p_gkq.baddbmm_(k_gkX, q_gqX.transpose(1, 2), beta=0, alpha=scale)
         p_gkq.view(num_kv, stop - start, per, -1)[..., : bias_kq.shape[1]].add_(bias_kq.unsqueeze(1))
         p_gkq.exp_()
         grads[2][start:stop].copy_(torch.bmm(p_gkq, do_gqX[..., :dim]).transpose(0, 1))
-        torch.bmm(v_gSX[:, start:stop], do_gqX.transpose(1, 2), out=ds_gkq)
+        ds_gkq.baddbmm_(v_gSX[:, start:stop], do_gqX.transpose(1, 2), beta=0, alpha=scale)
         ds_gkq.mul_(p_gkq)
         grads[1][start:stop].copy_(torch.bmm(ds_gkq, q_gqX[..., :dim]).transpose(0, 1))
         part_gDpq = torch.bmm(k_gkX[..., :dim].transpose(1, 2), ds_gkq).view(num_kv, dim, per, -1)
@@ -288,7 +290,6 @@ def _backward_heads(
         dq_gDpS[..., start:seen].add_(part_gDpq[..., : seen - start].to(wide))
         dq_gDpS[..., seen:end].copy_(part_gDpq[..., seen - start :])
         seen = end
-    dq_gDpS.mul_(1 / math.sqrt(dim))
     for g in range(num_kv):
         for h in range(per):
             grads[0][:, g * per + h].copy_(dq_gDpS[g, :, h].to(q_SaD.dtype).t())
@@ -298,7 +299,7 @@ def with_columns(x_SgD: torch.Tensor, minus_gS: torch.Tensor | None) -> torch.Te
     """(g, S, X): heads first, and two more columns: ones, or two numbers that add up to `-minus` as closely as the type allows."""
     if minus_gS is None:
         return _with_ones(x_SgD, CORRECTION)
-    return _with_columns(x_SgD, 1.0, minus_gS, CORRECTION)
+    return _with_columns(x_SgD, minus_gS, CORRECTION)
 
 
 def _with_ones(x_SgD: torch.Tensor, columns: int) -> torch.Tensor:
@@ -310,14 +311,11 @@ def _with_ones(x_SgD: torch.Tensor, columns: int) -> torch.Tensor:
     return out_gSX
 
 
-def _with_columns(x_SgD: torch.Tensor, scale: float, minus_gS: torch.Tensor, columns: int) -> torch.Tensor:
-    """(g, S, X): heads first, and two more columns: ones, or two numbers that add up to `-minus` as closely as the type allows."""
+def _with_columns(x_SgD: torch.Tensor, minus_gS: torch.Tensor, columns: int) -> torch.Tensor:
+    """(g, S, X): heads first, and two more columns: two numbers that add up to `-minus` as closely as the type allows."""
     dim = x_SgD.shape[2]
     out_gSX = torch.empty([x_SgD.shape[1], x_SgD.shape[0], dim + columns], dtype=x_SgD.dtype)
-    if scale == 1.0:
-        out_gSX[:, :, :dim].copy_(x_SgD.transpose(0, 1))
-    else:
-        torch.mul(x_SgD.transpose(0, 1), scale, out=out_gSX[:, :, :dim])
+    out_gSX[:, :, :dim].copy_(x_SgD.transpose(0, 1))
     high_gS = minus_gS.neg().to(x_SgD.dtype)
     out_gSX[:, :, dim].copy_(high_gS)
     out_gSX[:, :, dim + 1].copy_(-minus_gS - high_gS)

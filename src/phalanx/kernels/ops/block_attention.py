@@ -12,7 +12,7 @@ Fast on a CPU: forward torch's flash kernel, backward batched products over tile
 kernels of torch, forward and backward, for 16-bit types. Everything else, and `impl = "reference"`, is the plain version below, which
 takes queries in chunks so that a score matrix never has more than `CHUNK` rows.
 
-The tiled products, and the columns that carry `-lse` and `-delta` into them, are those of `attention.py`. Here queries and keys are different tokens, documents cut the rectangles
+The tiled products, and the columns that carry `-lse` and `-delta` into them, are those of `attention.py`, and as there no query is scaled. Here queries and keys are different tokens, documents cut the rectangles
 anywhere, and oneDNN generates code for every new shape of a product. So the plane of queries and keys is laid out in tiles of `TILE` x `TILE`; a tile that is seen whole is computed as
 it is, together with its neighbours, and one that is seen in part with a bias that hides the rest.
 
@@ -136,9 +136,7 @@ def backward_by_tiles(
     dim, wide, scale = q_laD.shape[-1], lse_al.dtype, 1 / math.sqrt(q_laD.shape[-1])
     k_gmX, v_gmX = with_columns(k_mgD, None), with_columns(v_mgD, None)
     shape = (k_mgD.shape[1], -1, q_laD.shape[0], k_gmX.shape[-1])
-    q_gplX = with_columns(q_laD * scale, lse_al).view(shape)
-    # a scaled query is rounded to its narrow type: good enough for a score, but gradients of keys would be sums of rounded queries
-    plain_q_gplD = q_laD.transpose(0, 1).contiguous().view(*shape[:3], dim)
+    q_gplX = with_columns(q_laD, lse_al / scale).view(shape)
     do_gplX = with_columns(d_out_laD, delta_al).view(shape)
     dq_gplX = torch.zeros(q_gplX.shape, dtype=wide)
     dk_gmD, dv_gmX = (torch.zeros((*k_gmX.shape[:2], width), dtype=wide) for width in (dim, k_gmX.shape[2]))
@@ -147,13 +145,14 @@ def backward_by_tiles(
         queries, keys = slice(strip.q_start, strip.q_stop), slice(strip.k_start, strip.k_stop)
         q_gqX, do_gqX = (x[:, :, queries].flatten(1, 2) for x in (q_gplX, do_gplX))
         k_gkX = k_gmX[:, keys]
-        p_gkq = torch.bmm(k_gkX, q_gqX.transpose(1, 2))
+        p_gkq = k_gkX.new_empty((*k_gkX.shape[:2], q_gqX.shape[1]))
+        p_gkq.baddbmm_(k_gkX, q_gqX.transpose(1, 2), beta=0, alpha=scale)
         if bias_kq is not None:
             p_gkq.unflatten(2, (q_gplX.shape[1], -1)).add_(bias_kq.unsqueeze(1))
         p_gkq.exp_()
         dv_gmX[:, keys].add_(torch.bmm(p_gkq, do_gqX))
         ds_gkq = torch.bmm(v_gmX[:, keys], do_gqX.transpose(1, 2)).mul_(p_gkq)
-        dk_gmD[:, keys].add_(torch.bmm(ds_gkq, plain_q_gplD[:, :, queries].flatten(1, 2)))
+        dk_gmD[:, keys].add_(torch.bmm(ds_gkq, q_gqX[..., :dim]))
         part_gqX = torch.bmm(ds_gkq.transpose(1, 2), k_gkX)
         dq_gplX[:, :, queries].add_(part_gqX.view(*q_gplX.shape[:2], -1, q_gplX.shape[-1]))
     for grad, found, factor in (

@@ -452,7 +452,7 @@ def _tile_scratch(x: Local, *, keys: int) -> list[int]:
     queries, width = groups * (x.heads // x.kv_heads), s.head_dim + CORRECTION
     rows_q, rows_k = queries * x.length, groups * keys
     strip = min(MAX_QUERIES, x.length) * queries
-    lane = [rows_k * width * x.item] * 2 + [rows_q * width * x.item] * 2 + [rows_q * s.head_dim * x.item]
+    lane = [rows_k * width * x.item] * 2 + [rows_q * width * x.item] * 2
     lane += [rows_q * width * x.wide, rows_k * s.head_dim * x.wide, rows_k * width * x.wide]
     block = min(KEY_BLOCK, keys)
     lane += [strip * block * x.item] * 2 + [strip * width * x.item] * 3
