@@ -93,6 +93,23 @@ def test_extreme_logits(programs: bool) -> None:
 
 
 @PROGRAMS
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("gather", [None, lambda own: own.unsqueeze(0)], ids=["whole", "shard"])
+def test_what_is_not_predicted_has_no_part(
+    gather: Callable[[torch.Tensor], torch.Tensor] | None, bad: float, programs: bool
+) -> None:
+    """Whatever its hidden state is: zero times infinity is NaN."""
+    h, w, labels = normal(4, 3), normal(5, 3, seed=1), torch.tensor([2, IGNORE, 0, IGNORE])
+    right = linear_cross_entropy(h, w, labels, impl="reference")
+    h[1], h[3, 0] = bad, -bad
+    h.requires_grad_()
+    got = device_cross_entropy(h, w, labels, LossWork(ignore=IGNORE, gather=gather, programs=programs))
+    (d_h,) = torch.autograd.grad(got, h)
+    assert got.item() == pytest.approx(right.item())
+    assert not d_h[1].any() and not d_h[3].any() and d_h[0].any()
+
+
+@PROGRAMS
 def test_a_shard_far_below_another(programs: bool) -> None:
     """Logits 0 here, and 1,000 on the other rank, which has the label or has not."""
     h = torch.ones(2, 1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 
 import pytest
 import torch
-from kernel_help import LANES, agree, normal, pool_of, seeded
+from kernel_help import LANES, TOLERANCE, agree, close, normal, outcome, pool_of, seeded
 
 from phalanx.core.errors import DataError
 from phalanx.kernels.choice import Impl
@@ -63,6 +64,31 @@ def test_cross_entropy_of_nothing_and_of_certainty() -> None:
         1e4 * torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64), torch.tensor([0, 0])
     )
     assert sure.item() == pytest.approx(1e4)
+
+
+@LANES
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("impl", ["fast", "reference"])
+@pytest.mark.parametrize("shard", [None, VocabShard(0, 6, lambda own: own.unsqueeze(0))], ids=["whole", "shard"])
+def test_what_is_not_predicted_has_no_part_in_the_loss(
+    shard: VocabShard | None, impl: Impl, bad: float, lanes: int | str
+) -> None:
+    """Whatever its hidden state is: zero times infinity is NaN."""
+    labels = torch.tensor([IGNORE, 3, 0, IGNORE, 5])
+    h, w = normal(5, 4), normal(6, 4, seed=1)
+    want = outcome(lambda h: linear_cross_entropy(h, w, labels, impl="reference"), [h], torch.float64, "random")
+    h[0, 1] = bad
+    h[3] = bad
+    with pool_of(lanes) as pool:
+        for dtype, tolerance in TOLERANCE.items():
+            got = outcome(
+                lambda h: linear_cross_entropy(h, w.to(h.dtype), labels, shard=shard, impl=impl, lanes=pool),
+                [h],
+                dtype,
+                "random",
+            )
+            assert all(close(a, b, tolerance) for a, b in zip(got, want, strict=True)), dtype
+            assert not got[1][0].any() and not got[1][3].any()
 
 
 def test_cross_entropy_gradcheck() -> None:

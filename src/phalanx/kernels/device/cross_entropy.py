@@ -191,20 +191,20 @@ class _Calculation:
 
     def _by_operations(self, logits_cV: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
         """Makes the gradient of new memory. The largest of the probabilities is one over the sum of exponentials from the largest logit."""
-        row_c1, here_c, minus_c1, valid_c = chunk.local
+        row_c1, here_c, minus_c1, ignored_c = chunk.local
         p_cV = torch.softmax(logits_cV, -1, dtype=self.wide)
         top_c, sum_c = logits_cV.amax(-1).to(self.wide), p_cV.amax(-1).reciprocal()
         z_label_c = logits_cV.gather(1, row_c1).squeeze(1) * here_c
         own_lse_c = lse_c = top_c + sum_c.log()
-        factor_c = valid_c
         if self.how.gather is not None:
             shares_Pc3 = self.how.gather(torch.stack((top_c, sum_c, z_label_c), -1))
             top_Pc, sum_Pc, z_label_Pc = shares_Pc3.unbind(-1)
             lse_c, z_label_c = torch.logsumexp(top_Pc + sum_Pc.log(), 0), z_label_Pc.sum(0)
-            factor_c = valid_c * (own_lse_c - lse_c).exp()
-        torch.mul(lse_c - z_label_c, valid_c, out=chunk.losses_c)
+            if any(self.needs):
+                p_cV.mul_((own_lse_c - lse_c).exp().unsqueeze(1))
+        torch.sub(lse_c, z_label_c, out=chunk.losses_c).masked_fill_(ignored_c, 0.0)
         if any(self.needs):
-            p_cV.mul_(factor_c.unsqueeze(1))
+            p_cV.masked_fill_(ignored_c.unsqueeze(1), 0.0)
             p_cV.scatter_add_(1, row_c1, minus_c1)
         return p_cV.to(logits_cV.dtype)
 
@@ -222,8 +222,8 @@ class _Chunk:
 
 
 def _local_labels(labels_T: torch.Tensor, how: LossWork, *, vocab: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Row of each label here (T, 1) (any row where it is not), and as numbers: whether it is here (T,), minus that (T, 1), whether the token has one (T,)."""
+    """Row of each label here (T, 1) (any row where it is not); as numbers, whether it is here (T,), and minus that (T, 1); whether the token has none (T,)."""
     local_T = labels_T - how.first
     here_T = ((local_T >= 0) & (local_T < vocab)).to(dtype)
     row_T1 = local_T.clamp(0, vocab - 1).unsqueeze(1)
-    return [row_T1, here_T, -here_T.unsqueeze(1), (labels_T != how.ignore).to(dtype)]
+    return [row_T1, here_T, -here_T.unsqueeze(1), labels_T == how.ignore]

@@ -3,7 +3,7 @@
 // Every function is the fused form of a few torch operations that stand beside it in kernels/*.py, and is tested against them. Storage is
 // bf16, fp32 or fp64 (T); arithmetic and accumulation is fp32, in fp64 for fp64 (A). Rows are contiguous, `ld` elements apart.
 //
-// Must never change: no static state, no allocation, no threads (a lane calls with its own rows); NaN in, NaN out.
+// Must never change: no static state, no allocation, no threads (a lane calls with its own rows); NaN in, NaN out, except in what is left out.
 
 #include <cmath>
 #include <cstddef>
@@ -526,8 +526,8 @@ template <class T> wide<T> largest(const T* x, extent size) {
     return top;
 }
 
-// Cross-entropy of each row of logits with its label (negative: none); with `gradient` the logits become their gradient. `seen` (2), where not null: a look at
-// the logits as they were.
+// Cross-entropy of each row of logits with its label (negative: none, and zeros whatever its logits are); with `gradient` the logits become their gradient.
+// `seen` (2), where not null: a look at the logits as they were.
 template <class T>
 void cross_entropy(T* logits, extent ld, const std::int64_t* labels, wide<T>* losses, wide<T>* scratch, extent rows, extent width, bool gradient,
                    double* seen) {
@@ -537,7 +537,11 @@ void cross_entropy(T* logits, extent ld, const std::int64_t* labels, wide<T>* lo
         T* z = logits + r * ld;
         if (seen) found.row(z, width);
         const extent label = labels[r];
-        const A valid = label < 0 ? A(0) : A(1);
+        if (label < 0) {
+            losses[r] = 0;
+            for (extent i = 0; gradient && i < width; ++i) store(z[i], A(0));
+            continue;
+        }
         const A top = largest(z, width);
         A sum = 0;
         SUM_OF(sum)
@@ -545,13 +549,13 @@ void cross_entropy(T* logits, extent ld, const std::int64_t* labels, wide<T>* lo
             scratch[i] = exponential(A(load(z[i])) - top);
             sum += scratch[i];
         }
-        const A of_label = label < 0 ? A(0) : A(load(z[label])) - top;
-        losses[r] = valid * (std::log(sum) - of_label);
+        const A of_label = A(load(z[label])) - top;
+        losses[r] = std::log(sum) - of_label;
         if (!gradient) continue;
-        const A by = valid / sum;
+        const A by = A(1) / sum;
         NO_ALIAS
         for (extent i = 0; i < width; ++i) store(z[i], scratch[i] * by);
-        if (label >= 0) store(z[label], exponential(of_label) / sum - A(1));
+        store(z[label], exponential(of_label) / sum - A(1));
     }
     if (seen) found.tell(seen);
 }

@@ -1,7 +1,8 @@
 """The last projection and the cross-entropy in one, so that the logits of all tokens never exist at once.
 
 The gradient is computed in the forward pass, chunk by chunk, while the logits are there, for an upstream gradient of one; the backward
-pass scales it. Logits are rounded to the type of `hidden`, everything after them is fp32 (fp64 in fp64).
+pass scales it. Logits are rounded to the type of `hidden`, everything after them is fp32 (fp64 in fp64). A token that is not predicted is left
+out, not multiplied by zero: even where its hidden state is not finite it has no part in the loss, and its logits have no gradient.
 
 Where ranks share the vocabulary (`VocabShard`) each has the logits of its rows only, and three numbers a token are exchanged: the largest
 logit, the sum of exponentials, the label's logit. Logits are never gathered (arXiv 1909.08053, section 3).
@@ -103,22 +104,22 @@ def _logits(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, lanes: Lanes) -> t
 def _reference(
     hidden_TH: torch.Tensor, weight_VH: torch.Tensor, labels_T: torch.Tensor, lanes: Lanes = SERIAL
 ) -> torch.Tensor:
-    logits_TV = _logits(hidden_TH, weight_VH, lanes)
+    logits_TV = _logits(hidden_TH, weight_VH, lanes).masked_fill((labels_T == IGNORE).unsqueeze(1), 0.0)
     return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE, reduction="sum")
 
 
 def _sharded_reference(
     hidden_TH: torch.Tensor, weight_VH: torch.Tensor, labels_T: torch.Tensor, shard: VocabShard, lanes: Lanes = SERIAL
 ) -> torch.Tensor:
-    z_TV = _logits(hidden_TH, weight_VH, lanes)
+    ignored_T = labels_T == IGNORE
+    z_TV = _logits(hidden_TH, weight_VH, lanes).masked_fill(ignored_T.unsqueeze(1), 0.0)
     wide = z_TV.dtype
-    valid_T1 = (labels_T != IGNORE).unsqueeze(1)
     with torch.no_grad():
         one_hot_TV = (labels_T - shard.first).unsqueeze(1) == torch.arange(z_TV.shape[1], device=labels_T.device)
         lse_T = torch.logsumexp(shard.gather(torch.logsumexp(z_TV, -1)), 0)
         label_T = shard.gather((z_TV * one_hot_TV).sum(-1)).sum(0)
-        value = ((lse_T - label_T) * valid_T1.squeeze(1)).sum()
-        slope_TV = ((z_TV - lse_T.unsqueeze(1)).exp() - one_hot_TV.to(wide)) * valid_T1
+        value = (lse_T - label_T).masked_fill_(ignored_T, 0.0).sum()
+        slope_TV = (z_TV - lse_T.unsqueeze(1)).exp() - one_hot_TV.to(wide)
     linear = (z_TV * slope_TV).sum()  # has the gradient; the value comes from all ranks
     return linear - linear.detach() + value
 
@@ -257,8 +258,7 @@ class _Work:
         top_g = top_Pg.amax(0)
         sum_g = (sum_Pg * (top_Pg - top_g).exp()).sum(0)
         lse_g = top_g + sum_g.log()
-        valid_g = self.labels_T[tokens] != IGNORE
-        self.losses_T[tokens] = (lse_g - label_Pg.sum(0)) * valid_g
+        self.losses_T[tokens] = (lse_g - label_Pg.sum(0)).masked_fill_(self.labels_T[tokens] == IGNORE, 0.0)
         if self.needs:
             self.lanes.run(lambda part, _: self._slopes(shard, part[0], part[1], lse_g[_within(part[0], tokens)]), work)
 
@@ -275,14 +275,14 @@ class _Work:
 
     def _slopes(self, shard: VocabShard, tokens: slice, logits_cV: torch.Tensor, lse_c: torch.Tensor) -> None:
         """Turns the logits of a chunk, in place, into their gradient, and multiplies it back."""
-        valid_c1 = (self.labels_T[tokens] != IGNORE).to(self.wide).unsqueeze(1)
         label_c, here_c = self._local_labels(shard, tokens)
         z_label_c = logits_cV.gather(1, label_c.unsqueeze(1)).squeeze(1).to(self.wide)
         for rows in cache_blocks(*logits_cV.shape):
             z_rV = logits_cV[rows].to(self.wide, copy=True)
-            logits_cV[rows].copy_(z_rV.sub_(lse_c[rows].unsqueeze(1)).exp_().mul_(valid_c1[rows]))
-        at_c = here_c.nonzero().squeeze(1)
-        slope_c = ((z_label_c - lse_c).exp() - 1) * valid_c1.squeeze(1)
+            logits_cV[rows].copy_(z_rV.sub_(lse_c[rows].unsqueeze(1)).exp_())
+        logits_cV.index_fill_(0, _places(self.labels_T[tokens] == IGNORE), 0.0)
+        at_c = _places(here_c)
+        slope_c = (z_label_c - lse_c).exp() - 1
         logits_cV[at_c, label_c[at_c]] = slope_c[at_c].to(logits_cV.dtype)
         self._project_back(tokens, logits_cV)
 
@@ -291,6 +291,10 @@ class _Work:
         local_c = self.labels_T[tokens] - shard.first
         num_rows = self.weight_VH.shape[0]
         return local_c.clamp(0, num_rows - 1), (local_c >= 0) & (local_c < num_rows)
+
+
+def _places(true_c: torch.Tensor) -> torch.Tensor:
+    return true_c.nonzero().squeeze(1)
 
 
 def _within(part: slice, whole: slice) -> slice:
@@ -303,9 +307,9 @@ def _losses_of_chunk(
     """Scripted: losses of one chunk; turns its logits, in place, into their gradient."""
     wide = losses_c.dtype
     label_c1 = labels_c.clamp(min=0).unsqueeze(1)
-    valid_c1 = (labels_c != ignore).to(wide).unsqueeze(1)
+    ignored_c = labels_c == ignore
     z_label_c1 = logits_cV.gather(1, label_c1).to(wide)
-    sum_c1 = torch.empty_like(valid_c1)
+    sum_c1 = torch.empty_like(z_label_c1)
     for start in range(0, logits_cV.shape[0], block):
         stop = start + block
         z_rV = logits_cV[start:stop].to(wide, copy=True)
@@ -315,10 +319,11 @@ def _losses_of_chunk(
         sum_r1 = z_rV.sum([-1], keepdim=True)
         sum_c1[start:stop] = sum_r1
         if needs:
-            logits_cV[start:stop].copy_(z_rV.mul_(valid_c1[start:stop] / sum_r1))
-    losses_c.copy_((sum_c1.log() - z_label_c1).mul_(valid_c1).squeeze(1))
+            logits_cV[start:stop].copy_(z_rV.mul_(sum_r1.reciprocal()))
+    losses_c.copy_((sum_c1.log() - z_label_c1).squeeze(1).masked_fill_(ignored_c, 0.0))
     if needs:
-        d_label_c1 = (z_label_c1.exp().div_(sum_c1) - 1) * valid_c1
+        d_label_c1 = (z_label_c1.exp().div_(sum_c1) - 1).masked_fill_(ignored_c.unsqueeze(1), 0.0)
+        logits_cV.index_fill_(0, ignored_c.nonzero().squeeze(1), 0.0)
         # not scatter_: in bf16 it copies all logits to fp32 and back
         each_c = torch.arange(labels_c.shape[0], device=labels_c.device)
         logits_cV[each_c, label_c1.squeeze(1)] = d_label_c1.squeeze(1).to(logits_cV.dtype)
