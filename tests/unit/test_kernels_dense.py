@@ -74,6 +74,16 @@ def test_rope(heads: int, kv_heads: int, dim: int, lanes: int | str) -> None:
         agree(rotate("fast", pool), rotate("reference", pool), inputs)
 
 
+@LANES
+def test_rope_of_no_token(lanes: int | str) -> None:
+    q, k = (normal(2, 0, n, 8).requires_grad_() for n in (4, 2))
+    table = rope_table(torch.zeros(2, 0, dtype=torch.int64), head_dim=8, theta=1e4, dtype=q.dtype)
+    with pool_of(lanes) as pool:
+        turned = apply_rope(q, k, table=table, lanes=pool)
+        torch.autograd.backward([x.sum() for x in turned])
+    assert [x.shape for x in turned] == [q.shape, k.shape] and q.grad is not None and q.grad.shape == q.shape
+
+
 def test_rope_turns_pairs_of_halves_by_their_position() -> None:
     """By hand: dim 0 and 2 turn by the position, dim 1 and 3 by position / 10 (theta = 100, D = 4)."""
     table = rope_table(torch.tensor([[0, 3]]), head_dim=4, theta=100.0, dtype=torch.float64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from kernel_help import LANES, agree, normal, pool_of, seeded
@@ -74,6 +76,22 @@ def test_frozen_weights_and_inputs() -> None:
     assert x.grad is not None and w13.grad is None
     with torch.no_grad():
         assert not expert_ffn(x, w13, w2, (4, 6)).requires_grad
+
+
+@LANES
+@pytest.mark.parametrize("which", range(4))
+def test_what_alone_needs_a_gradient_gets_it(which: int, lanes: int | str) -> None:
+    """Weights are frozen one by one, too."""
+    counts = (4, 0, 6)
+
+    def gradients(needed: Sequence[int]) -> list[torch.Tensor]:
+        inputs = _inputs(counts, hidden=8, width=8)
+        leaves = [inputs[i].requires_grad_() for i in needed]
+        with pool_of(lanes) as pool:
+            out = expert_ffn(*inputs[:3], counts, row_weights_M=inputs[3], lanes=pool)  # type: ignore[arg-type]
+            return list(torch.autograd.grad(out.square().sum(), leaves))
+
+    assert torch.equal(gradients([which])[0], gradients(range(4))[which])
 
 
 def test_strided_rows() -> None:

@@ -264,7 +264,7 @@ class _CpuExpertFfn(torch.autograd.Function):
         x_MH, w13_e2fH, w2_eHf, row_weights_M, gate_up_P2f = ctx.saved_tensors
         lanes, native = ctx.lanes, ctx.lanes.rows_for(x_MH, dy_MH)
         work = GroupedCall(x_MH, w13_e2fH, w2_eHf, row_weights_M, ctx.counts, gate_up_P2f=gate_up_P2f)
-        grads = _Grads(work, weights=ctx.needs_input_grad[1], row_weights=ctx.needs_input_grad[3])
+        grads = _Grads(work, weights=any(ctx.needs_input_grad[1:3]), row_weights=ctx.needs_input_grad[3])
         scratch = work.scratches(lanes)
         kept = None if ctx.target is None else _Kept(work, dy_MH)
         lanes.run(

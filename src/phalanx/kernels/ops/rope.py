@@ -117,7 +117,7 @@ def _turn(
             return
         work(flat[which][rows], cos_TN[rows], sin_TN[rows], sign, targets[which][rows], BLOCK_ROWS)
 
-    lanes.run(run, [(i, rows) for i, x in enumerate(flat) for rows in cache_blocks(x.shape[0], x[0].numel())])
+    lanes.run(run, [(i, rows) for i, x in enumerate(flat) for rows in cache_blocks(len(x), x.shape[1:].numel())])
     return out[0], out[1]
 
 
