@@ -153,6 +153,13 @@ def parse_table(text: str | bytes, *, where: str) -> dict[str, Any]:
     return found
 
 
+def json_text(value: Any, *, where: str) -> str:
+    """The JSON text of a value, as `parse_json` reads it. Raises `MalformedError` where it would not: whoever writes for others learns that, not they."""
+    text = json.dumps(value, sort_keys=True)
+    parse_json(text, where=where)
+    return text
+
+
 def parse_toml(text: str, *, where: str) -> dict[str, Any]:
     """What a TOML text says. Raises `MalformedError`."""
     if len(text) > MOST_TOML:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from phalanx.core.clock import now_s
 from phalanx.core.config import HOST_BEAT_S
-from phalanx.core.reading import parse_json
+from phalanx.core.errors import printable
+from phalanx.core.reading import json_text, parse_json
 from phalanx.runtime.membership.hangs import OtherHosts
 from phalanx.runtime.membership.keys import MEETINGS, SUMS, Keys, Service, ServiceLost
 from phalanx.runtime.membership.membership import (
@@ -131,7 +132,7 @@ class HostAgent:
         """A worker of this host was lost; reported to the service at the next tick."""
         self._ready.pop(uid, None)
         if uid not in self._dead:
-            self._dead[uid] = Lost(uid, why, now_s())
+            self._dead[uid] = Lost(uid, printable(why), now_s())
             self._unreported.append(self._dead[uid])
 
     def gone(self, uid: str) -> None:
@@ -156,7 +157,7 @@ class HostAgent:
 
     def stop(self, why: str) -> None:
         """The run ends after the step under way."""
-        self._stop = why
+        self._stop = printable(why)
         self._looked_s = 0.0
 
     def forgive(self) -> None:
@@ -252,7 +253,7 @@ class HostAgent:
             keys.put(f"history/{self.host}", self.newest.to_json())
         self._reported_dead.clear()
         self._report_dead(keys)
-        keys.put(_own_key(self.host), json.dumps(sorted(self._own)))
+        keys.put(_own_key(self.host), json_text(sorted(self._own), where=_own_key(self.host)))
         keys.create("wanted", str(self.rule.wanted))
         if self.begun:
             keys.put(BEGUN, "1")

@@ -21,13 +21,12 @@ state), or two groups could train the same step.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from phalanx.core.errors import Problem, ProblemsError, RunError
-from phalanx.core.reading import is_count, parse_json, parse_table, typed
+from phalanx.core.errors import Problem, ProblemsError, RunError, printable
+from phalanx.core.reading import is_count, json_text, parse_json, parse_table, typed
 from phalanx.runtime.membership.keys import Keys
 
 KEPT = 100
@@ -102,7 +101,8 @@ class Generation:
         return tuple(u for u in before.uids if u not in self.uids and u not in self.leaving)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        """As others read it: a text that they would refuse ends the proposer, with `MalformedError`, and not the run."""
+        return json_text(asdict(self), where="a generation")
 
     @classmethod
     def from_json(cls, text: str) -> Generation:
@@ -126,7 +126,7 @@ class Announcement:
 
     def to_json(self) -> str:
         last = None if self.last is None else self.last.to_json()
-        return json.dumps({**asdict(replace(self, last=None)), "last": last})
+        return json_text({**asdict(replace(self, last=None)), "last": last}, where="an announcement")
 
     @classmethod
     def from_json(cls, text: str) -> Announcement:
@@ -174,7 +174,7 @@ class Membership:
     def announce(self, who: Announcement) -> None:
         """Raises `MembershipError` where this member runs another plan or version than the run."""
         mine = {"plan hash": who.plan_hash, "code version": who.version}
-        text = self.keys.create("run", json.dumps(mine))
+        text = self.keys.create("run", json_text(mine, where="run"))
         run = typed(parse_json(text, where="run"), dict[str, str], where="run")
         problems = [
             Problem(
@@ -289,7 +289,7 @@ class Membership:
         """Ask members (name -> reason) to leave; may be repeated. They do so at the end of a step, after their state was handed over."""
         new = [uid for uid in requests if self.keys.get(_leave_request_key(uid)) is None]
         for uid in new:
-            self.keys.put(_leave_request_key(uid), requests[uid])
+            self.keys.put(_leave_request_key(uid), printable(requests[uid]))
         if new:
             self.keys.put(LEAVE_REQUESTS, " ".join(new))  # after the requests themselves
 
@@ -330,7 +330,7 @@ def _key(number: int) -> str:
 
 
 def without(uids: Collection[str], why: str, *, leave: bool = False, lost_s: float = 0.0) -> Change:
-    """The rule that takes members out."""
+    """The rule that takes members out. `why` may be any text: a file name in an error, say."""
 
     def change(now: Generation) -> Generation | None:
         gone = [u for u in now.uids if u in uids]
@@ -342,7 +342,7 @@ def without(uids: Collection[str], why: str, *, leave: bool = False, lost_s: flo
             now,
             members=tuple(m for m in now.members if m.uid not in uids),
             left=(*left, *((u, now.number + 1) for u in gone if leave)),
-            why=f"{', '.join(gone or died_leaving)}: {why}",
+            why=printable(f"{', '.join(gone or died_leaving)}: {why}"),
             lost_s=lost_s,
         )
 

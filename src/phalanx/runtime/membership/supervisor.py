@@ -30,7 +30,7 @@ from functools import partial
 from types import FrameType
 
 from phalanx.core.clock import now_s
-from phalanx.core.errors import PhalanxError, RunError, printable
+from phalanx.core.errors import PhalanxError, RunError, first_line, printable
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.core.process import say
 from phalanx.runtime.membership.hangs import HangRule, Hangs, longest_wait_s
@@ -379,7 +379,7 @@ class Supervisor:
         self.error = error
         self.stops = max(self.stops, 1)
         mine = [w.uid for w in self.workers if not w.ended]
-        self.host_agent.leave_or_stop(mine, str(error).splitlines()[0])
+        self.host_agent.leave_or_stop(mine, first_line(error))
         self._end_joiners()
 
     def _find_hung(self) -> None:
@@ -480,7 +480,7 @@ class Supervisor:
     def _end_run(self, error: PhalanxError) -> None:
         """Ends the run on all hosts. No member leaves alone, so that those that are left save their state together."""
         self.error, self.stops = error, max(self.stops, 1)
-        self.host_agent.stop(str(error).splitlines()[0])
+        self.host_agent.stop(first_line(error))
         self._end_joiners()
 
     # -- processes and signals

@@ -14,14 +14,13 @@ would count twice), each member has a key of its own.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from phalanx.core.errors import RunError
-from phalanx.core.reading import parse_table, typed
+from phalanx.core.reading import json_text, parse_table, typed
 from phalanx.plan.recovery import StateReport
 from phalanx.runtime.membership.keys import Keys, ServiceLost
 from phalanx.runtime.membership.membership import Generation
@@ -179,7 +178,8 @@ class MemberReport:
 
     def to_json(self) -> str:
         """As it is written for the others."""
-        return json.dumps({**asdict(replace(self, about=StateReport())), "about": self.about.to_dict()})
+        table = {**asdict(replace(self, about=StateReport())), "about": self.about.to_dict()}
+        return json_text(table, where="a member's report")
 
     @classmethod
     def from_json(cls, text: str) -> MemberReport:

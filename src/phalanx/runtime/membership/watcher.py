@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, replace
 
 from phalanx.core.clock import now_s
-from phalanx.core.errors import PhalanxError
+from phalanx.core.errors import PhalanxError, printable
 from phalanx.core.events import Event
 from phalanx.runtime.comm import RankProgress, State
 from phalanx.runtime.membership.keys import Keys, Service, ServiceLost
@@ -213,7 +213,7 @@ class MembershipWatcher:
             state, quick, still_s = self.progress.look(), self.progress.quick, self.progress.still_s
             if state == "still" and still_s > STANDS_S + told_s:  # once, and each time it has stood twice as long
                 told_s = still_s
-                self._say({"stands": self.progress.stands()})
+                self._say({"stands": printable(self.progress.stands())})
             told_s = 0.0 if state == "moves" else told_s
             try:
                 os.write(self._pipe, BEATS[state, quick])

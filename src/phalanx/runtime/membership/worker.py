@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.core import messages
-from phalanx.core.errors import PhalanxError, RunError
+from phalanx.core.errors import PhalanxError, RunError, first_line
 from phalanx.core.process import name_process
 from phalanx.core.reading import parse_table
 from phalanx.runtime.membership.membership import Member, StaleMember
@@ -148,8 +148,8 @@ class Worker:
                 return f"killed by {signal.Signals(os.WTERMSIG(self.status)).name}"
         if self.code == STALE_CODE:
             return "refused: it was excluded from the run before"
-        if self._error is not None:
-            return str(self.error()).strip().splitlines()[0]
+        if (error := self.error()) is not None:
+            return first_line(error)
         return f"ended with exit code {self.code}"
 
     def send(self, number: signal.Signals) -> None:

@@ -12,7 +12,6 @@ A service that is lost pauses the worker at its next vote. When it is back witho
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Collection, Mapping
@@ -20,7 +19,7 @@ from typing import Any
 
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Emit, ignore
-from phalanx.core.reading import parse_json, typed
+from phalanx.core.reading import json_text, parse_json, typed
 from phalanx.runtime.membership.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership.membership import Announcement, Generation, Member, Membership, StaleMember
 from phalanx.runtime.membership.reachability import ProbeListener, probe_key, probe_members, remove_unreachable
@@ -258,7 +257,7 @@ class WorkerAgent(MembershipWatcher):
         generation = self.team.generation
         wanted = {} if self.closing else self._leaving_of(generation)
         mine = {} if len(wanted) == len(generation.uids) else wanted
-        text = self._keys_of(generation).create(_leavers_key(generation, -1), json.dumps(mine))
+        text = self._keys_of(generation).create(_leavers_key(generation, -1), json_text(mine, where="leavers"))
         found: dict[str, str] = typed(parse_json(text, where="leavers"), dict[str, str], where="leavers")
         return found
 
@@ -436,7 +435,7 @@ class WorkerAgent(MembershipWatcher):
             return "go on"
         if len(leaving) == team.size:  # no member would be left to hand over to
             return "stop"
-        self._keys.create(_leavers_key(team.generation, self._voting), json.dumps(leaving))
+        self._keys.create(_leavers_key(team.generation, self._voting), json_text(leaving, where="leavers"))
         return "leave"
 
     def _keys_of(self, generation: Generation) -> Keys:
