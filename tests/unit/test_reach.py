@@ -8,10 +8,11 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import pytest
 
+from phalanx.runtime.membership import reachability
 from phalanx.runtime.membership.host_agent import FORMS_S, TOGETHER_S, HostAgent
 from phalanx.runtime.membership.keys import Keys, UnixService
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
@@ -63,6 +64,68 @@ def test_who_stays_reaches_each_other_and_somebody_stays(seed: int) -> None:
     stay = [uid for uid in UIDS if uid not in out]
     assert stay and not any(a in stay and b in stay for a, b in broken)
     assert len(set(out)) == len(out)
+
+
+def choose_slowly(uids: Sequence[str], unreached: Mapping[str, Collection[str]]) -> tuple[str, ...]:
+    """`choose_removed` as its docstring says it, counting anew each time."""
+    pairs = {frozenset((a, b)) for a, others in unreached.items() for b in others if a in uids and b in uids and a != b}
+    out: list[str] = []
+    while pairs:
+        counts = {uid: sum(uid in pair for pair in pairs) for uid in uids}
+        worst = max(uids, key=lambda uid: (counts[uid], uids.index(uid)))
+        out.append(worst)
+        pairs = {pair for pair in pairs if worst not in pair}
+    return tuple(out)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_degrees_that_are_counted_once_choose_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    uids = [f"h{i}" for i in rng.sample(range(30), rng.randint(2, 14))]
+    names = [*uids, "gone before"]
+    share = rng.choice([0.1, 0.5, 0.9])
+    unreached = {a: [b for b in names if rng.random() < share] for a in names}
+    assert choose_removed(uids, unreached) == choose_slowly(uids, unreached)
+
+
+def test_a_switch_that_parts_hundreds_is_decided_at_once() -> None:
+    """Counted anew for each that goes, 256 members took 18 s, in which their generation waited."""
+    uids = [f"h{i // 8}.{i % 8}" for i in range(256)]
+    begin_s = time.process_time()
+    assert set(choose_removed(uids, cross(set(uids[:128]), set(uids[128:])))) == set(uids[128:])
+    assert time.process_time() - begin_s < 2.0
+
+
+def test_a_process_that_is_stopped_answers_any_number_of_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody serves its queue, which the kernel may keep short: full, it had the host removed after 70 s of the ten minutes for which it is waited."""
+    monkeypatch.setattr(reachability, "WAITING", 4)
+    listener = ProbeListener("127.0.0.1", 9)
+    try:
+        for _ in range(50):
+            assert probe_all({"stopped": listener.address}, limit_s=5.0).answered == {"stopped"}
+    finally:
+        listener.close()
+
+
+def test_a_member_that_all_probe_at_once_answers_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reachability, "WAITING", 128)
+    listener = ProbeListener("127.0.0.1", 9)
+    answered: list[int] = []
+
+    def probe() -> None:
+        for _ in range(8):
+            found = probe_all({f"m{i}": listener.address for i in range(16)}, limit_s=10.0)
+            answered.append(len(found.answered))
+
+    threads = [threading.Thread(target=probe) for _ in range(8)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        listener.close()
+    assert answered == [16] * 64
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Reachability probes. Members that all reach the service and not each other would renew their generation for ever; so some of them are excluded.
 
-Each member has a listening socket that is never served: the kernel accepts connections for it, also while the process is stopped. When a generation breaks or cannot
+Each member has a listening socket that is never served: the kernel answers for it, also while the process is stopped, and a probe leaves nothing behind in its queue, however long that lasts. When a generation breaks or cannot
 be formed and no member is known to be lost, each member probes all others and records those it could not reach (`unreached/GENERATION/MEMBER`). `choose_removed` decides from these
 records, the first writer of the next generation applies it, and an excluded member joins again only once it reaches all others.
 
@@ -16,7 +16,9 @@ import errno
 import json
 import select
 import socket
+import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +30,11 @@ PROBE_TIMEOUT_S = 1.5
 """A host that does not answer for so long is unreachable. TCP retransmits after 1 s, so one lost packet is tolerated."""
 COLLECT_S = 0.5
 """How long to wait for the reports of others."""
+DEFER_S = 30
+"""How long a listener's kernel waits for the first byte of a connection; probes end before."""
 LOOK_S = 0.02
+WAITING = 4096
+"""Probes of one listener that may be under way at once; the kernel has a limit of its own (`net.core.somaxconn`)."""
 LINK_S = 4.0
 """A connection between machines is broken after so long without an answer of the peer's kernel."""
 
@@ -38,13 +44,22 @@ def choose_removed(uids: Sequence[str], unreached: Mapping[str, Collection[str]]
 
     `unreached`: the members that each could not reach; a pair is broken if either reports it. At least one member always stays.
     """
-    pairs = {frozenset((a, b)) for a, others in unreached.items() for b in others if a in uids and b in uids and a != b}
+    ranks = {uid: rank for rank, uid in enumerate(uids)}
+    broken: dict[str, set[str]] = {uid: set() for uid in uids}
+    for a, others in unreached.items():
+        for b in others:
+            if a in ranks and b in ranks and a != b:
+                broken[a].add(b)
+                broken[b].add(a)
+    counts = Counter({uid: len(others) for uid, others in broken.items() if others})
     out: list[str] = []
-    while pairs:
-        counts = {uid: sum(uid in pair for pair in pairs) for uid in uids}
-        worst = max(uids, key=lambda uid: (counts[uid], uids.index(uid)))
+    while counts:
+        worst = max(counts, key=lambda uid: (counts[uid], ranks[uid]))
         out.append(worst)
-        pairs = {pair for pair in pairs if worst not in pair}
+        del counts[worst]
+        for other in broken[worst]:
+            counts[other] -= 1
+        counts = +counts
     return tuple(out)
 
 
@@ -56,7 +71,10 @@ class ProbeListener:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((service_host, service_port))  # sends nothing
             own = probe.getsockname()[0]
-        self._socket = socket.create_server((own, 0), backlog=128)
+        self._socket = socket.create_server((own, 0), backlog=WAITING)
+        if hasattr(socket, "TCP_DEFER_ACCEPT"):
+            # a connection is in the queue once it has brought a byte, and probes bring none: that of a stopped process would be full after WAITING of them
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, DEFER_S)
         self._socket.setblocking(False)
         self.address = f"{own}:{self._socket.getsockname()[1]}"
 
@@ -120,6 +138,7 @@ def probe_all(
             host, _, port = where.rpartition(":")
             sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
             waiting[sock.fileno()] = name, sock
             code = sock.connect_ex((host, int(port)))
             if code == errno.EINPROGRESS:
@@ -132,9 +151,10 @@ def probe_all(
                 limit_s = 0.0
                 break
             for fd, _ in poll.poll(min(left_s, LOOK_S) * 1000):
-                name, sock = waiting[fd]
-                codes[name] = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 poll.unregister(fd)
+                name, sock = waiting.pop(fd)
+                codes[name] = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                sock.close()  # at once: others probe the same member
     finally:
         for _, sock in waiting.values():
             sock.close()
