@@ -13,7 +13,7 @@ from membership_help import MemoryService
 from phalanx.core.errors import RunError
 from phalanx.core.events import Event
 from phalanx.runtime.membership import supervisor
-from phalanx.runtime.membership.membership import Member
+from phalanx.runtime.membership.membership import Member, Membership
 from phalanx.runtime.membership.supervisor import ServiceRestarted, Supervisor, SupervisorSettings
 from phalanx.runtime.membership.worker import STALE_CODE, Worker
 
@@ -160,7 +160,7 @@ def test_a_kill_that_a_signal_handler_was_faster_with_raises_nothing(monkeypatch
 
 def test_a_worker_that_is_forked_while_a_second_stop_comes_is_not_waited_for() -> None:
     found = host(2)
-    found.stops = 2
+    found.signals = 2
     assert not found._has_work
 
 
@@ -209,3 +209,75 @@ def test_a_worker_that_hangs_after_the_last_step_is_ended() -> None:
     here._finished_s -= here.settings.zombie_s + 1.0
     here._find_hung()
     assert all(w.ended for w in here.workers) and len(here.workers) == 2, "and nobody is started any more"
+
+
+def in_turns(found: Supervisor) -> int:
+    """`run` where no process is there to be waited for."""
+    found._wait = found._find_hung = lambda: None  # type: ignore[method-assign]
+    return found.run()
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_stop_while_workers_are_forked_is_heard(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fork_worker` holds signals back until its worker is there, and it is no member of the list yet then."""
+    forked: list[NoProcess] = []
+
+    def fork(work: object, member: Member, *, slot: int, close: object) -> Worker:
+        forked.append(NoProcess(member.uid, slot))
+        if len(forked) == min(2, slots):
+            found._on_signal(signal.SIGTERM, None)
+        return forked[-1]
+
+    monkeypatch.setattr(supervisor, "fork_worker", fork)
+    settings = SupervisorSettings(host="h", slots=slots, wanted=9, alone=False)
+    found = Supervisor(lambda agent: 0, settings, service=MemoryService())
+    assert in_turns(found) == 0
+    assert len(forked) == min(2, slots) and all(w.ended for w in forked)
+    assert found.host_agent._dead.keys() == {w.uid for w in forked}
+
+
+def test_a_worker_that_is_forked_while_its_host_leaves_is_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement, in a run under way."""
+    found = member_host("h", "other")
+    monkeypatch.setattr(supervisor, "fork_worker", lambda *_, slot, **__: told_while_forking(found, slot))
+    Supervisor._start(found, 1)
+    old, new = found.workers
+    assert new.ended and new.removed_s and not old.ended
+    assert set(found.host_agent._leaving) == {old.uid, new.uid}
+
+
+def told_while_forking(found: Supervisor, slot: int) -> Worker:
+    found._on_signal(signal.SIGTERM, None)
+    return NoProcess(f"h.{slot}.new", slot)
+
+
+def member_host(*hosts: str, slots: int = 1) -> Host:
+    """The first of these hosts, in a run under way."""
+    found = Host(lambda agent: 0, SupervisorSettings(host="h", slots=slots, wanted=slots), service=MemoryService())
+    for slot in range(slots):
+        found._start(slot)
+    others = [Member(f"{name}.0.x", name) for name in hosts[1:]]
+    keys = found.service.connect()
+    found.host_agent.newest = Membership(keys).start(
+        [*(w.member for w in found.workers), *others], above=0, minimum=1, why=""
+    )
+    found.host_agent._own.update(w.uid for w in found.workers)
+    return found
+
+
+def test_one_ctrl_c_after_a_host_gave_up_is_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    found = member_host("h", slots=2)
+    found._give_up(RunError("the disk of slot 0 is broken"))
+    assert found.stops
+    found._on_signal(signal.SIGINT, None)
+    assert not any(w.ended for w in found.workers) and found._has_work
+    assert found.host_agent._stop == "the run was stopped: the disk of slot 0 is broken", "and that stays the reason"
+    found._on_signal(signal.SIGINT, None)
+    assert all(w.ended for w in found.workers) and not found._has_work
+
+
+def test_a_host_that_gave_up_and_is_stopped_at_once_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Host(lambda agent: 0, SupervisorSettings(slots=1, wanted=1), service=MemoryService())
+    found.error, found.stops, found.signals = RunError("the disk is broken"), True, 2
+    assert found.run() == 130
+    assert "the disk is broken" in capsys.readouterr().err

@@ -209,7 +209,11 @@ class Supervisor:
         one."""
         self.faults = 0
         """Those among them that no signal from outside caused."""
-        self.stops = 0
+        self.signals = 0
+        """Stop signals that counted: the second one ends all at once."""
+        self.stops = False
+        """This host leaves: by a signal, or because it gave up."""
+        self._why_stop = ""
         self.codes: list[int] = []
         self.error: PhalanxError | None = None
         self._cause: PhalanxError | None = None
@@ -230,14 +234,17 @@ class Supervisor:
         with self._listening():
             gc.freeze()
             for slot in range(self.settings.slots):
-                self._start_or_wait(slot)
+                if not self.stops:
+                    self._start_or_wait(slot)
             try:
                 while self._has_work:
                     self._turn()
                 over = self.host_agent.finished is not None or (any(self.codes) and self.host_agent.is_over())
             finally:
                 self._end_all()
-        if self.stops > 1:
+        if self.signals > 1:
+            if self.error is not None:
+                say(printable(str(self.error)))
             return STOPPED
         if self.error is not None and self.host_agent.finished is None:
             raise self.error
@@ -246,7 +253,7 @@ class Supervisor:
     @property
     def _has_work(self) -> bool:
         """Whether a worker runs or may still be started. A worker that was forked while a second stop came is ended with the run."""
-        if self.stops > 1:
+        if self.signals > 1:
             return False
         return any(not w.ended for w in self.workers) or bool(self.empty and self._goes_on and not self._all_rest)
 
@@ -261,7 +268,7 @@ class Supervisor:
 
     def _turn(self) -> None:
         self._wait()
-        if self.stops == 1 and self._announce_stop:
+        if self.signals == 1 and self._announce_stop:
             self._announce_stop = False
             self._answer_stop()
         self._read_workers()
@@ -377,9 +384,9 @@ class Supervisor:
         if self._cause is not None and isinstance(error, RunError) and str(self._cause) != str(error):
             error = RunError(f"{error}\nbefore that: {self._cause}")
         self.error = error
-        self.stops = max(self.stops, 1)
+        self.stops, self._why_stop = True, first_line(error)
         mine = [w.uid for w in self.workers if not w.ended]
-        self.host_agent.leave_or_stop(mine, first_line(error))
+        self.host_agent.leave_or_stop(mine, self._why_stop)
         self._end_joiners()
 
     def _find_hung(self) -> None:
@@ -467,7 +474,7 @@ class Supervisor:
             if newest is not None:
                 self._end_run(too_few(newest, limit_s))
             else:
-                self.error, self.stops = self._never_began(limit_s), 1
+                self.error, self.stops = self._never_began(limit_s), True
                 self._end_joiners()
 
     def _never_began(self, waited_s: float) -> PhalanxError:
@@ -479,7 +486,7 @@ class Supervisor:
 
     def _end_run(self, error: PhalanxError) -> None:
         """Ends the run on all hosts. No member leaves alone, so that those that are left save their state together."""
-        self.error, self.stops = error, max(self.stops, 1)
+        self.error, self.stops = error, True
         self.host_agent.stop(first_line(error))
         self._end_joiners()
 
@@ -520,6 +527,8 @@ class Supervisor:
         self.workers.append(worker)
         self.started += 1
         self.tell(MemberStarted(uid=uid, host=self.settings.host, slot=slot, pid=worker.pid, at_s=now_s()))
+        if self.stops:  # a signal came while it was forked, and did not find it among the workers
+            self._leave(self._why_stop)
 
     def _work(self, slot: int, member: Member, pipe: int) -> int:
         """Does the worker's part in the forked process. Heartbeats begin once it has its device: making CUDA's context holds Python's lock for seconds, on all ranks at once for longer."""
@@ -550,20 +559,25 @@ class Supervisor:
             leave_terminal()
             for worker in self.workers:
                 worker.send(signal.SIGHUP)
-        if self.stops and not ends_at_once(number):
+        if self.signals and not ends_at_once(number):
             return
-        self.stops += 1
-        if self.stops == 1:
-            mine = [w.uid for w in self.workers if not w.ended]
-            self.host_agent.leave_or_stop(mine, f"its host got {signal.Signals(number).name}")
-            if self.host_agent.newest is not None or not self.settings.alone:
-                self._end_joiners()
+        self.signals += 1
+        if self.signals == 1:
             self._announce_stop = True
+            if not self.stops:  # else this host has given up, and leaves already
+                self.stops, self._why_stop = True, f"its host got {signal.Signals(number).name}"
+                self._leave(self._why_stop)
         else:
             for worker in self.workers:
                 worker.kill()
         with contextlib.suppress(OSError):
             os.write(self._waker, b"!")
+
+    def _leave(self, why: str) -> None:
+        """This host's workers leave after a hand-over; those that hold nothing end at once. May be repeated."""
+        self.host_agent.leave_or_stop([w.uid for w in self.workers if not w.ended], why)
+        if self.host_agent.newest is not None or not self.settings.alone:
+            self._end_joiners()
 
     def _end_joiners(self) -> None:
         """Workers that are in no generation yet hold nothing, and would wait for one for ever."""
