@@ -276,3 +276,26 @@ def test_threads_share_the_cores() -> None:
     assert threads_per_rank(1) == usable_cores() >= 1
     assert threads_per_rank(10_000) == 1
     assert threads_per_rank(4, threads=3) == 3
+
+
+def test_what_a_rank_left_behind_does_not_hold_up_its_error(tmp_path: Path) -> None:
+    """A process that it forked (a data loader's) has the pipe open through which it told."""
+    body = """
+    def main(info, stop):
+        if os.fork() == 0:
+            note("child", os.getpid())
+            time.sleep(120)
+            os._exit(0)
+        while not (folder / "child").exists():
+            time.sleep(0.01)
+        raise ValueError("boom")
+    run(main, ranks=1)
+    """
+    process = start(tmp_path, body)
+    (child,) = map(int, wait_for(tmp_path, "child"))
+    try:
+        code, _, err = finish(process)
+        assert code == 2 and "ValueError: boom" in err
+        assert not gone(child)
+    finally:
+        os.kill(child, signal.SIGKILL)

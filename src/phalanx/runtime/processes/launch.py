@@ -189,6 +189,9 @@ class _Child:
 
 def _fork(main: RankMain, info: WorldInfo, *, threads: int, parent: int) -> _Child:
     read_end, write_end = os.pipe()
+    os.set_blocking(
+        read_end, False
+    )  # a process that the rank forked may hold the other end open for as long as it likes
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -358,9 +361,11 @@ def _killed(child: _Child) -> str:
 
 
 def _read_report(child: _Child) -> PhalanxError | str | None:
+    """What a rank that has ended has said."""
     data = b""
-    while chunk := os.read(child.report, 65536):
-        data += chunk
+    with contextlib.suppress(BlockingIOError):
+        while chunk := os.read(child.report, 65536):
+            data += chunk
     if not data:
         return None
     report: PhalanxError | str = messages.decode(data)
