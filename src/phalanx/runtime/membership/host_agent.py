@@ -251,6 +251,7 @@ class HostAgent:
         """Report again what this host knows."""
         if self.newest is not None:
             keys.put(f"history/{self.host}", self.newest.to_json())
+        keys.delete(ENDED + self.host)  # that of a supervisor before this one
         self._reported_dead.clear()
         self._report_dead(keys)
         keys.put(_own_key(self.host), json_text(sorted(self._own), where=_own_key(self.host)))

@@ -162,7 +162,7 @@ class SocketKeys:
         self.where, self.timeout_s = where, timeout_s
         self._lost = ""
         self._lock = threading.Lock()
-        self._read = b""
+        self._read = bytearray()
         with OPENING:
             try:
                 self._socket = connect()
@@ -262,7 +262,8 @@ class SocketKeys:
                 raise self._failed("timed out")
         (length,) = LENGTH.unpack_from(self._read)
         end = LENGTH.size + length
-        message, self._read = self._read[LENGTH.size : end], self._read[end:]
+        message = bytes(self._read[LENGTH.size : end])
+        del self._read[:end]
         try:
             state, result = parse_json(message, where="an answer")
         except (ValueError, TypeError):

@@ -93,10 +93,12 @@ class Votes:
         """Say that `step` (steps committed so far) is reduced here, and return the decision.
 
         `then` is called by the member that decides, `broken` repeatedly: if it is true (a member of the generation is lost) this member
-        decides "abort", as it does after `limit_s`. Raises `InDoubt` where the service is lost after the vote may have been counted.
+        decides "abort", as it does after `limit_s`, and before any "commit" where it votes alone: nobody else would. Raises `InDoubt` where the service is lost after the vote may have been counted.
         """
         try:
             self.keys.put(self._vote(step, self.uid), "1")
+            if len(self.generation.members) == 1 and broken():
+                return self._decide(step, ABORT)
             if self._all_voted(step):
                 return self._commit(step, then())
             end_s, slice_s, sharing = time.monotonic() + limit_s, SLICE_S, len(self.generation.members)

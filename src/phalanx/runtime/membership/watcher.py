@@ -149,7 +149,8 @@ class MembershipWatcher:
         self._pipe = pipe
         self._said: Announcement | None = None
         self._said_in = ""
-        self._refused: PhalanxError | None = None
+        self._refused: Exception | None = None
+        """Why this member takes part no longer: raised in the worker's own thread."""
         self._begun = False
         self._committed = 0
         """Steps, as far as it was in the votes for them."""
@@ -229,7 +230,7 @@ class MembershipWatcher:
             except ServiceLost:
                 keys = None
                 self._closed.wait(AGAIN_S)
-            except PhalanxError as err:
+            except Exception as err:  # whatever it is: a member that nobody watches would wait for a lost one for ever
                 with self._news:
                     self._refused = err
                     if self.team is not None:

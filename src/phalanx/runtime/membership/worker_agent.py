@@ -223,11 +223,15 @@ class WorkerAgent(MembershipWatcher):
         self._say({"leave": True})
 
     def finish(self, step: int) -> None:
-        """Record that all steps are done. Returns once the service has it."""
+        """Record that all steps are done. Returns once the service has it. Raises `StaleMember` where the others have gone on without this one, which was stopped meanwhile: its end is not theirs."""
         end = End(step, 0 if self.team is None else self.team.generation.number)
         while True:
             try:
-                self.keys().put("finished", end.text)
+                keys = self.keys()
+                newest = None if self.last is None else Membership(keys).current(self.last)
+                if newest is not None:
+                    self._check_member(newest)
+                keys.put("finished", end.text)
                 break
             except ServiceLost:
                 self._forget_keys()
@@ -355,12 +359,16 @@ class WorkerAgent(MembershipWatcher):
             if self._leave_requests.get(self.uid, "").startswith(SLOW):
                 self._say({"rest": True})
             raise Left(f"{self.uid} has left the run")
-        if self.last is not None:
+        self._check_member(found)
+        return False
+
+    def _check_member(self, found: Generation) -> None:
+        """Raises `StaleMember` where this one was a member and is none of the newest generation."""
+        if self.last is not None and self.uid not in found.uids:
             raise StaleMember(
                 f"{self.uid} was excluded from the run in generation {found.number} ({found.why}); its last one was {self.last.number}; "
                 "its state is discarded"
             )
-        return False
 
     def _remove_unreachable(self, before: Generation) -> None:
         with contextlib.suppress(ServiceLost):
