@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
+from base64 import b64encode
 from types import SimpleNamespace
 
 import pytest
 from membership_help import MemoryService
 
+from phalanx.core import messages
 from phalanx.core.errors import RunError
 from phalanx.core.events import Event
 from phalanx.runtime.membership import supervisor
@@ -281,3 +284,94 @@ def test_a_host_that_gave_up_and_is_stopped_at_once_says_why(capsys: pytest.Capt
     found.error, found.stops, found.signals = RunError("the disk is broken"), True, 2
     assert found.run() == 130
     assert "the disk is broken" in capsys.readouterr().err
+
+
+def test_a_host_without_a_worker_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its slots are drained when the others make the last step; it asks once a second."""
+    service, asked = MemoryService(), [0]
+    settings = SupervisorSettings(host="h", slots=2, wanted=4, alone=False, drained_slots=lambda: frozenset({0, 1}))
+    found = Host(lambda agent: 0, settings, service=service)
+    for slot in range(2):
+        found._start_or_wait(slot)
+    is_over = found.host_agent.is_over
+    monkeypatch.setattr(found.host_agent, "is_over", lambda: asked.__setitem__(0, asked[0] + 1) or is_over())
+    for _ in range(20):
+        assert found._has_work
+    assert asked == [1]
+    service.values["finished"] = "8 1"
+    found._over_s -= supervisor.OVER_S
+    assert not found._has_work
+    assert in_turns(Host(lambda agent: 0, settings, service=service)) == 0
+
+
+def test_what_fails_after_the_last_step_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    found = host(2)
+    first, second = found.workers
+    found.host_agent.finished = "8 1"
+    first._error = b64encode(messages.encode(RunError("runs/x/summary: no space left on device"))).decode()
+    found._ended(with_status(first, EXITED[1]))
+    found._ended(with_status(second, 0))
+    found._start_or_wait = lambda slot: None  # type: ignore[method-assign]
+    assert in_turns(found) == 1
+    assert "all steps are done, and a worker of this host failed: runs/x/summary: no space" in capsys.readouterr().err
+
+
+def with_status(worker: Worker, status: int) -> Worker:
+    worker.status = status
+    return worker
+
+
+@pytest.mark.parametrize("finished", [None, "8 1"])
+def test_a_host_that_leaves_while_a_worker_is_frozen_does_not_say_that_all_is_well(finished: str | None) -> None:
+    """What that one holds is not handed over."""
+    found = member_host("h", "other", slots=2)
+    frozen, other = found.workers
+    found._on_signal(signal.SIGTERM, None)
+    found.host_agent.finished = finished
+    frozen.last_read_s -= found.settings.limit_s + 1.0
+    other.joins = True  # else both hosts are waited for
+    found._find_hung()
+    assert frozen.removed_s
+    for worker in found.workers:
+        found._ended(with_status(worker, 0))
+    assert in_turns(found) == (0 if finished else 128 + signal.SIGKILL)
+
+
+def test_a_fork_that_fails_ends_no_other_worker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A container may run so many processes and no more."""
+    found, now = member_host("h", slots=2), time.monotonic()
+    files = len(os.listdir("/proc/self/fd"))
+
+    def no_room() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fork", no_room)
+        for _ in range(3):
+            Supervisor._start(found, 1)
+    assert found.empty == {1} and found._has_work and not any(w.ended for w in found.workers)
+    assert len(os.listdir("/proc/self/fd")) == files
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("host h: cannot start a worker in slot 1 ([Errno 11] Resource temporarily unavailable)")
+    for later_s, workers in ((9, 2), (11, 3)):
+        monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda at=now + later_s: at))
+        found._fill()
+        assert len(found.workers) == workers
+
+
+def test_a_worker_that_is_to_leave_before_it_joins_ends() -> None:
+    """It waited for a generation for ever, and held its slot."""
+    found = member_host("h", "other")
+    (member,) = found.workers
+    found._start(1)
+    joiner = found.workers[1]
+    found.host_agent.announced(joiner.member)
+    for worker in (member, joiner):
+        found._leave_alone(worker)
+    assert joiner.ended and not member.ended
+    found.host_agent.tick()
+    newest = found.host_agent.newest
+    assert newest is not None and joiner.uid not in newest.uids and member.uid in newest.uids
+    assert set(Membership(found.service.connect()).leave_requests()) == {member.uid}

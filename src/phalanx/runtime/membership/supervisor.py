@@ -57,6 +57,10 @@ TICK_S = 0.05
 """Longest time between two looks at what no handle announces."""
 REMOVED_CODE = 69
 """Exit code of a host whose workers the others removed and were not replaced, while the run continues: start the host again (`EX_UNAVAILABLE` of sysexits.h)."""
+OVER_S = 1.0
+"""How often a host without a worker asks whether the run is over."""
+FORK_S = 10.0
+"""How long the place of a worker stays empty that could not be forked."""
 ROUNDS = 3
 """A cause that ends all workers of a host, however many slots it has, may do so this often before the host gives up."""
 
@@ -202,7 +206,10 @@ class Supervisor:
         self.empty: set[int] = set()
         """Slots without a worker until they are no longer drained or resting."""
         self.rests: dict[int, float] = {}
-        """Slots whose worker was too slow, and until when they stay empty."""
+        """Slots whose worker was too slow or could not be forked, and until when they stay empty."""
+        self._over, self._over_s = False, 0.0
+        """Whether the run is over, as far as a host without a worker knows, and when it asked last."""
+        self._fork_failed = False
         self.started = 0
         self.deaths: Counter[int] = Counter()
         """Deaths of each slot since the last step, but for workers that were refused: that says nothing about the next
@@ -248,14 +255,23 @@ class Supervisor:
             return STOPPED
         if self.error is not None and self.host_agent.finished is None:
             raise self.error
-        return exit_code(self.codes, finished=self.host_agent.finished is not None, over=over)
+        code = exit_code(self.codes, finished=self.host_agent.finished is not None, over=over)
+        if self.error is not None and code:
+            say(
+                printable(
+                    f"host {self.settings.host}: all steps are done, and a worker of this host failed: {self.error}"
+                )
+            )
+        return code
 
     @property
     def _has_work(self) -> bool:
         """Whether a worker runs or may still be started. A worker that was forked while a second stop came is ended with the run."""
         if self.signals > 1:
             return False
-        return any(not w.ended for w in self.workers) or bool(self.empty and self._goes_on and not self._all_rest)
+        return any(not w.ended for w in self.workers) or bool(
+            self.empty and self._goes_on and not self._ended_elsewhere()
+        )
 
     # -- one turn
 
@@ -313,7 +329,7 @@ class Supervisor:
             if "announced" in words:
                 self.host_agent.announced(worker.member)
             if "leave" in words:
-                self.host_agent.leave([worker.uid], "was asked to leave")
+                self._leave_alone(worker)
             if "rest" in words:
                 self.rests[worker.slot] = time.monotonic() + self.settings.rest_s
             if "begun" in words:
@@ -324,6 +340,15 @@ class Supervisor:
                 self.faults, self._cause = 0, None
             if "finished" in words:
                 self.host_agent.finished = str(words["finished"])
+
+    def _leave_alone(self, worker: Worker) -> None:
+        """One worker was asked to leave. One that is to join a run under way holds nothing, and would wait for ever: it is not proposed any more."""
+        self.host_agent.leave([worker.uid], "was asked to leave")
+        newest = self.host_agent.newest
+        if newest is not None and worker.uid not in newest.uids and not worker.ended:
+            worker.removed_s = worker.removed_s or time.monotonic()
+            self.host_agent.died(worker.uid, "was asked to leave before it took part")
+            worker.kill()
 
     def _reap(self) -> None:
         for worker in list(self.workers):
@@ -397,6 +422,8 @@ class Supervisor:
         f = self.host_agent.f = min([self.settings.f, *(w.holders for w in members if w.holders)])
         for worker, why in self.hangs.put_out(members, self.host_agent.other_hosts(), now, f=f).items():
             self._put_out(worker, why)
+            if self.stops:  # what it holds is not handed over
+                self.codes.append(-signal.SIGKILL)
         for worker in running:
             if worker.uid not in uids:
                 self._find_hung_joiner(worker, now)
@@ -496,10 +523,12 @@ class Supervisor:
     def _goes_on(self) -> bool:
         return not self.stops and self.host_agent.finished is None
 
-    @property
-    def _all_rest(self) -> bool:
-        """Only resting slots are left, so that no worker could report the end of the run, and it is over."""
-        return bool(self.rests) and self.host_agent.is_over()
+    def _ended_elsewhere(self) -> bool:
+        """Whether the run is over. For a host all of whose slots are empty (resting, drained): none of its workers could report that."""
+        now = time.monotonic()
+        if not self._over and now - self._over_s >= OVER_S:
+            self._over, self._over_s = self.host_agent.is_over(), now
+        return self._over
 
     def _start_or_wait(self, slot: int) -> None:
         if slot in self.settings.drained_slots():
@@ -523,12 +552,27 @@ class Supervisor:
         sys.stdout.flush()
         sys.stderr.flush()
         member, pipes = Member(uid=uid, host=self.settings.host), [w.pipe for w in self.workers]
-        worker = fork_worker(partial(self._work, slot), member, slot=slot, close=pipes)
+        try:
+            worker = fork_worker(partial(self._work, slot), member, slot=slot, close=pipes)
+        except OSError as err:
+            self._start_later(slot, err)
+            return
+        self._fork_failed = False
         self.workers.append(worker)
         self.started += 1
         self.tell(MemberStarted(uid=uid, host=self.settings.host, slot=slot, pid=worker.pid, at_s=now_s()))
         if self.stops:  # a signal came while it was forked, and did not find it among the workers
             self._leave(self._why_stop)
+
+    def _start_later(self, slot: int, err: OSError) -> None:
+        """The machine, or its container, has no room for another process now: that ends none of those which are there."""
+        self.empty.add(slot)
+        self.rests[slot] = time.monotonic() + FORK_S
+        if not self._fork_failed:
+            self._fork_failed = True
+            say(
+                f"host {self.settings.host}: cannot start a worker in slot {slot} ({first_line(err)}); tries again every {FORK_S:g} s"
+            )
 
     def _work(self, slot: int, member: Member, pipe: int) -> int:
         """Does the worker's part in the forked process. Heartbeats begin once it has its device: making CUDA's context holds Python's lock for seconds, on all ranks at once for longer."""

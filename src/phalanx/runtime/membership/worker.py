@@ -174,14 +174,19 @@ class Worker:
 
 
 def fork_worker(work: Callable[[Member, int], int], member: Member, *, slot: int, close: Sequence[int] = ()) -> Worker:
-    """Fork a process that runs `work(member, pipe)`. It ends with this process and shares no pipe (`close`) of its siblings."""
+    """Fork a process that runs `work(member, pipe)`. It ends with this process and shares no pipe (`close`) of its siblings. Raises `OSError` where there is no room for it."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read_end, False)
     os.set_blocking(write_end, True)
     parent = os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, ANSWER_STOP})
     try:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(read_end)
+            os.close(write_end)
+            raise
         if pid == 0:
             try:
                 for fd in (read_end, *(f for f in close if f >= 0)):
