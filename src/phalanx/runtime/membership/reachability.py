@@ -34,7 +34,7 @@ DEFER_S = 30
 """How long a listener's kernel waits for the first byte of a connection; probes end before."""
 LOOK_S = 0.02
 WAITING = 4096
-"""Probes of one listener that may be under way at once; the kernel has a limit of its own (`net.core.somaxconn`)."""
+"""Probes of one listener that may be under way at once; the kernel has a limit of its own, somaxconn."""
 LINK_S = 4.0
 """A connection between machines is broken after so long without an answer of the peer's kernel."""
 
