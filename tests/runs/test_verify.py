@@ -623,6 +623,14 @@ def test_settings_are_told_from_arguments() -> None:
             "--overlap = 'fien': must be serial, coarse:N, tiles, tiles:KEY=VALUE,..., fine, auto or fused",
         ),
         (("--overlap", "fused"), "runs on GPUs only"),
+        (
+            ("--overlap", "fine", "--ranks", "1"),
+            "--overlap = 'fine': applies to none of the 58 cases of these ranks: needs",
+        ),
+        (
+            ("--dispatch.overlap", "fused", "--optim.bucket_mb", "0", "--launch.device", "cuda", "--ranks", "2"),
+            "runs on GPUs only",
+        ),
         (("--overlap", "coarse:1"), "--overlap = 'coarse:1': coarse takes a number of chunks"),
         (("--overlap", "fine", "--folding.ep", "2"), "set --dispatch.overlap instead"),
         (("--overlap", "fine", "--plant", "all"), "each with its own overlap"),

@@ -22,6 +22,8 @@ class Proof:
     worst_step_error: float
     failures: tuple[str, ...]
     """What differs; empty: the mapping is proven."""
+    not_verified: tuple[str, ...] = ()
+    """Settings of the recipe that change a step and that no verified step has."""
 
     @property
     def agrees(self) -> bool:
@@ -54,4 +56,5 @@ def verify_mapping(
         worst_norm_error=found["worst_norm_rel_error"],
         worst_step_error=found["worst_step_rel_error"],
         failures=tuple(found["failures"]),
+        not_verified=tuple(found["not_verified"]),
     )

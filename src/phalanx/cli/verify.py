@@ -3,7 +3,7 @@ one clipped AdamW step, with different data on every rank.
 
 Without a recipe: every legal mapping of the ranks, then pipelines with every schedule, over small models that together use every option
 (each pair of options in at least one case); in float32 and bfloat16 the mappings of ep, etp and dp. With a recipe, or settings of one (--folding.ep 4): its own options and mapping on a shrunken model.
-With --overlap VALUE: the built-in cases with `dispatch.overlap` forced to it. With --steps N: the loss of N steps of it beside one rank, in float64. Exits 1 where something differs.
+What of the recipe no verified step has is said. With --overlap VALUE: the built-in cases with `dispatch.overlap` forced to it. With --steps N: the loss of N steps of it beside one rank, in float64. Exits 1 where something differs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class VerifyArgs:
     overlap: Annotated[str | None, tyro.conf.arg(metavar="VALUE")] = None
     """Force this `dispatch.overlap` (serial, coarse:N, tiles, fine, auto) on every built-in case in which it can apply."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """File for the result: mappings, worst_gradient_rel_error, worst_norm_rel_error, worst_step_rel_error, seconds, failures, ..."""
+    """File for the result: mappings, worst_gradient_rel_error, worst_norm_rel_error, worst_step_rel_error, seconds, failures, not_verified, ..."""
 
 
 def main(args: list[str]) -> int:
@@ -155,6 +155,7 @@ def verify(args: VerifyArgs, recipe: Recipe | None, console: Console) -> int:
         VerifyJob,
         default_cases,
         force_overlap,
+        not_verified,
     )
 
     begin_s = time.perf_counter()
@@ -164,6 +165,7 @@ def verify(args: VerifyArgs, recipe: Recipe | None, console: Console) -> int:
     cases = default_cases(ranks, axes=axes) if recipe is None else _cases_of(recipe, ranks)
     forced = None if args.overlap is None else force_overlap(cases, args.overlap)
     if forced is not None:
+        raise_if(_never_forced(forced), ConfigError, subject="arguments")
         cases = forced.cases
     if args.plant is not None:
         cases = _faults().cases_with(fault, cases, ranks=ranks)
@@ -175,6 +177,7 @@ def verify(args: VerifyArgs, recipe: Recipe | None, console: Console) -> int:
     )
     reports = _run(job, console)
     result = summary(reports, ranks=ranks, dtype=args.dtype, seconds=time.perf_counter() - begin_s)
+    result["not_verified"] = [] if recipe is None else not_verified(recipe, cases[-1])
     if args.plant is not None:
         result["planted"] = fault.name
     if forced is not None:
@@ -182,12 +185,27 @@ def verify(args: VerifyArgs, recipe: Recipe | None, console: Console) -> int:
     if args.json is not None:
         write_json(args.json, result)
     _print_table(reports, result, console)
+    _print_not_verified(result["not_verified"], console)
     if forced is not None:
         _print_forced(forced, console)
     if args.plant is not None:
         found = "found" if result["failures"] else "NOT FOUND"
         console.print(f"planted fault [b]{fault.name}[/] ({escape(fault.summary)}): {found}")
     return 1 if result["failures"] else 0
+
+
+def _never_forced(forced: Any) -> list[Problem]:
+    """A value that applies to no case, whose success would say nothing of it."""
+    if forced.num_forced:
+        return []
+    why = max(forced.kept, key=forced.kept.__getitem__)
+    rule = f"applies to none of the {len(forced.cases)} cases of these ranks: {why}"
+    return [Problem(where="--overlap", value=forced.value, rule=rule, hint="try more --ranks, or another value")]
+
+
+def _print_not_verified(left: list[str], console: Console) -> None:
+    if left:
+        console.print(f"not verified: {escape(', '.join(left))}", soft_wrap=True)
 
 
 def _print_forced(forced: Any, console: Console) -> None:
@@ -217,15 +235,25 @@ def _ranks(args: VerifyArgs, recipe: Recipe | None) -> int:
 
 
 def _recipe(args: VerifyArgs, overrides: Sequence[str]) -> Recipe:
-    """The recipe, checked like for training on the ranks asked for."""
+    """The recipe, checked like for training on the ranks asked for, with the mapping and the holders of shards that training has."""
 
     def check(recipe: Recipe) -> list[Problem]:
-        return run_problems(recipe, world=args.ranks or recipe.launch.ranks)
+        return run_problems(recipe, world=args.ranks or recipe.launch.ranks) or _only_on_gpus(recipe)
 
     recipe = load_recipe(None if args.recipe is None else str(args.recipe), overrides, check=check)
     ranks = args.ranks or recipe.launch.ranks
     chosen = choose_recovery(replace(recipe, launch=replace(recipe.launch, ranks=ranks)))
-    return replace(recipe, folding=chosen.recipe.folding)
+    return replace(recipe, folding=chosen.recipe.folding, resilience=chosen.recipe.resilience)
+
+
+def _only_on_gpus(recipe: Recipe) -> list[Problem]:
+    rule = "runs on GPUs only, and verify on processors, in float64"
+    found = (("overlap", "fused", "fine"), ("transport", "deepep", "all_to_all"))
+    return [
+        Problem(where=f"dispatch.{key}", value=value, rule=rule, hint=f'verify with "{other}"')
+        for key, value, other in found
+        if getattr(recipe.dispatch, key) == value
+    ]
 
 
 def _cases_of(recipe: Recipe, ranks: int) -> list[Any]:
@@ -299,14 +327,14 @@ def _print_table(reports: list[Any], result: dict[str, Any], console: Console) -
 
 
 def follow_recipe(args: VerifyArgs, recipe: Recipe, console: Console) -> int:
-    """The recipe's losses beside those of one rank, two micro-batches a rank."""
-    from phalanx.verify import follow  # imports torch
+    """The recipe's losses beside those of one rank, in the larger of its cases."""
+    from phalanx.verify import follow, not_verified  # imports torch
 
     begin_s = time.perf_counter()
     assert args.steps is not None
     case = _cases_of(recipe, _ranks(args, recipe))[-1]
     result = follow(case, steps=args.steps)
-    result.seconds = time.perf_counter() - begin_s
+    result.seconds, result.not_verified = time.perf_counter() - begin_s, not_verified(recipe, case)
     if args.json is not None:
         write_json(args.json, asdict(result))
     console.print(escape(result.label), soft_wrap=True)
@@ -316,6 +344,7 @@ def follow_recipe(args: VerifyArgs, recipe: Recipe, console: Console) -> int:
         f"(gradient norm {result.worst_norm_rel_error:.1e}), {result.dropped} rows dropped, {result.seconds:.1f} s",
         soft_wrap=True,
     )
+    _print_not_verified(result.not_verified, console)
     for text in result.failures:
         console.print(f"[red]differs[/] {escape(text)}", soft_wrap=True)
     return 1 if result.failures else 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
+    from phalanx.verify.carried import not_verified as not_verified
     from phalanx.verify.forced import force_overlap as force_overlap
     from phalanx.verify.many_steps import follow as follow
     from phalanx.verify.planted import HEALTHY as HEALTHY, PLANT_TIMEOUT_S as PLANT_TIMEOUT_S

@@ -21,13 +21,13 @@ import torch
 
 from phalanx.core.errors import RunError
 from phalanx.core.reading import load_json
+from phalanx.core.samples import num_rounds, owned
 from phalanx.models import TokenBatch, part_of
-from phalanx.runtime.comm import Collectives, GroupCache, build_groups, with_second_groups
+from phalanx.runtime.comm import GroupCache, build_groups, with_second_groups
 from phalanx.runtime.processes import STOPPED, StopRequest, WorldInfo, close_world, init_world, run_local
-from phalanx.train import assemble
 from phalanx.train.step import StepParts, train_step
-from phalanx.verify.numbers import StartingValues, microbatch
-from phalanx.verify.reference import alone, context, in_parts, partition, start
+from phalanx.verify.numbers import StartingValues, empty, microbatch
+from phalanx.verify.reference import alone, collectives, context, in_parts, on_mapping, partition, start
 from phalanx.verify.replicas import placement_of
 from phalanx.verify.session import TIMEOUT_S, end_if, import_early
 from phalanx.verify.setups import Case
@@ -62,6 +62,8 @@ class FollowResult:
     dropped: int = 0
     losses: list[float] = field(default_factory=list)
     reference_losses: list[float] = field(default_factory=list)
+    not_verified: list[str] = field(default_factory=list)
+    """What of the recipe these steps do not have (`carried.py`)."""
 
 
 def follow(case: Case, *, steps: int) -> FollowResult:
@@ -132,10 +134,11 @@ def _on_mapping(case: Case, steps: int, info: WorldInfo, stop: StopRequest) -> C
     if pipeline.pair_passes:
         groups = with_second_groups(groups, cache=cache)
     placement = placement_of(setup, folding, pipeline.stages.of_rank(folding.coord(info.rank, "pp")), info.rank)
-    ctx = context(setup, groups, Collectives(timeout_s=TIMEOUT_S), dtype=torch.float64, placement=placement)
-    each, index = setup.accumulation, folding.replica_of(info.rank)
-    parts = assemble(ctx, optim=setup.optim, num_microbatches=each, pipeline=pipeline)
-    mine = range(index * each, (index + 1) * each)
+    comms = collectives(setup, info.rank, timeout_s=TIMEOUT_S)
+    ctx = context(setup, groups, comms, dtype=torch.float64, placement=placement)
+    total = case.num_microbatches
+    parts = on_mapping(setup, ctx, num_microbatches=total, pipeline=pipeline)
+    mine = owned(total, owners=folding.replicas, owner=folding.replica_of(info.rank))
     curve = _run(case, parts, mine, steps=steps, stop=stop, cut=lambda batch: part_of(batch, folding, info.rank))
     ctx.comms.barrier(groups.axis("world"))
     close_world()
@@ -143,7 +146,7 @@ def _on_mapping(case: Case, steps: int, info: WorldInfo, stop: StopRequest) -> C
 
 
 def _on_one(case: Case, steps: int, info: WorldInfo, stop: StopRequest) -> Curve:
-    total = case.folding.replicas * case.setup.accumulation
+    total = case.num_microbatches
     parts = alone(case.setup, num_microbatches=total, dtype=torch.float64)
     where = partition(case.setup, case.folding)
     return _run(case, parts, range(total), steps=steps, stop=stop, cut=lambda batch: in_parts(batch, where))
@@ -158,13 +161,14 @@ def _run(
     stop: StopRequest,
     cut: Callable[[TokenBatch], TokenBatch],
 ) -> Curve:
-    """All steps; of each the micro-batches `mine`, cut to what this rank has of them. Collective."""
+    """All steps; of each the micro-batches `mine`, cut to what this rank has of them, and empty ones where other ranks have more. Collective."""
     start(parts, StartingValues())
-    total, curve = case.folding.replicas * case.setup.accumulation, Curve()
+    total, curve = case.num_microbatches, Curve()
+    rounds = num_rounds(total, owners=parts.groups.folding.replicas)
     for step in range(steps):
         end_if(stop)
-        batches = [cut(microbatch(case.setup, step * total + j)) for j in mine]
-        result = train_step(parts, batches, step=step, lr=RATE)
+        whole = [*(microbatch(case.setup, step * total + j) for j in mine), *[empty()] * (rounds - len(mine))]
+        result = train_step(parts, [cut(batch) for batch in whole], step=step, lr=RATE)
         curve.losses.append(result.loss)
         curve.norms.append(result.grad_norm)
         curve.dropped += result.dropped

@@ -64,6 +64,13 @@ def microbatch(setup: Setup, index: int, *, patches: Sequence[Patch] = ()) -> To
     return TokenBatch(tokens_BS, labels_BS.masked_fill(masked_BS, IGNORE), positions_BS, segments, padding=padding)
 
 
+def empty() -> TokenBatch:
+    """What a rank has in a round in which others have a micro-batch and it has none."""
+    nothing = torch.zeros(SEQUENCES, SEQ_LEN, dtype=torch.int64)
+    positions_BS = torch.arange(SEQ_LEN).expand(SEQUENCES, SEQ_LEN)
+    return TokenBatch(nothing, nothing + IGNORE, positions_BS, ((SEQ_LEN,),) * SEQUENCES, is_empty=True)
+
+
 def _padding(segments: tuple[tuple[int, ...], ...], index: int) -> tuple[int, ...]:
     """The last document of a sequence is padding in two of three micro-batches, so that ranks meet with and without."""
     padded = index // 3 % SEQUENCES if index % 3 != 1 else None

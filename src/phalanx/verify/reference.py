@@ -13,7 +13,7 @@ Legend: T tokens, K experts of a token, L MoE layers, C copies.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,21 +23,33 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from phalanx.core.config import ResilienceConfig, TrainConfig
 from phalanx.core.errors import RunError
+from phalanx.core.samples import num_rounds
 from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.kernels.cpu.products import ProductSums
 from phalanx.kernels.native import compiled_rows
 from phalanx.kernels.ops.rope import rope_table
 from phalanx.models import Block, Decoder, ForwardInfo, ModelContext, Routing, TokenBatch, parts_of_all
 from phalanx.plan.layout import Box, local_param
-from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, make_folding, plain_placement
+from phalanx.plan.mapping import (
+    GRADIENT_RULES,
+    AnyFolding,
+    AnyPlacement,
+    Folding,
+    GradientRule,
+    make_folding,
+    plain_placement,
+)
 from phalanx.plan.model import buffers, parameters
 from phalanx.plan.moe import DispatchSpec, capacity, kept_pairs
-from phalanx.runtime.comm import Collectives, GroupCache, Groups, build_groups
+from phalanx.plan.pipeline import Pipeline
+from phalanx.runtime.comm import Collectives, GroupCache, Groups, MessageSums, build_groups
 from phalanx.runtime.state import BoxTensor, ReducedGradients, ShardedState
 from phalanx.train import assemble
-from phalanx.train.step import Optimizer, State, StepParts, StepResult, train_step
+from phalanx.train.step import Optimizer, State, StepParts, StepResult, exact_sums, train_step
 from phalanx.verify.numbers import Patch, StartingValues, another_token, generator, microbatch
-from phalanx.verify.setups import SEQUENCES, Setup
+from phalanx.verify.setups import SEQ_LEN, SEQUENCES, Setup
 
 STEP = 3
 """The step that is run: not the first, so that bias corrections are not what they are at the start."""
@@ -46,6 +58,8 @@ NOISE = 1.0
 rounded, and that tips the rounding of what they are added to), so a decision that so many such errors leave alone stays."""
 NOISY_COPIES = (3, 16)
 """Few find most doubtful tokens; the larger number is for data that the few find nothing in."""
+EXACT = ResilienceConfig(mode="exact", chunk_rows=8, fixed_bits=60)
+"""Several chunks of an expert's rows, and binary places such that float64 shows what is wrong: as many as the gradients leave room for."""
 ALONE = make_folding(world=1)
 HOST = torch.device("cpu")
 MAX_PATCHES = 400
@@ -96,7 +110,8 @@ def context(
     device: torch.device = HOST,
     placement: AnyPlacement | None = None,
 ) -> ModelContext:
-    """`placement`: of experts with replicas; None: plain."""
+    """`placement`: of experts with replicas; None: plain. Products are checked where `comms` checks messages (`collectives`)."""
+    sums = None if comms.sums is None else ProductSums()
     return ModelContext(
         spec=setup.spec,
         dispatch=setup.dispatch,
@@ -107,10 +122,39 @@ def context(
         dtype=dtype,
         device=device,
         kernels="reference" if setup.kernels == "reference" else "fast",
-        lanes=Lanes(1, rows=compiled_rows() if setup.kernels == "compiled" else None),
+        lanes=Lanes(1, rows=compiled_rows() if setup.kernels == "compiled" else None, sums=sums),
         recompute=setup.recompute,
         cp_method=setup.cp_method,
         seed=11,
+    )
+
+
+def collectives(setup: Setup, rank: int, *, timeout_s: float, make: type[Collectives] = Collectives) -> Collectives:
+    """Those of a rank; they check messages where the setup asks for checks."""
+    rows = compiled_rows() if setup.kernels == "compiled" else None
+    return make(timeout_s=timeout_s, sums=MessageSums(rank, rows=rows) if setup.check else None)
+
+
+def on_mapping(
+    setup: Setup,
+    ctx: ModelContext,
+    *,
+    num_microbatches: int,
+    pipeline: Pipeline,
+    rules: Mapping[str, GradientRule] = GRADIENT_RULES,
+) -> StepParts:
+    """This rank's part of the step, sharded and summed as the setup says. `num_microbatches`: of all ranks."""
+    folding, rank = ctx.groups.folding, ctx.groups.rank
+    train = TrainConfig(micro_batch=SEQUENCES, seq_len=SEQ_LEN, global_batch=SEQUENCES * num_microbatches)
+    return assemble(
+        ctx,
+        optim=setup.optim,
+        num_microbatches=num_rounds(num_microbatches, owners=folding.replicas),
+        pipeline=pipeline,
+        rules=rules,
+        samples=num_microbatches,
+        exact=exact_sums(EXACT, train, folding, spec=setup.spec, rank=rank) if setup.exact else None,
+        holders=setup.holders,
     )
 
 

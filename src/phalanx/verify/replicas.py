@@ -1,7 +1,7 @@
 """Experts with replicas: where they are in verification, and what must hold beyond the comparison with one rank.
 
     placement_of    random copies on random ranks (several of an expert on one rank among them), or those that the planner makes of the loads
-    Listener        hears every dispatch: replicas of an expert differ by one row at most, all ranks have made the same plan, how even the ranks' work is
+    Listener        hears every dispatch: replicas of an expert differ by one row (exact mode: one chunk) at most, all ranks have made the same plan, how even the ranks' work is
     train_on        so many more steps; then all holders of an expert have the same bits
 
 Must never change: a case in which no expert has two holders on different ranks, or no rank several slots of one, proves nothing and is an error.
@@ -98,10 +98,10 @@ class Listener:
         def hear(plan: DispatchPlan, counts_PE: ArrayLike) -> None:
             self.plans.append(plan)
             counts, slots = np.asarray(counts_PE), np.asarray(plan.slots_G)
-            rows_G = plan.rows_PG.sum(0)
+            rows_G, units_G = plan.rows_PG.sum(0), plan.units_PG.sum(0)
             for expert in range(counts.shape[1]):
-                rows = rows_G[slots == expert]
-                if rows.max() - rows.min() > 1 or rows.sum() != counts[:, expert].sum():
+                rows, units = rows_G[slots == expert], units_G[slots == expert]
+                if units.max() - units.min() > 1 or rows.sum() != counts[:, expert].sum():
                     text = f"layer {layer}: the {counts[:, expert].sum()} rows of expert {expert} are {rows.tolist()} at its replicas"
                     self.failures.append(text)
             by_rank = rows_G.reshape(plan.ep, -1).sum(1)

@@ -22,21 +22,23 @@ import torch
 
 from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.reading import parse_json
+from phalanx.core.samples import num_rounds, owned
 from phalanx.models import TokenBatch
 from phalanx.plan.mapping import Folding
 from phalanx.plan.model import parameters
 from phalanx.runtime.comm import Collectives, GroupCache, build_groups, with_second_groups
 from phalanx.runtime.processes import STOPPED, StopRequest, WorldInfo, close_world, init_world, run_local
-from phalanx.train import assemble
 from phalanx.train.step import StepParts
 from phalanx.verify.compare import TOLERANCE, RankReport, compare, not_saved_once, uncovered
-from phalanx.verify.numbers import StartingValues, microbatch
+from phalanx.verify.numbers import Patch, StartingValues, empty, microbatch
 from phalanx.verify.planted import HEALTHY, Fault
 from phalanx.verify.reference import (
     HOST,
     Reference,
+    collectives,
     context,
     model_boxes,
+    on_mapping,
     partition,
     reference_run,
     run_step,
@@ -191,36 +193,29 @@ def run_case(
     groups = fault.groups(task.case.folding, rank, cache, pipeline.stages.table_ranks)
     if pipeline.pair_passes:
         groups = with_second_groups(groups, cache=cache)
-    comms = fault.comms(timeout_s=job.timeout_s)
+    comms = collectives(setup, rank, timeout_s=job.timeout_s, make=fault.comms)
     replica, replicas = groups.folding.replica_of(rank), groups.folding.replicas
-    each = len(want.patches) // replicas
+    total = len(want.patches)
     stages = pipeline.stages.of_rank(groups.folding.coord(rank, "pp"))
     placement = placement_of(setup, task.case.folding, stages, rank, loads_LE=want.result.counts_LE)
-    parts = assemble(
-        context(setup, groups, comms, dtype=job.dtype, device=device, placement=placement),
-        optim=setup.optim,
-        num_microbatches=each,
-        pipeline=pipeline,
-        rules=fault.rules,
-        holders=setup.holders,
-    )
+    ctx = context(setup, groups, comms, dtype=job.dtype, device=device, placement=placement)
+    parts = on_mapping(setup, ctx, num_microbatches=total, pipeline=pipeline, rules=fault.rules)
     initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in model_boxes(parts)]
-    mine = range(replica * each, (replica + 1) * each)
-    whole = [microbatch(setup, j, patches=want.patches[j]).on(device) for j in mine]
-    batches = [fault.cut(batch, groups.folding, rank) for batch in whole]
+    mine = owned(total, owners=replicas, owner=replica)
+
+    def own(first: int, patches: Sequence[Sequence[Patch]]) -> list[TokenBatch]:
+        whole = [microbatch(setup, first + j, patches=patches[j] if patches else ()) for j in mine]
+        whole += [empty()] * (num_rounds(total, owners=replicas) - len(mine))
+        return [fault.cut(batch.on(device), groups.folding, rank) for batch in whole]
+
     listener = Listener()
     if setup.replicas is not None:
         must_exercise(parts)
         listener.listen(parts)
-    result, gradients = run_step(parts, batches, values=values, alter=fault.alter)
+    result, gradients = run_step(parts, own(0, want.patches), values=values, alter=fault.alter)
     report = compare(parts, result, gradients, initial=initial, want=want, case=index)
     if setup.replicas is not None:
-
-        def later(step: int) -> list[TokenBatch]:
-            first = (step + 1) * len(want.patches)
-            return [fault.cut(microbatch(setup, first + j).on(device), groups.folding, rank) for j in mine]
-
-        _watch_replicas(report, parts, listener, setup.replicas, later)
+        _watch_replicas(report, parts, listener, setup.replicas, lambda step: own((step + 1) * total, ()))
     return report
 
 
@@ -256,7 +251,7 @@ class _Key:
 
 def _reference_key(job: VerifyJob, case: Case) -> _Key:
     """Cases with the same key have the same one-rank run: what that run does not do (sharding, recomputing) is not in it."""
-    setup, f = case.setup, case.folding
+    setup = case.setup
     kernels = setup.kernels if job.dtype != torch.float64 else "reference"
     plain = dataclasses.replace(
         setup,
@@ -264,13 +259,16 @@ def _reference_key(job: VerifyJob, case: Case) -> _Key:
         replicas=None,
         zero=0,
         holders=1,
+        exact=False,
+        check=False,
         recompute="none",
         buckets=False,
         cp_method="ring",
         kernels=kernels,
         accumulation=1,
+        missing=0,
     )
-    return _Key(plain, f.replicas * setup.accumulation, partition(setup, f))
+    return _Key(plain, case.num_microbatches, partition(setup, case.folding))
 
 
 def _reference_paths(job: VerifyJob, folder: Path) -> list[tuple[_Key, Path]]:

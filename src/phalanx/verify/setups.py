@@ -61,6 +61,8 @@ class Setup:
     dispatch: DispatchSpec
     accumulation: int = 1
     """Micro-batches of a step on each data-parallel rank."""
+    missing: int = 0
+    """Data-parallel ranks that have one fewer."""
     packed: bool = False
     """Several documents per sequence, the last of which may be padding."""
     answers: bool = False
@@ -68,6 +70,10 @@ class Setup:
     zero: Literal[0, 1, 2] = 1
     holders: int = 1
     """Ranks that keep each shard of the optimizer state."""
+    exact: bool = False
+    """Gradients are added up in fixed point, those of experts chunk by chunk."""
+    check: bool = False
+    """Products, messages and the state at rest are checked before the step is committed."""
     recompute: Literal["none", "selective", "full"] = "none"
     kernels: Literal["fast", "compiled", "reference"] = "fast"
     """`compiled` is `fast` with the compiled elementwise kernels, where the machine has a compiler."""
@@ -95,6 +101,11 @@ class Case:
         pipe = f"{self.pipeline.schedule} x{self.pipeline.virtual} " if self.folding.pp > 1 else ""
         pipe += "pairs " if self.pipe.pair_passes else ""
         return f"{self.folding.label()}  {pipe}{self.setup.label}"
+
+    @property
+    def num_microbatches(self) -> int:
+        """Those of the step, over all ranks."""
+        return self.folding.replicas * self.setup.accumulation - self.setup.missing
 
     @property
     def pipeline(self) -> Pipeline:
@@ -474,26 +485,55 @@ def _serves(method: str, tp: int, cp: int) -> bool:
 
 
 def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, dispatch: DispatchSpec) -> list[Case]:
-    """The recipe's own options, mapping and pipeline on a shrunken model, with one and with two micro-batches per rank."""
-    pipe = dataclasses.replace(recipe.pipeline, layers=None)  # its layers are divided anew: the small model has fewer
-    small = shrink(spec, folding, virtual=choose_schedule(pipe)[1] if folding.pp > 1 else 1)
+    """The recipe's own options, mapping and pipeline on a shrunken model, with one micro-batch per rank and with two, fewer on as many ranks as in the run; of a pipeline one more than it has
+    ranks, so that every stage is busy at once. What they leave out: `carried.py`."""
+    pipe = dataclasses.replace(recipe.pipeline, layers=_fewer_layers(recipe.pipeline.layers, spec))
+    virtual = choose_schedule(pipe)[1] if folding.pp > 1 else 1
+    small = shrink(spec, folding, virtual=virtual, num_layers=0 if pipe.layers is None else sum(pipe.layers))
+    setup = Setup(
+        label=f"{recipe.run.name} shrunk",
+        spec=small,
+        dispatch=dispatch,
+        packed=True,
+        answers=recipe.data.chat_template is not None,
+        zero=recipe.optim.zero,
+        holders=recipe.resilience.shard_holders if recipe.optim.zero else 1,
+        exact=recipe.resilience.mode == "exact",
+        check=recipe.resilience.check == "sums",
+        recompute=recipe.train.recompute,
+        kernels=_kernels(recipe),
+        buckets=recipe.optim.bucket_mb > 0,
+        cp_method=recipe.folding.cp_method,
+        replicas=_recipe_replicas(recipe, small, folding),
+    )
     cases = []
-    for accumulation in (1, 2):
-        setup = Setup(
-            label=f"{recipe.run.name} shrunk x{accumulation}",
-            spec=small,
-            dispatch=dispatch,
-            accumulation=accumulation,
-            packed=True,
-            answers=recipe.data.chat_template is not None,
-            zero=recipe.optim.zero,
-            recompute=recipe.train.recompute,
-            kernels=_kernels(recipe),
-            cp_method=recipe.folding.cp_method,
-            replicas=_recipe_replicas(recipe, small, folding),
-        )
-        cases.append(Case(setup=setup, folding=folding, pipe=pipe))
+    for each, missing in ((1, 0), (2 if folding.pp == 1 else folding.pp + 1, _missing(recipe, folding))):
+        label = f"{setup.label} x{each}" + (f" less {missing}" if missing else "")
+        own = dataclasses.replace(setup, label=label, accumulation=each, missing=missing)
+        cases.append(Case(setup=own, folding=folding, pipe=pipe))
     return cases
+
+
+def _missing(recipe: Recipe, folding: AnyFolding) -> int:
+    """Ranks of the run that have one micro-batch fewer than others: a step of mode fast or exact need not be shared out equally."""
+    t = recipe.train
+    return 0 if recipe.resilience.mode == "off" else -(t.global_batch // t.micro_batch) % folding.replicas
+
+
+MOST_OF_A_STAGE = 3
+"""Layers of the fullest stage of a shrunken model whose recipe divides its layers itself."""
+
+
+def _fewer_layers(layers: Sequence[int] | None, spec: ModelSpec) -> tuple[int, ...] | None:
+    """The recipe's layers of each stage for a small model: the stage with the fewest has one, another as many more as it had, up to `MOST_OF_A_STAGE`, and
+    one without any has none. Two layers have experts, as far as those of the model do."""
+    if layers is None:
+        return None
+    least = min(n for n in layers if n)
+    few = [min(n - least + 1, MOST_OF_A_STAGE) if n else 0 for n in layers]
+    while sum(few) < min(spec.dense_layers, 1) + 2:
+        few[few.index(max(few))] += 1
+    return tuple(few)
 
 
 def _recipe_replicas(recipe: Recipe, small: ModelSpec, folding: AnyFolding) -> ReplicaSetup | None:
@@ -518,13 +558,12 @@ def _largest(folding: AnyFolding) -> Folding:
     return Folding(world=folding.world, pp=folding.pp, **most)
 
 
-def shrink(spec: ModelSpec, mapping: AnyFolding, *, virtual: int = 1) -> ModelSpec:
-    """Same options, small numbers: few layers (one a stage), narrow, no more experts than the mapping and the routing need."""
+def shrink(spec: ModelSpec, mapping: AnyFolding, *, virtual: int = 1, num_layers: int = 0) -> ModelSpec:
+    """Same options, small numbers: few layers (one a stage, or `num_layers`), narrow, no more experts than the mapping and the routing need."""
     folding = _largest(mapping)
     dense = min(spec.dense_layers, 1)
-    num_stages = folding.pp * virtual
-    heads = folding.tp * max(2, folding.cp)  # ulysses exchanges whole ones
-    group = spec.num_heads // spec.num_kv_heads
+    layers = num_layers or max(dense + 2, folding.pp * virtual)
+    heads, kv_heads = _fewest_heads(spec, folding)
     experts = _fewest_experts(spec, folding)
     mla = None
     if spec.mla is not None:
@@ -535,12 +574,12 @@ def shrink(spec: ModelSpec, mapping: AnyFolding, *, virtual: int = 1) -> ModelSp
         spec,
         mla=mla,
         name=f"{spec.name} (shrunk)",
-        num_layers=max(dense + 2, num_stages),
-        dense_layers=dense if spec.moe_layers else max(dense + 2, num_stages),
+        num_layers=layers,
+        dense_layers=dense if spec.moe_layers else layers,
         hidden=32,
-        num_heads=heads * min(group, 2),
-        num_kv_heads=heads,
-        head_dim=8 if mla is None else mla.nope_dim + mla.rope_dim,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=math.lcm(8, max(1, folding.tp // kv_heads)) if mla is None else mla.nope_dim + mla.rope_dim,
         vocab=64 * folding.tp,
         num_experts=experts,
         expert_ffn=16 * folding.etp,
@@ -548,6 +587,15 @@ def shrink(spec: ModelSpec, mapping: AnyFolding, *, virtual: int = 1) -> ModelSp
         dense_ffn=16 * folding.tp if spec.dense_ffn else 0,
         router=dataclasses.replace(spec.router, force="none"),
     )
+
+
+def _fewest_heads(spec: ModelSpec, folding: Folding) -> tuple[int, int]:
+    """Query heads, and key/value heads: as many as the model has where those are fewer, so that the ranks of tp (and of cp, with ulysses) have as many copies of each as in the model itself."""
+    heads = folding.tp * max(2, folding.cp)  # ulysses exchanges whole ones
+    kv, group = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
+    if spec.mla is None and group > 1 and kv < heads and heads % kv == 0:
+        return heads, kv
+    return heads * min(group, 2), heads
 
 
 def _fewest_experts(spec: ModelSpec, folding: Folding) -> int:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         reduce_step as reduce_step,
         train_step as train_step,
     )
+    from phalanx.train.step.vote import ENTROPY_BITS as ENTROPY_BITS, LOSS_BITS as LOSS_BITS
     from phalanx.train.step.warmup import (
         PassTimes as PassTimes,
         measures_warmup as measures_warmup,
