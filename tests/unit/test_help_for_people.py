@@ -17,6 +17,7 @@ from phalanx.core.arguments import WIDTH, wrapped
 from phalanx.core.process import is_installed
 from phalanx.core.recipe import PACKAGED
 from phalanx.core.settings import describe_settings
+from phalanx.kernels.native import build
 
 pytestmark = pytest.mark.unit
 
@@ -42,6 +43,33 @@ def test_the_doctor_names_what_is_missing_and_the_way_to_it(monkeypatch: pytest.
         assert found[subject].verdict == "note", subject
     assert "pip install -e '.[service]'" in found["cryptography"].way and "g++" in found["compiler"].way
     assert not any("pip install phalanx" in f.way or "'phalanx[" in f.way for f in found.values())
+
+
+def test_the_doctor_tries_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in build.COMPILERS:
+        (tmp_path / name).write_text("#!/bin/sh\necho no such header >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    build.attempt.cache_clear()
+    try:
+        found = {f.subject: f for f in doctor.findings()}["compiler"]
+        assert found.verdict == "note" and "c++: ends with 1 (no such header)" in found.text and "g++" in found.way
+    finally:
+        build.attempt.cache_clear()
+
+
+@pytest.mark.parametrize("where", ["", "runs", "cache"])
+def test_the_doctor_says_that_no_run_could_be_kept_here(
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if where:
+        (tmp_path / where).symlink_to("/proc")
+    monkeypatch.chdir(tmp_path if where else "/proc")
+    assert main(["doctor"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "MISSING this folder" in text and "cannot be written" in text and "go to one of yours" in text
+    assert "a run could not start here" in text and "phalanx train laptop" not in text
 
 
 def test_the_doctor_takes_no_folder_for_a_package_and_speaks_without_torch(

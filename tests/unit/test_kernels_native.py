@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 from kernel_help import normal
 
+from phalanx.core.config import KernelConfig, Recipe
 from phalanx.core.errors import DataError
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.native import build
@@ -31,7 +33,7 @@ from phalanx.kernels.ops.permute import combine_rows
 from phalanx.kernels.ops.rope import RopeTable, apply_rope
 from phalanx.kernels.ops.square_sum import square_sums
 from phalanx.kernels.ops.swiglu import swiglu
-from phalanx.train.setup.rank import agreed_rows, name_of_rows
+from phalanx.train.setup.rank import agreed_rows, name_of_rows, tell_uncompiled
 
 needs_compiler = pytest.mark.skipif(compiled_rows() is None, reason="needs a C++ compiler")
 
@@ -50,9 +52,9 @@ def anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "home").mkdir()
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "temp"))
     (tmp_path / "temp").mkdir()
-    build.library.cache_clear()
+    build.attempt.cache_clear()
     yield tmp_path / "home" / ".cache" / "phalanx"
-    build.library.cache_clear()
+    build.attempt.cache_clear()
 
 
 def programs(folder: Path, text: str) -> str:
@@ -72,7 +74,7 @@ def test_compiled_once_and_found_again(anew: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(build.library(), ctypes.CDLL)
     (made,) = anew.glob("*.so")
     first = made.stat().st_mtime_ns
-    build.library.cache_clear()
+    build.attempt.cache_clear()
     monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: pytest.fail("compiled again"))
     assert isinstance(build.library(), ctypes.CDLL) and made.stat().st_mtime_ns == first
     assert not [p for p in anew.iterdir() if p.suffix not in (".so", ".lock")]
@@ -98,16 +100,59 @@ def test_a_change_of_anything_it_depends_on_makes_another(tmp_path: Path, monkey
 def test_without_a_compiler(anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     assert build.library() is None and not anew.exists()
+    assert build.why_uncompiled() == "" and build.cpp_compilers() == []
 
 
 def test_with_a_compiler_that_fails(anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", programs(tmp_path / "bin", "exit 1"))
     assert build.library() is None and not list(anew.glob("*.so"))
+    assert build.why_uncompiled() == f"{tmp_path}/bin/c++: ends with 1"
 
 
 def test_with_a_compiler_that_makes_nonsense(anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", programs(tmp_path / "bin", 'while [ "$1" != -o ]; do shift; done; echo no > "$2"'))
     assert build.library() is None
+
+
+@needs_compiler
+def test_the_next_compiler_is_tried_where_the_first_fails(
+    anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working = build.cpp_compilers()[-1]
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "c++").write_text("#!/bin/sh\necho broken here >&2\nexit 3\n")
+    (folder / "c++").chmod(0o755)
+    (folder / "g++").write_text(f'#!/bin/sh\nexec {working} "$@"\n')
+    (folder / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    assert isinstance(build.library(), ctypes.CDLL) and build.why_uncompiled() == ""
+    assert build.attempt().compiler == "g++" and f"{folder}/c++: ends with 3 (broken here)" in build.attempt().failures
+
+
+def test_one_compiler_of_several_names_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(programs(tmp_path / "bin", "exit 1"))
+    (folder / "g++").unlink()
+    (folder / "g++").symlink_to(folder / "c++")
+    monkeypatch.setenv("PATH", str(folder))
+    assert build.cpp_compilers() == [folder / "c++", folder / "clang++"]
+
+
+def test_a_run_says_that_its_compiler_makes_nothing(
+    anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(recipe: Recipe, path: str, device: str = "cpu") -> list[Any]:
+        out: list[Any] = []
+        monkeypatch.setenv("PATH", path)
+        build.attempt.cache_clear()
+        tell_uncompiled(recipe, torch.device(device), emit=out.append)
+        return out
+
+    broken, recipe = programs(tmp_path / "bin", "exit 1"), Recipe()
+    (note,) = said(recipe, broken)
+    assert note.level == "warning" and "not compiled" in note.text and "c++: ends with 1" in note.text
+    assert said(recipe, str(tmp_path / "nothing")) == said(recipe, broken, "cuda") == []
+    assert said(replace(recipe, kernels=KernelConfig(compiled=False)), broken) == []
 
 
 @needs_compiler
@@ -327,7 +372,7 @@ def test_bf16_is_rounded_to_the_nearest_even(rows: CompiledRows) -> None:
 
 def test_no_code_of_somebody_else_is_loaded(tmp_path: Path) -> None:
     """A link, a folder that is a link, or what others may write to: whoever was first in a folder for temporary files could have put it there."""
-    compiler = build.cpp_compiler()
+    compiler = next(iter(build.cpp_compilers()), None)
     if compiler is None:
         pytest.skip("no compiler here")
     folder = tmp_path / "own"

@@ -27,7 +27,7 @@ from phalanx.core.errors import first_line, install_extra
 from phalanx.core.process import is_installed, most_open_files
 from phalanx.core.processor import data_sheet_flops_per_s, this_processor
 from phalanx.core.units import format_bytes, format_rate
-from phalanx.kernels.native import cpp_compiler, user_folder
+from phalanx.kernels.native import attempt, cpp_compilers, user_folder, why_uncompiled
 
 Verdict = Literal["ok", "note", "missing"]
 OLDEST_TORCH = (2, 11)
@@ -86,12 +86,21 @@ def _software() -> Iterator[MachineFact]:
         old = number < OLDEST_TORCH
         way = "pip install a newer one: 2.11 at least" if old else ""
         yield MachineFact("torch", torch.__version__, "missing" if old else "ok", way)
-    compiler = cpp_compiler()
-    if compiler is None:
-        way = "install one (Debian: apt-get install g++); elementwise kernels run slower without"
-        yield MachineFact("compiler", "no C++ compiler", "note", way)
-    else:
-        yield MachineFact("compiler", f"{compiler.name}: elementwise kernels are compiled at the first start")
+    yield _compiler()
+
+
+def _compiler() -> MachineFact:
+    """Whether there is one, and whether what it makes can be used: it is made here where it is not there yet (seconds)."""
+    way = "install one (Debian: apt-get install g++); elementwise kernels run slower without"
+    if not cpp_compilers():
+        return MachineFact("compiler", "no C++ compiler", "note", way)
+    made = attempt()
+    if made.library is None:
+        return MachineFact(
+            "compiler", f"elementwise kernels cannot be compiled: {why_uncompiled()}", "note", f"mend it, or {way}"
+        )
+    other = f" ({made.failures[0]})" if made.failures else ""
+    return MachineFact("compiler", f"{made.compiler}: elementwise kernels are compiled{other}")
 
 
 def _processors() -> Iterator[MachineFact]:
@@ -146,24 +155,22 @@ def _limits() -> Iterator[MachineFact]:
 
 
 def _folders() -> Iterator[MachineFact]:
-    for subject, folder in (("kept here", user_folder()), ("this folder", Path.cwd())):
-        wrong = _not_writable(folder)
-        text = str(folder) if not wrong else f"{folder} cannot be written ({wrong})"
-        way = (
-            "runs/ and cache/ are made in the present folder: go to one of yours"
-            if wrong and subject != "kept here"
-            else ""
-        )
-        yield MachineFact(subject, text, "note" if wrong else "ok", way)
+    kept, wrong = user_folder(), _not_writable(user_folder())
+    yield MachineFact("kept here", f"{kept} {wrong}".strip(), "note" if wrong else "ok")
+    here = Path.cwd()
+    wrong = next(filter(None, map(_not_writable, (here, here / "runs", here / "cache"))), "")
+    way = "runs/ and cache/ are made in the present folder: go to one of yours" if wrong else ""
+    yield MachineFact("this folder", f"{here} {wrong}".strip(), "missing" if wrong else "ok", way)
 
 
 def _not_writable(folder: Path) -> str:
+    """Why, for a folder that may still have to be made."""
     there = next(p for p in (folder, *folder.parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
             return ""
     except OSError as error:
-        return first_line(error)
+        return f"cannot be written ({there}: {first_line(error)})"
 
 
 def _extras() -> Iterator[MachineFact]:

@@ -23,7 +23,7 @@ from phalanx.train.loop import Trainer
 from phalanx.train.reporting import RunEnd, RunProgress
 from phalanx.train.resume import load_start, open_checkpoints, recipe_to_keep, start_candidates, trained_text
 from phalanx.train.saving import load_state, read_run_state
-from phalanx.train.setup import PATIENCE_S, Rank, open_rank, prepare_text, resolve_pipeline
+from phalanx.train.setup import PATIENCE_S, Rank, open_rank, prepare_text, resolve_pipeline, tell_uncompiled
 from phalanx.train.step_hook import StepHook
 
 MakeStepHook = Callable[[Recipe, ModelSpec], StepHook]
@@ -85,6 +85,8 @@ def build_trainer(rank: Rank, stop: StopRequest, *, hook: MakeStepHook) -> Train
     pipeline = resolve_pipeline(recipe, spec, folding)
     loader = make_loader(recipe, prepared)
     parts = make_parts(rank, spec, folding, pipeline, drawn=not candidates)
+    if rank.info.rank == 0:
+        tell_uncompiled(recipe, rank.device, emit=rank.sinks)
 
     def load(found: int) -> int:
         step = read_run_state(manager, recipe, spec, loader, found=found)

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.kernels.native.build import cpp_compiler as cpp_compiler, user_folder as user_folder
+    from phalanx.kernels.native.build import (
+        attempt as attempt,
+        cpp_compilers as cpp_compilers,
+        user_folder as user_folder,
+        why_uncompiled as why_uncompiled,
+    )
     from phalanx.kernels.native.rows import (
         CompiledRows as CompiledRows,
         Seen as Seen,

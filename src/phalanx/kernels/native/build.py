@@ -1,7 +1,7 @@
 """Compiles `rows.cpp` on the machine that runs it, once, where there is a C++ compiler.
 
 Decides which compiler, which options and where the result is kept: `~/.cache/phalanx`, or a folder of this user among the system's
-temporary files where that cannot be written. The name of a result holds a digest of everything that it depends on: source, options, compiler,
+temporary files where that cannot be written. A compiler that makes nothing that can be used is followed by the next one. The name of a result holds a digest of everything that it depends on: source, options, compiler,
 processor. A machine without a compiler loses speed and nothing else.
 
 Must never change: a library is seen under its final name only when it is complete; ranks that start together compile once.
@@ -21,7 +21,10 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from phalanx.core.errors import first_line
 
 SOURCE = Path(__file__).with_name("rows.cpp")
 COMPILERS = ("c++", "g++", "clang++")
@@ -37,24 +40,53 @@ OF_OTHERS = 0o022
 """Permissions by which others write."""
 
 
-def cpp_compiler() -> Path | None:
-    """The one that is used on this machine."""
-    found = next(filter(None, map(shutil.which, COMPILERS)), None)
-    return None if found is None else Path(found)
+def cpp_compilers() -> list[Path]:
+    """Those of this machine, in the order in which they are tried; each once, whatever names it has."""
+    found = map(Path, filter(None, map(shutil.which, COMPILERS)))
+    return list({path.resolve(): path for path in reversed(list(found))}.values())[::-1]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What became of the library in this process."""
+
+    library: ctypes.CDLL | None
+    compiler: str = ""
+    """Which one made it."""
+    failures: tuple[str, ...] = ()
+    """Why others made none, a line for each compiler and folder that were tried before."""
 
 
 @functools.cache
+def attempt() -> Attempt:
+    """Tried once in a process: every compiler in every folder, until one works."""
+    failures = []
+    for compiler in cpp_compilers():
+        for folder in _folders():
+            try:
+                return Attempt(_opened(_built(compiler, folder)), compiler.name, tuple(failures))
+            except (OSError, subprocess.SubprocessError) as error:
+                failures.append(f"{compiler}: {_reason(error)}")
+    return Attempt(None, failures=tuple(failures))
+
+
 def library() -> ctypes.CDLL | None:
-    """The compiled library, or None: no compiler, or it fails, or no folder to write to. Tried once in a process."""
-    compiler = cpp_compiler()
-    if compiler is None:
-        return None
-    for folder in _folders():
-        try:
-            return _opened(_built(compiler, folder))
-        except (OSError, subprocess.SubprocessError):
-            continue
-    return None
+    """The compiled library, or None: no compiler, or none that works, or no folder to write to."""
+    return attempt().library
+
+
+def why_uncompiled() -> str:
+    """Why the first compiler made nothing that could be used, and no other one did; empty where there is a library, or no compiler."""
+    return next(iter(attempt().failures), "") if attempt().library is None else ""
+
+
+def _reason(error: OSError | subprocess.SubprocessError) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        said = (error.stderr or b"").decode(errors="replace").strip().splitlines()
+        return f"ends with {error.returncode}" + (f" ({said[0]})" if said else "")
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"takes more than {PATIENCE_S:g} s"
+    return first_line(error)
 
 
 def _opened(path: Path) -> ctypes.CDLL:

@@ -62,7 +62,7 @@ from phalanx.train.recovery.drained_slots import DRAINED_SLOTS_FILE, DrainedSlot
 from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
 from phalanx.train.recovery.run_hosts import RunHosts
 from phalanx.train.recovery.watch import Watch, WatchedSinks
-from phalanx.train.setup import RunFolder, RunLock, be_deterministic, resolve_pipeline, versions
+from phalanx.train.setup import RunFolder, RunLock, be_deterministic, resolve_pipeline, tell_uncompiled, versions
 
 GATHER_S = 5.0
 """How long the first generation waits for ranks that are not heard of; a run on several hosts begins without those that take longer."""
@@ -249,6 +249,8 @@ def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, w
         if number == 0:
             threading.Thread(target=_answer_stop, args=(sinks,), daemon=True).start()
         body = _body(run, sinks, agent, slot=slot, watch=watch, joins=joins, device=device)
+        if number == 0 and not joins:
+            tell_uncompiled(recipe, device, emit=sinks)
         if joins:  # when a run begins, all are cold together
             warm = partial(_warm_up, body, sinks)
             warm() if thread is None else thread.run(warm)  # plans that it makes are the thread's

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         own_lanes as own_lanes,
         prepare_text as prepare_text,
         resolve_pipeline as resolve_pipeline,
+        tell_uncompiled as tell_uncompiled,
     )
     from phalanx.train.setup.run_folder import (
         RunFolder as RunFolder,

@@ -25,7 +25,7 @@ from phalanx.core.samples import num_rounds
 from phalanx.data import PreparedData, prepare
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.products import ProductSums
-from phalanx.kernels.native import CompiledRows, compiled_rows, user_folder
+from phalanx.kernels.native import CompiledRows, compiled_rows, user_folder, why_uncompiled
 from phalanx.models import ModelContext
 from phalanx.observe import PreparationProgress, Sinks, open_sinks, wants_live
 from phalanx.plan.mapping import AnyFolding, AnyPlacement
@@ -226,6 +226,16 @@ def agreed_rows(found: CompiledRows | None, names: Sequence[str], *, emit: Emit)
     text = f"compiled kernels are disabled on all ranks, because results must be identical: {why}"
     emit(Note(level="warning", text=text))
     return None
+
+
+def tell_uncompiled(recipe: Recipe, device: torch.device, *, emit: Emit) -> None:
+    """Say where a compiler is here, and yet there are none of the kernels that the recipe asks for. Call it once in a run."""
+    if not recipe.kernels.compiled or device.type != "cpu":
+        return
+    why = why_uncompiled()
+    if why:
+        text = f"elementwise kernels are not compiled, so steps are slower: {why}; phalanx doctor looks again"
+        emit(Note(level="warning", text=text))
 
 
 def _rows(rank: Rank) -> CompiledRows | None:
