@@ -14,7 +14,7 @@ from phalanx.core.errors import RunError
 from phalanx_lab.bench import baseline_transformers
 from phalanx_lab.bench.commands import BENCHMARKS, main as bench
 from phalanx_lab.bench.curve import CurveArgs, averages, compare
-from phalanx_lab.bench.train import TrainArgs, TrainResult, _conclude, _worker, main as bench_train, report
+from phalanx_lab.bench.train import TrainArgs, TrainResult, _conclude, _rounds, _worker, main as bench_train, report
 from phalanx_lab.bench.workload import WorkloadShape, batch_of
 
 TINY = WorkloadShape(
@@ -53,6 +53,26 @@ def test_conclusion() -> None:
     assert (result.tokens_per_s, result.baseline_tokens_per_s, result.ratio) == (50, 100 / 6, 3)
     assert result.matmul_gflops == 4 and result.mfu == pytest.approx(2e7 * 50 / 4e9)
     assert "3.00 times transformers 5" in report(result)
+
+
+class _Contender:
+    """Its n-th step takes 1/n s: the best of more steps is the better one."""
+
+    def __init__(self) -> None:
+        self.turns: list[int] = []
+
+    def ask(self, question: str, *args: int) -> object:
+        if question == "rate":
+            return 1e12
+        self.turns += args
+        return [1 / n for n in range(sum(self.turns) - args[0] + 1, sum(self.turns) + 1)]
+
+
+def test_equal_contenders_are_equally_fast() -> None:
+    ours, baseline, result = _Contender(), _Contender(), TrainResult(baseline="x")
+    _rounds(result, TrainArgs(rounds=3, steps=4, warmup=2), _Contender(), ours, baseline, lambda text: None)  # type: ignore[arg-type]
+    assert ours.turns == baseline.turns == [2, 4, 4, 4]
+    assert [entry["ratio"] for entry in result.rounds] == [1, 1, 1]
 
 
 def test_train_in_small(tmp_path: Path) -> None:

@@ -45,9 +45,9 @@ class TrainArgs:
     rounds: int = 5
     """Turns of each contender."""
     steps: int = 4
-    """Steps of a turn."""
+    """Steps of a turn of either contender: the best of more would be the better one."""
     warmup: int = 8
-    """Steps before the first round. Row counts of experts that were never seen cost oneDNN a moment each."""
+    """Steps of each before the first round. Row counts of experts that were never seen cost oneDNN a moment each."""
     baseline: bool = True
     """Run the baseline too."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -124,11 +124,13 @@ def _rounds(
     tell: Callable[[str], None],
 ) -> None:
     tokens = options.shape.tokens
-    ours.ask("run", options.warmup)
+    for contender in (ours, baseline):
+        if contender is not None:
+            contender.ask("run", options.warmup)
     for number in range(options.rounds):
         entry = {"matmul_gflops": matmul.ask("rate") / 1e9, "step_s": min(ours.ask("run", options.steps))}
         if baseline is not None:
-            entry["baseline_step_s"] = min(baseline.ask("run", max(1, options.steps // 2)))
+            entry["baseline_step_s"] = min(baseline.ask("run", options.steps))
             entry["ratio"] = entry["baseline_step_s"] / entry["step_s"]
         result.rounds.append(entry)
         shown = f"round {number + 1}: {tokens / entry['step_s']:,.0f} tokens/s"
