@@ -1,6 +1,7 @@
 """`phalanx calibrate`: constants come back from times that were computed with them, files say what was wrong with them all at once."""
 
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,12 @@ def test_a_written_file_is_a_cluster(made: Calibration, suffix: str, tmp_path: P
     assert main(["simulate", str(recipe), "--cluster", str(path)]) == 0
     search = ["search", "--model", "laptop", "--seq", "256", "--batch", "32", "--cluster", str(path)]
     assert main(search) == 0
+
+
+@pytest.mark.parametrize("title", ['a "b" \\ é', "\U0001f600 x", "tab\tline\n", "\x7f\x1f", "[a] = {}"])
+def test_whatever_a_machine_is_called_its_file_can_be_read(title: str) -> None:
+    found = calibrate(replace(MEASURED, title=title), name="here", when="2026-01-01")
+    assert tomllib.loads(found.to_toml()) == json.loads(found.to_json())
 
 
 def test_tables_of_products_and_experts_come_before_the_formula(made: Calibration) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, example, given, settings, strategies as st
 from tiers import times
 
+from phalanx.api.recipe_words import as_word
 from phalanx.core.config import CheckpointConfig, DataConfig, OptimConfig, Recipe, RunConfig
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.core.rules import LIMITS, inert_settings, recipe_problems, value_of
@@ -89,6 +90,15 @@ def test_load_of_dump_is_the_same_recipe(recipe: Recipe, tmp_path_factory: pytes
     path.write_text(text)
     assert load_recipe(path, []) == recipe
     assert dump_recipe(load_recipe(path, [])) == text
+
+
+@pytest.mark.parametrize("name", ["data.sources", "data.weights", "run.folder"])
+def test_a_setting_from_python_is_the_word_of_a_command_line(name: str) -> None:
+    recipe = dataclasses.replace(
+        NASTY, data=dataclasses.replace(NASTY.data, sources=("a\x7f", "\U0001f600, \\", '"\n'))
+    )
+    words = (f"--{n}={as_word(value_of(recipe, n))}" for n in {name, "data.sources"})
+    assert value_of(load_recipe(None, [*words]), name) == value_of(recipe, name)
 
 
 @settings(deadline=None, max_examples=times(100, 40))

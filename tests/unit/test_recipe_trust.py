@@ -45,6 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ('[observe]\nwandb_project = "his"', "observe.wandb_project"),
         ('[run]\nfolder = "/some where"', "run.folder"),
         ('[observe]\nsinks = ["nope:a=b", "mlflow"]', "observe.sinks"),
+        ('[observe]\nsinks = ["mlflow:project=\U0001f600 \\u007f"]', "observe.sinks"),
         ('[observe]\nwandb_project = "his"\nwandb_mode = "online"', "observe.wandb_project"),
     ],
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.reading import toml_value
 from phalanx.core.recipe import dump_recipe
 
 RecipeLike = Recipe | str | Path | None
@@ -48,10 +48,10 @@ def recipe_words(recipe: RecipeLike, settings: Settings | None) -> Iterator[Reci
 
 
 def as_word(value: object) -> str:
-    """A value as it stands on a command line: text as it is, None as `none`, everything else as JSON. What has numbers of NumPy or torch is asked for Python's."""
+    """A value as it stands on a command line: text as it is, None as `none`, everything else as TOML. What has numbers of NumPy or torch is asked for Python's."""
     if isinstance(value, str | Path):
         return str(value)
-    return "none" if value is None else json.dumps(value, ensure_ascii=False, default=_plain)
+    return "none" if value is None else toml_value(value, default=_plain)
 
 
 def _plain(value: object) -> object:

@@ -20,7 +20,7 @@ import tomllib
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -173,6 +173,12 @@ def parse_toml(text: str, *, where: str) -> dict[str, Any]:
         raise malformed(where, None, f"is not TOML: {first_line(error)}", "write one KEY = VALUE a line") from None
     _check_depth(found, where)
     return found
+
+
+def toml_value(value: object, *, default: Callable[[object], object] | None = None) -> str:
+    """A text, number, truth value, or list of these, as `parse_toml` reads it: JSON, but with every character as it is (TOML has no surrogate pairs), and U+007F
+    escaped. `default`: what `json.dumps` takes in the place of other things."""
+    return json.dumps(value, ensure_ascii=False, default=default).replace("\x7f", "\\u007F")
 
 
 def parse_csv(text: str, *, where: str) -> list[list[str]]:

@@ -16,11 +16,10 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.process import say
 from phalanx.core.processor import Processor, this_processor
-from phalanx.core.reading import MOST_TOML, MalformedError, parse_toml, read_text
+from phalanx.core.reading import MOST_TOML, MalformedError, parse_toml, read_text, toml_value
 from phalanx.core.rules import EFFECTS, LIMITS, Effect, Limit, inert_settings, recipe_problems, value_of
 from phalanx.core.settings import (
     IllegalValueError,
-    Scalar,
     Setting,
     Value,
     describe_settings,
@@ -149,7 +148,7 @@ def _without_overridden(reading: _Reading, recipe: Recipe, *, tell: Callable[[st
         if name in reading.values and name not in over and not over.isdisjoint(effect.reads):
             value = reading.values.pop(name)
             if value is not None:
-                tell(f"note: {reading.origins[name]} = {_toml(value)} is left out: {effect.reason}")
+                tell(f"note: {reading.origins[name]} = {toml_value(value)} is left out: {effect.reason}")
             recipe = _build(reading.values)
     return recipe
 
@@ -326,7 +325,7 @@ def dump_recipe(recipe: Recipe) -> str:
         elif setting.name in inert and value == setting.default:
             lines.append(f"# {setting.key}: no effect because {inert[setting.name].reason}")
         else:
-            lines += [f"# {setting.doc}", f"{setting.key} = {_toml(value)}"]
+            lines += [f"# {setting.doc}", f"{setting.key} = {toml_value(value)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -342,7 +341,7 @@ def short_recipe(recipe: Recipe, *, head: Sequence[str], comments: Mapping[str, 
         for setting in own:
             value = value_of(recipe, setting.name)
             if value is not None and (value != setting.default or setting.name in comments):
-                body.append(_with_comment(f"{setting.key} = {_toml(value)}", comments.get(setting.name, "")))
+                body.append(_with_comment(f"{setting.key} = {toml_value(value)}", comments.get(setting.name, "")))
         if f"{section}#" in comments:
             body.append(comments[f"{section}#"])
         lines += ["", f"[{section}]", *body] if body else []
@@ -351,20 +350,3 @@ def short_recipe(recipe: Recipe, *, head: Sequence[str], comments: Mapping[str, 
 
 def _with_comment(line: str, comment: str) -> str:
     return f"{line:<32}  # {comment}" if comment else line
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return '"' + "".join(_escape(c) for c in value) + '"'
-    assert isinstance(value, Scalar)
-    return repr(value)
-
-
-def _escape(char: str) -> str:
-    if char in '"\\':
-        return "\\" + char
-    return f"\\u{ord(char):04X}" if ord(char) < 0x20 or ord(char) == 0x7F else char

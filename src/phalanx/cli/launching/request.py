@@ -5,7 +5,6 @@ Decides what a recipe file may not decide alone, for it comes from anywhere.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -18,6 +17,7 @@ from phalanx.core.arguments import take_word
 from phalanx.core.config import RECIPE_FILE, STATUS_FILE, Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.process import say
+from phalanx.core.reading import toml_value
 from phalanx.core.recipe import AutoDevice, AutoDtype, Device, Dtype, load_recipe, native_dtype
 from phalanx.core.service_address import is_loopback
 from phalanx.plan import run_problems
@@ -169,7 +169,7 @@ def trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
     ):
         if wrong and name not in given:
             rule = f"{does}, which a recipe file alone may not decide"
-            word = shlex.quote(json.dumps(value) if isinstance(value, tuple) else f"{value}")
+            word = shlex.quote(toml_value(value) if isinstance(value, tuple) else f"{value}")
             hint = f"repeat it on the command line (--{name} {word}), or add --trust if the file is your own"
             found.append(Problem(where=name, value=value, rule=rule, hint=hint))
     return found

@@ -27,6 +27,7 @@ import numpy as np
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.messages import message
+from phalanx.core.reading import toml_value
 from phalanx.simulate.hardware import LINKS, GroupSpan, Hardware, Network, Oracle, experts_s, parse_hardware
 
 WIDTH = {"bf16": 2, "fp32": 4}
@@ -478,4 +479,4 @@ def _toml_value(value: Any) -> str:
         return "{ " + ", ".join(f"{key} = {_toml_value(x)}" for key, x in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
-    return json.dumps(value)
+    return toml_value(value)
