@@ -60,7 +60,7 @@ class Attempt:
 @functools.cache
 def attempt() -> Attempt:
     """Tried once in a process: every compiler in every folder, until one works."""
-    failures = []
+    failures: list[str] = []
     for compiler in cpp_compilers():
         for folder in _folders():
             try:
