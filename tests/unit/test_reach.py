@@ -99,7 +99,7 @@ def test_a_switch_that_parts_hundreds_is_decided_at_once() -> None:
 def test_a_process_that_is_stopped_answers_any_number_of_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody serves its queue, which the kernel may keep short: full, it had the host removed after 70 s of the ten minutes for which it is waited."""
     monkeypatch.setattr(reachability, "WAITING", 4)
-    listener = ProbeListener("127.0.0.1", 9)
+    listener = ProbeListener("127.0.0.1")
     try:
         for _ in range(50):
             assert probe_all({"stopped": listener.address}, limit_s=5.0).answered == {"stopped"}
@@ -109,7 +109,7 @@ def test_a_process_that_is_stopped_answers_any_number_of_probes(monkeypatch: pyt
 
 def test_a_member_that_all_probe_at_once_answers_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "WAITING", 128)
-    listener = ProbeListener("127.0.0.1", 9)
+    listener = ProbeListener("127.0.0.1")
     answered: list[int] = []
 
     def probe() -> None:
@@ -142,7 +142,7 @@ def nowhere() -> Iterator[str]:
 
 
 def test_a_listener_answers_for_a_process_that_does_nothing(nowhere: str) -> None:
-    listener = ProbeListener("127.0.0.1", 9)
+    listener = ProbeListener("127.0.0.1")
     try:
         for _ in range(3):
             assert probe_all({"there": listener.address}) == Answers(frozenset(), frozenset(), frozenset({"there"}))
@@ -169,7 +169,7 @@ def service() -> Iterator[UnixService]:
 
 
 def test_who_is_gone_is_removed_at_once(service: UnixService) -> None:
-    listeners = {uid: ProbeListener("127.0.0.1", 9) for uid in ("a.0", "b.0")}
+    listeners = {uid: ProbeListener("127.0.0.1") for uid in ("a.0", "b.0")}
     keys = service.connect()
     for uid, listener in listeners.items():
         keys.put(probe_key(uid), listener.address)
@@ -184,7 +184,7 @@ def test_who_is_gone_is_removed_at_once(service: UnixService) -> None:
 
 def test_two_that_do_not_reach_each_other_put_one_out_once(service: UnixService, nowhere: str) -> None:
     """a and b reach the service and c, and not each other; both probe, report and propose at the same time."""
-    listeners = {uid: ProbeListener("127.0.0.1", 9) for uid in ("a.0", "b.0", "c.0")}
+    listeners = {uid: ProbeListener("127.0.0.1") for uid in ("a.0", "b.0", "c.0")}
     keys = service.connect()
     for uid, listener in listeners.items():
         keys.put(probe_key(uid), listener.address)
@@ -321,3 +321,15 @@ def test_a_worker_leaves_a_generation_alone_that_has_not_made_a_step(service: Un
     assert now is not None and now.uids == ("b.0.x", "a.0.x")
     assert waited_s > 2 * TOGETHER_S if stepped else waited_s > FORMS_S
     assert waited_s < FORMS_S or not stepped
+
+
+def test_a_member_publishes_an_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the machine that keeps the service, too, whose own name leads to loopback (Debian): others would find nothing there, and take the process for ended."""
+    asked: list[str] = []
+    monkeypatch.setattr(reachability, "address_towards", lambda host: asked.append(host) or "127.0.0.7")
+    listener = ProbeListener("node0")
+    assert listener.address.startswith("127.0.0.7:") and asked == ["node0"]
+    listener.close()
+    monkeypatch.setattr(reachability, "address_towards", lambda host: "")
+    with pytest.raises(OSError, match="no IPv4 address on the way to node0"):
+        ProbeListener("node0")

@@ -42,6 +42,8 @@ def test_gloo_gets_an_interface_that_other_machines_reach(
     monkeypatch.setattr(world, "_address_towards", lambda name: towards.get(name, ""))
     use_interface_to(host)
     assert world.os.environ.get("GLOO_SOCKET_IFNAME") == chosen
+    if chosen is not None:
+        assert INTERFACES[world.address_towards(host)] == chosen
 
 
 def test_a_machine_that_has_loopback_alone_and_one_whose_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +53,7 @@ def test_a_machine_that_has_loopback_alone_and_one_whose_user_has_chosen(monkeyp
         monkeypatch.setattr(world, "os", SimpleNamespace(environ=dict(environ)))
         use_interface_to("node0")
         assert world.os.environ == environ
+    assert world.address_towards("node0") == LO, "all are on this machine"
 
 
 def test_what_a_rank_tells_others_is_as_long_for_any_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

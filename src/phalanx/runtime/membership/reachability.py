@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from phalanx.core.reading import parse_json, typed
 from phalanx.runtime.membership.keys import Keys
 from phalanx.runtime.membership.membership import Generation, Membership
+from phalanx.runtime.processes import address_towards
 
 PROBE_TIMEOUT_S = 1.5
 """A host that does not answer for so long is unreachable. TCP retransmits after 1 s, so one lost packet is tolerated."""
@@ -66,11 +67,11 @@ def choose_removed(uids: Sequence[str], unreached: Mapping[str, Collection[str]]
 class ProbeListener:
     """Listening socket that other members probe. Use from any thread."""
 
-    def __init__(self, service_host: str, service_port: int) -> None:
-        """Listens on the address by which this machine reaches the service."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((service_host, service_port))  # sends nothing
-            own = probe.getsockname()[0]
+    def __init__(self, service_host: str) -> None:
+        """Listens on the address by which this machine reaches the service. Raises `OSError` where it has none."""
+        own = address_towards(service_host)
+        if not own:
+            raise OSError(errno.EADDRNOTAVAIL, f"this machine has no IPv4 address on the way to {service_host}")
         self._socket = socket.create_server((own, 0), backlog=WAITING)
         if hasattr(socket, "TCP_DEFER_ACCEPT"):
             # a connection is in the queue once it has brought a byte, and probes bring none: that of a stopped process would be full after WAITING of them

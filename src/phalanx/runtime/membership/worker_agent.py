@@ -109,7 +109,7 @@ class WorkerAgent(MembershipWatcher):
         if self._probe_listener is None:
             where: Any = self.service
             try:
-                self._probe_listener = ProbeListener(where.host, where.port)
+                self._probe_listener = ProbeListener(where.host)
             except OSError as err:  # its name does not resolve now, or there is no way to it
                 raise ServiceLost(f"cannot reach the membership service at {where.host}: {err}") from None
         keys.put(probe_key(self.uid), self._probe_listener.address)

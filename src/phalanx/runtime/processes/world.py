@@ -326,17 +326,21 @@ def use_loopback() -> None:
 
 
 def use_interface_to(host: str) -> None:
-    """Let gloo use the interface by which `host` is reached, so that it need not resolve this machine's own name. Does nothing where that is not known.
+    """Let gloo use the interface by which `host` is reached, so that it need not resolve this machine's own name. Does nothing where that is not known."""
+    names, own = _interfaces(), address_towards(host)
+    if own in names and is_loopback(own) == is_loopback(host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[own])
 
-    Debian's hosts file has this machine's own name at 127.0.1.1, where no other machine reaches it: then the interface that leads out, else the first with an address.
+
+def address_towards(host: str) -> str:
+    """This machine's IPv4 address on the way to `host`, at which the others that reach `host` reach it, too; empty where there is none.
+
+    Debian's hosts file has this machine's own name at 127.0.1.1, where no other machine reaches it: then that of the interface that leads out, else of the first with an address, if there is one.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    names, own = _interfaces(), _address_towards(host)
-    if is_loopback(own) and not is_loopback(host):
-        own = next((a for a in (_address_towards(OUTSIDE), *names) if a and not is_loopback(a)), "")
-    if own in names:
-        os.environ["GLOO_SOCKET_IFNAME"] = names[own]
+    own = _address_towards(host)
+    if not is_loopback(own) or is_loopback(host):
+        return own
+    return next((a for a in (_address_towards(OUTSIDE), *_interfaces()) if a and not is_loopback(a)), own)
 
 
 GLOO_EASED = {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1", "GLOO_ENABLE_STORE_V2_API": "1"}
