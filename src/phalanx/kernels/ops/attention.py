@@ -4,10 +4,10 @@ Fast on a CPU: the forward pass is torch's flash kernel, document by document. I
 matrix products in it and generates code anew for every document length, so the backward pass is done here, from batched
 products over blocks of keys (arXiv 2307.08691, Algorithm 2, with whole rows of queries):
 
-    P^T = exp(r (K Q^T - lse / r))    dV = P^T dO    dS^T = P^T * r (V dO^T - delta)    dK = dS^T Q    dQ = dS K    r = 1 / sqrt(D)
+    P^T = exp(r (K Q^T - lse / r))    dV = P^T dO    dS^T = P^T * (V dO^T - delta)    dK = r dS^T Q    dQ = r dS K    r = 1 / sqrt(D)
 
 Both subtractions happen inside the products, where sums are fp32: `-lse / r` and `-delta`, split into two bf16 numbers, are extra columns of Q
-and dO that meet columns of ones in K and V. `r` multiplies these sums before they are rounded. It must not multiply Q: where it is no power of
+and dO that meet columns of ones in K and V. `r` multiplies sums before they are rounded. It must not multiply Q: where it is no power of
 two, Q would be rounded once more, its scores would not be those that `lse` is of, and rows of P would not add up to one. Blocks have the same
 shapes whatever the documents are.
 
@@ -282,14 +282,16 @@ def _backward_heads(
         p_gkq.view(num_kv, stop - start, per, -1)[..., : bias_kq.shape[1]].add_(bias_kq.unsqueeze(1))
         p_gkq.exp_()
         grads[2][start:stop].copy_(torch.bmm(p_gkq, do_gqX[..., :dim]).transpose(0, 1))
-        ds_gkq.baddbmm_(v_gSX[:, start:stop], do_gqX.transpose(1, 2), beta=0, alpha=scale)
+        torch.bmm(v_gSX[:, start:stop], do_gqX.transpose(1, 2), out=ds_gkq)
         ds_gkq.mul_(p_gkq)
-        grads[1][start:stop].copy_(torch.bmm(ds_gkq, q_gqX[..., :dim]).transpose(0, 1))
+        dk_gkD = k_gkX.new_empty((num_kv, stop - start, dim)).baddbmm_(ds_gkq, q_gqX[..., :dim], beta=0, alpha=scale)
+        grads[1][start:stop].copy_(dk_gkD.transpose(0, 1))
         part_gDpq = torch.bmm(k_gkX[..., :dim].transpose(1, 2), ds_gkq).view(num_kv, dim, per, -1)
         seen = max(seen, start)
         dq_gDpS[..., start:seen].add_(part_gDpq[..., : seen - start].to(wide))
         dq_gDpS[..., seen:end].copy_(part_gDpq[..., seen - start :])
         seen = end
+    dq_gDpS.mul_(scale)
     for g in range(num_kv):
         for h in range(per):
             grads[0][:, g * per + h].copy_(dq_gDpS[g, :, h].to(q_SaD.dtype).t())

@@ -49,8 +49,8 @@ class Transport:
     """Where the transport reads and writes: tensors elsewhere go through staging there."""
     posting: Posting = "tags"
     op_id: str = "reshard"
-    connected: set[int] = field(default_factory=set)
-    """In batches: ranks of the axis that this one has exchanged messages with, both ways, and itself. The same set for all moves over a group."""
+    connected: set[tuple[bool, int]] = field(default_factory=set)
+    """In batches: ways on which messages have gone, (whether this rank sends, place of the other one in the axis), and its own place. The same set for all moves over a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,16 +259,17 @@ class _Batched(_Run):
             pass
 
     def _connect(self) -> None:
-        """A number to and from each rank that is new, all at once, after one of all ranks of the axis, which makes the communicator if it is not there. Two ranks are new to each other alike,
-        for both have the same messages in their programs."""
-        lane = self.lane
-        if lane.axis.index not in lane.connected:
+        """A number on each way that is new, all at once, after one of all ranks of the axis, which makes the communicator if it is not there. A way is new to both of its ranks or to none, for
+        both have the same messages in their programs; one that no message takes has no buffers (0.3 GB, `simulate/step/nccl.py`)."""
+        lane, alone = self.lane, (True, self.lane.axis.index)
+        if alone not in lane.connected:
             lane.comms.all_reduce(torch.zeros(1, device=lane.wire), lane.axis, op_id=f"{lane.op_id}.all")
-            lane.connected.add(lane.axis.index)
-        new = sorted({self.peers[step.peer] for step in self.program.steps} - lane.connected)
-        out_N, in_N = torch.zeros(2, len(new), device=lane.wire)
-        sends, receives = ([Message(x[i : i + 1], peer) for i, peer in enumerate(new)] for x in (out_N, in_N))
-        lane.comms.start_exchange(sends, receives, lane.axis, op_id=f"{lane.op_id}.peers").wait()
+            lane.connected.add(alone)
+        new = sorted({(step.sends, self.peers[step.peer]) for step in self.program.steps} - lane.connected)
+        each_N1 = torch.zeros(len(new), 1, device=lane.wire)
+        ways = [(sends, Message(x_1, peer)) for (sends, peer), x_1 in zip(new, each_N1, strict=True)]
+        sent, received = ([message for sends, message in ways if sends == way] for way in (True, False))
+        lane.comms.start_exchange(sent, received, lane.axis, op_id=f"{lane.op_id}.peers").wait()
         lane.connected.update(new)
 
     def _batch(self, first: int, last: int) -> None:

@@ -87,7 +87,7 @@ class Resharder:
         self._hosts = hosts
         self._met = False
         """Whether all have told where they are."""
-        self._connected: set[int] = set()
+        self._connected: set[tuple[bool, int]] = set()
         """`Transport.connected` of the axis."""
         self._prepared: OrderedDict[tuple[Move, ...], PreparedMove] = OrderedDict()
 
