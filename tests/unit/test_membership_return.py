@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,24 +61,34 @@ def test_a_host_that_comes_later_takes_the_number_of_ranks_that_the_run_began_wi
 
 def test_a_host_that_began_before_the_service_takes_that_number_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Text is prepared meanwhile; with another number of ranks the mapping is another one."""
-    service, prepared = MemoryService(), list[int | None]()
+    service, prepared, alone = MemoryService(), list[int | None](), list[int]()
     recipe = replace(Recipe(), resilience=ResilienceConfig(service="node0:29400", wanted=8))
 
-    def comes(*_: Any, **__: Any) -> bool:
+    def comes(*_: Any, **__: Any) -> None:
         run.run_at(service, wanted=16)  # another host's
         monkeypatch.setattr(run, "service_at", lambda address: service)
-        return False
 
     def prepare(recipe: Recipe, *_: Any, **__: Any) -> Any:
+        assert alone
         prepared.append(recipe.resilience.wanted)
         return recipe
+
+    @contextmanager
+    def preparing() -> Iterator[None]:
+        alone.append(1)
+        yield
+        alone.pop()
+
+    def first_place(slots: int) -> int:
+        assert alone, "another host may take its place at the same moment"
+        return 5
 
     monkeypatch.setattr(run, "service_at", lambda address: Lost())
     monkeypatch.setattr(run, "expect_service", comes)
     monkeypatch.setattr(run, "prepare_run", prepare)
-    lock: Any = SimpleNamespace(preparing=nullcontext)
+    lock: Any = SimpleNamespace(preparing=preparing, first_place=first_place)
     found: Any = run._prepare_with_others(recipe, RunFolder(Path("x")), lock, kept=None)
-    assert prepared == [8, 16] and found.resilience.wanted == 16
+    assert prepared == [8, 16] and found[0].resilience.wanted == 16 and found[1:] == (5, False)
 
 
 class Lost:

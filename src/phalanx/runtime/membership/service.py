@@ -295,8 +295,8 @@ def service_at(address: ServiceAddress) -> TlsService | EtcdService:
     return TlsService(address.host, address.port)
 
 
-def expect_service(service: Service, where: str, *, wait_s: float, tell: Callable[[str], None]) -> bool:
-    """Return once it answers: whether a run is under way there. Raises `RunError` where it does not within `wait_s`, or serves a run that is over or was stopped."""
+def expect_service(service: Service, where: str, *, wait_s: float, tell: Callable[[str], None]) -> None:
+    """Return once it answers. Raises `RunError` where it does not within `wait_s`, or serves a run that is over or was stopped."""
     end_s, notice_s = time.monotonic() + wait_s, time.monotonic() + NOTICE_S
     while True:
         try:
@@ -310,7 +310,7 @@ def expect_service(service: Service, where: str, *, wait_s: float, tell: Callabl
                 tell(f"waiting for the membership service at {where} (`phalanx service` keeps one)")
             time.sleep(AGAIN_S)
     try:
-        over, first = keys.get("finished"), keys.get("first")
+        over = keys.get("finished")
         stopped, stop = keys.get("stopped"), keys.get("stop")
     finally:
         keys.close()
@@ -325,7 +325,6 @@ def expect_service(service: Service, where: str, *, wait_s: float, tell: Callabl
             f"the run of the membership service at {where} {state} ({stop or 'no reason given'}); no member can join it. "
             "Start another service, or in etcd use another name; the same command then continues from the newest checkpoint"
         )
-    return first is not None
 
 
 def run_at(service: Service, *, wanted: int) -> tuple[int, bool]:

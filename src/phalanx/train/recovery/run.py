@@ -86,32 +86,34 @@ def train_elastic(recipe: Recipe, *, threads: int, watch: Watch | None = None, k
         lock = RunHosts(folder, host=host, service=recipe.resilience.service)
     try:
         if isinstance(lock, RunHosts):
-            run = _prepare_with_others(recipe, folder, lock, kept=kept)
-            first = lock.first_place(recipe.launch.ranks)
+            run, first, joins = _prepare_with_others(recipe, folder, lock, kept=kept)
         else:
-            run, first, host = prepare_run(recipe, folder, kept=kept), 0, "local"
+            run, first, joins, host = prepare_run(recipe, folder, kept=kept), 0, False, "local"
         main = partial(work, run, threads=threads, first=first, watch=watch)
         screen = 0 if first == 0 and wants_live(recipe.observe, Console()) else None
-        return _supervisor(run, host, main, tell=_host_log(run, host, watch), screen=screen).run()
+        return _supervisor(run, host, main, joins=joins, tell=_host_log(run, host, watch), screen=screen).run()
     finally:
         lock.close()
 
 
-def _prepare_with_others(recipe: Recipe, folder: RunFolder, lock: RunHosts, *, kept: Recipe | None) -> ElasticRun:
-    """`prepare_run` of a host of several, with the number of ranks that its run began with. Waits for the service, where others keep it; while it is not there the text is prepared."""
+def _prepare_with_others(
+    recipe: Recipe, folder: RunFolder, lock: RunHosts, *, kept: Recipe | None
+) -> tuple[ElasticRun, int, bool]:
+    """`prepare_run` of a host of several, with the number of ranks that its run began with; the first place of its logs; whether the run is under way. Waits for the service, where others keep
+    it; while it is not there the text is prepared."""
     begun = as_begun(recipe)
     with lock.preparing():
-        run = prepare_run(begun[0], folder, kept=kept, joins=begun[1])
+        run, first = prepare_run(begun[0], folder, kept=kept, joins=begun[1]), lock.first_place(recipe.launch.ranks)
     where = recipe.resilience.service or ""
     address = parse_service(where)
     if address is None or recipe.launch.keep_service:
-        return run
+        return run, first, begun[1]
     expect_service(service_at(address), where, wait_s=recipe.resilience.wait_s, tell=print)
     again = as_begun(recipe)
-    if again == begun:
-        return run
-    with lock.preparing():
-        return prepare_run(again[0], folder, kept=kept, joins=again[1])
+    if again != begun:
+        with lock.preparing():
+            run = prepare_run(again[0], folder, kept=kept, joins=again[1])
+    return run, first, again[1]
 
 
 def _host_log(run: ElasticRun, host: str, watch: Watch | None) -> Emit:
@@ -131,9 +133,9 @@ def _host_log(run: ElasticRun, host: str, watch: Watch | None) -> Emit:
 
 
 def _supervisor(
-    run: ElasticRun, host: str, main: Callable[[WorkerAgent], int], *, tell: Emit, screen: int | None
+    run: ElasticRun, host: str, main: Callable[[WorkerAgent], int], *, joins: bool, tell: Emit, screen: int | None
 ) -> Supervisor:
-    """This host's, and with it the service where this host keeps it. Waits for one that others keep."""
+    """This host's, and with it the service where this host keeps it."""
     recipe = run.recipe
     address = None if recipe.resilience.service is None else parse_service(recipe.resilience.service)
     settings = supervisor_settings(recipe, host, own_machine=address is None or address.is_here)
@@ -156,13 +158,11 @@ def _supervisor(
         store = start_network_store(address.host, address.port)
         run_at(store.address, wanted=wanted_ranks(recipe))  # what the others ask for
         return Supervisor(main, settings, service=store, tell=tell)
-    service = service_at(address)
-    where, wait_s = recipe.resilience.service or "", recipe.resilience.wait_s
-    if not expect_service(service, where, wait_s=wait_s, tell=print):
+    if not joins:
         import_now()  # once for all ranks of this host; where a run is under way they take part first (`ElasticMember`)
     if not address.is_here:
         use_interface_to(address.host)
-    return Supervisor(main, settings, service=service, tell=tell)
+    return Supervisor(main, settings, service=service_at(address), tell=tell)
 
 
 def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> SupervisorSettings:
