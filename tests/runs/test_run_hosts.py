@@ -15,7 +15,7 @@ import pytest
 from phalanx.core.config import LaunchConfig, Recipe, ResilienceConfig
 from phalanx.core.errors import RunError
 from phalanx.core.rules import recipe_problems
-from phalanx.core.service_address import ServiceAddress, parse_service
+from phalanx.core.service_address import ServiceAddress, parse_service, place
 from phalanx.plan.recovery.recipe import holders_needed, wanted_ranks
 from phalanx.train.recovery.run_hosts import RunHosts
 from phalanx.train.setup.run_folder import RunFolder
@@ -120,7 +120,21 @@ def test_addresses() -> None:
     assert parse_service("node0:29400") == ServiceAddress("node0", 29400)
     etcd = parse_service("etcd://10.0.0.1:2379/job-7")
     assert etcd == ServiceAddress("10.0.0.1", 2379, "job-7") and etcd.is_etcd and not etcd.is_here
+    for text, v6 in [
+        ("[fd77::1]:29400", ServiceAddress("fd77::1", 29400)),
+        ("etcd://[::1]:1/r", ServiceAddress("::1", 1, "r")),
+    ]:
+        assert parse_service(text) == v6 and place(v6.host, v6.port) in text and v6.is_here == (v6.host == "::1")
     wrong = ("node0", "node0:", "node0:0", "node0:70000", "etcd://a:1", "etcd://a:1/", "http://a:1/b", "a b:1")
+    wrong += (
+        "fd77::1:29400",
+        "[fd77::1]",
+        "[fd77::1]:",
+        "[node0]:1",
+        "[10.0.0.1]:1",
+        "[fd77:::1]:1",
+        "etcd://fd77::1:1/r",
+    )
     assert [parse_service(text) for text in wrong] == [None] * len(wrong)
 
 

@@ -27,8 +27,10 @@ from phalanx.runtime.membership.credentials import (
     own_credentials,
 )
 from phalanx.runtime.membership.keys import Keys, ServiceLost, TlsService, UnixService
+from phalanx.runtime.membership.reachability import ProbeListener, probe_all
 from phalanx.runtime.membership.service import StoreProcess, _came, start_network_store, start_store
 from phalanx.runtime.membership.store import ARGUMENTS, LENGTH, Refused, Values, read_request
+from phalanx.runtime.processes.world import _interfaces
 
 pytestmark = pytest.mark.unit
 KINDS = ("socket", "tls")
@@ -167,6 +169,24 @@ def test_credentials_that_a_service_has_made_end_with_it(tmp_path: Path, monkeyp
     monkeypatch.setenv(VARIABLE, str(tmp_path / "kept.pem"))
     start_network_store("127.0.0.1", 0).stop()
     assert (tmp_path / "kept.pem").exists()
+
+
+@pytest.mark.skipif("::1" not in _interfaces(), reason="this machine has no IPv6")
+def test_a_cluster_of_ipv6_alone_has_a_service_and_members_that_are_probed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    process = start_network_store("::1", 0)
+    assert isinstance(process.address, TlsService)
+    keys = process.address.connect()
+    assert keys.create("a", "1") == "1" and keys.where == f"[::1]:{process.address.port}"
+    listener = ProbeListener("::1")
+    addresses = {"here": listener.address}
+    assert probe_all(addresses).answered == {"here"}
+    listener.close()
+    assert probe_all(addresses).refused == {"here"}
+    keys.close()
+    process.stop()
 
 
 # -- strangers

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from phalanx.core.errors import ConfigError
+from phalanx.core.errors import ConfigError, RunError
 from phalanx.runtime.processes import numa, world
 from phalanx.runtime.processes.numa import near_cpus, parse_cpus, stay_near
 from phalanx.runtime.processes.world import OUTSIDE, WorldInfo, own_device, read_world, use_interface_to
@@ -19,19 +21,22 @@ pytestmark = pytest.mark.unit
 # ---- the interface of gloo
 
 LO, ETH, IB = "127.0.0.1", "10.0.0.5", "10.1.0.5"
-INTERFACES = {LO: "lo", IB: "ib0", ETH: "eth0"}
+INTERFACES = {LO: "lo", IB: "ib0", ETH: "eth0", "::1": "lo", "fd77::1": "eth6"}
 
 
 @pytest.mark.parametrize(
     ("host", "towards", "chosen"),
     [
         ("node0", {"node0": IB}, "ib0"),
-        ("node0", {"node0": LO, OUTSIDE: ETH}, "eth0"),  # the head, whose hosts file has node0 at 127.0.1.1
+        ("node0", {"node0": LO, OUTSIDE[0]: ETH}, "eth0"),  # the head, whose hosts file has node0 at 127.0.1.1
         ("node0", {"node0": LO}, "ib0"),  # the same in a cluster without a default route
-        ("127.0.0.1", {"127.0.0.1": LO, OUTSIDE: ETH}, "lo"),  # all ranks are here, whoever started them
-        ("localhost", {"localhost": LO, OUTSIDE: ETH}, "lo"),
-        ("node0", {"node0": "10.0.0.99", OUTSIDE: ETH}, None),  # a second address of some interface
-        ("node0", {OUTSIDE: ETH}, None),  # no way there
+        ("node0", {"node0": "fd77::1"}, "eth6"),  # a cluster of IPv6 alone
+        ("node0", {"node0": "127.0.1.1", OUTSIDE[1]: "fd77::1"}, "eth6"),
+        ("::1", {"::1": "::1", OUTSIDE[0]: ETH}, "lo"),
+        ("127.0.0.1", {"127.0.0.1": LO, OUTSIDE[0]: ETH}, "lo"),  # all ranks are here, whoever started them
+        ("localhost", {"localhost": LO, OUTSIDE[0]: ETH}, "lo"),
+        ("node0", {"node0": "10.0.0.99", OUTSIDE[0]: ETH}, None),  # a second address of some interface
+        ("node0", {OUTSIDE[0]: ETH}, None),  # no way there
     ],
 )
 def test_gloo_gets_an_interface_that_other_machines_reach(
@@ -61,6 +66,20 @@ def test_what_a_rank_tells_others_is_as_long_for_any_number_of_them(monkeypatch:
     monkeypatch.setattr(world, "os", SimpleNamespace(environ={"GLOO_ENABLE_STORE_V2_API": "0"}))
     world.ease_gloo()
     assert world.os.environ == {"GLOO_ENABLE_STORE_V2_API": "0", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}
+
+
+def test_a_rank_to_which_another_never_connects_ends_by_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    """gloo waits five times its timeout then, in a call that no signal interrupts."""
+    pid = os.fork()
+    if pid == 0:
+        with world._ends_after(0.1, "could not meet"):
+            time.sleep(30)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == RunError("").exit_code
+    assert "could not meet" in capfd.readouterr().err
+    with world._ends_after(0.1, "not said"):
+        pass
+    time.sleep(0.2)
 
 
 def test_what_this_machine_says_of_itself() -> None:

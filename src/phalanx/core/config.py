@@ -320,7 +320,7 @@ class ResilienceConfig:
     heal: bool | None = None
     """Ranks that die are replaced and the others continue meanwhile, inside their processes; wants mode fast or exact. Default: a run on two or more ranks of this machine does, in mode fast where mode is off, unless something else in its recipe speaks against it; the dry run says what."""
     service: str | None = None
-    """Membership service of an elastic run on several hosts: host:port of `phalanx service`, or etcd://host:port/NAME with a name that no other start of a run has. Default: one for the ranks of this machine alone."""
+    """Membership service of an elastic run on several hosts: host:port of `phalanx service`, or etcd://host:port/NAME with a name that no other start of a run has; an address of IPv6 in brackets. Default: one for the ranks of this machine alone."""
     wanted: int | None = None
     """Ranks of all hosts together when the run begins; it may shrink and grow from there. With a service it must be set; without one it is launch.ranks."""
     minimum: int = 1

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line
 from phalanx.core.reading import parse_json
-from phalanx.core.service_address import is_loopback
+from phalanx.core.service_address import is_loopback, place
 from phalanx.runtime.membership.credentials import client_context, find_credentials, named_credentials, own_credentials
 from phalanx.runtime.membership.store import LENGTH, MESSAGE_BYTES
 
@@ -140,10 +140,10 @@ class TlsService:
         """Raises `ServiceLost` where nothing listens, or what listens does not believe this process or is not believed; `ConfigError` without credentials."""
         if is_loopback(self.host) and named_credentials() is None and not own_credentials(self.port).exists():
             raise ServiceLost(
-                f"the membership service at {self.host}:{self.port} cannot be reached: none was ever started there"
+                f"the membership service at {place(self.host, self.port)} cannot be reached: none was ever started there"
             )
         context = client_context(find_credentials(self.port))
-        return SocketKeys(f"{self.host}:{self.port}", lambda: self._open(context))
+        return SocketKeys(place(self.host, self.port), lambda: self._open(context))
 
     def _open(self, context: ssl.SSLContext) -> socket.socket:
         sock = socket.create_connection((self.host, self.port), timeout=CALL_S)

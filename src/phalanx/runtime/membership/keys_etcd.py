@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from phalanx.core.reading import parse_table
-from phalanx.core.service_address import is_loopback
+from phalanx.core.service_address import is_loopback, place
 from phalanx.runtime.membership.credentials import client_context, find_credentials, named_credentials
 from phalanx.runtime.membership.keys import CALL_S, EPOCH, OPENING, Over, ServiceLost, poll
 from phalanx.runtime.membership.store import MESSAGE_BYTES
@@ -58,7 +58,7 @@ class EtcdKeys:
     """One connection. Threads may share it; each should have its own."""
 
     def __init__(self, host: str, port: int, *, run: str, timeout_s: float = CALL_S) -> None:
-        self.where = f"{host}:{port}"
+        self.where = place(host, port)
         self.prefix = f"phalanx/{run}/"
         self._lost = ""
         self._revision = 0

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.core.reading import parse_json, typed
+from phalanx.core.service_address import is_ipv6
 from phalanx.runtime.membership.keys import Keys
 from phalanx.runtime.membership.membership import Generation, Membership
 from phalanx.runtime.processes import address_towards
@@ -71,8 +72,8 @@ class ProbeListener:
         """Listens on the address by which this machine reaches the service. Raises `OSError` where it has none."""
         own = address_towards(service_host)
         if not own:
-            raise OSError(errno.EADDRNOTAVAIL, f"this machine has no IPv4 address on the way to {service_host}")
-        self._socket = socket.create_server((own, 0), backlog=WAITING)
+            raise OSError(errno.EADDRNOTAVAIL, f"this machine has no address on the way to {service_host}")
+        self._socket = socket.create_server((own, 0), family=_family(own), backlog=WAITING)
         if hasattr(socket, "TCP_DEFER_ACCEPT"):
             # a connection is in the queue once it has brought a byte, and probes bring none: that of a stopped process would be full after WAITING of them
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, DEFER_S)
@@ -87,6 +88,10 @@ class ProbeListener:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
 
 
 def probe_key(uid: str) -> str:
@@ -137,7 +142,7 @@ def probe_all(
     try:
         for name, where in addresses.items():
             host, _, port = where.rpartition(":")
-            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            sock = socket.socket(_family(host), socket.SOCK_STREAM)
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
             waiting[sock.fileno()] = name, sock

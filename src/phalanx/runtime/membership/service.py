@@ -22,7 +22,7 @@ from pathlib import Path
 
 from phalanx.core.errors import RunError
 from phalanx.core.files import private_folder
-from phalanx.core.service_address import ServiceAddress
+from phalanx.core.service_address import ServiceAddress, place
 from phalanx.runtime.membership.credentials import (
     VARIABLE,
     check_private,
@@ -35,7 +35,7 @@ from phalanx.runtime.membership.keys import Keys, Service, ServiceLost, TlsServi
 from phalanx.runtime.membership.keys_etcd import EtcdService
 from phalanx.runtime.membership.membership import BEAT, ENDED, Membership
 from phalanx.runtime.membership.store import BACKLOG, run_store
-from phalanx.runtime.processes import STOP_SIGNALS, die_with_parent
+from phalanx.runtime.processes import STOP_SIGNALS, addresses_of, die_with_parent
 
 HUNG_S = 6.0
 """A store that has answered nothing for so long is replaced: three calls in a row have failed (`keys.CALL_S`)."""
@@ -160,22 +160,21 @@ def _clean(folder: Path) -> None:
 def start_network_store(host: str, port: int) -> StoreProcess:
     """Keep a store at an address, for whoever has this run's credentials: those that `PHALANX_CREDENTIALS` names, which are made where they are not there, else new ones
     in the user's runtime folder. Raises `ConfigError`, or `RunError` where the port is taken."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-        number = int(listener.getsockname()[1])
-        store = StoreProcess(listener, TlsService(host, number), server_context(kept_credentials(number)))
-        store.start()
+        family, where = addresses_of(host, port, socket.SOCK_STREAM)[0]
+        with contextlib.ExitStack() as unless_kept:
+            listener = unless_kept.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(BACKLOG)
+            number = int(listener.getsockname()[1])
+            store = StoreProcess(listener, TlsService(host, number), server_context(kept_credentials(number)))
+            store.start()
+            unless_kept.pop_all()
     except OSError as err:
-        listener.close()
         raise RunError(
-            f"the membership service cannot listen at {host}:{port} ({err.strerror}); choose another port, or an address of this machine"
+            f"the membership service cannot listen at {place(host, port)} ({err.strerror}); choose another port, or an address of this machine"
         ) from None
-    except BaseException:
-        listener.close()
-        raise
     return store
 
 
@@ -200,7 +199,7 @@ def serve(address: ServiceAddress, *, until_over: bool, tell: Callable[[str], No
     store = start_network_store(address.host, address.port)
     port: int = store.address.port  # type: ignore[union-attr]
     try:
-        tell(f"membership service at {address.host}:{port}, process {store.pid}")
+        tell(f"membership service at {place(address.host, port)}, process {store.pid}")
         tell(
             f"its credentials are in {named_credentials() or own_credentials(port)}: copy the file to the hosts of the run, and export {VARIABLE}=FILE there"
         )

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from phalanx.runtime.processes.world import (
         WorldInfo as WorldInfo,
         address_towards as address_towards,
+        addresses_of as addresses_of,
         close_world as close_world,
         device_here as device_here,
         ease_gloo as ease_gloo,

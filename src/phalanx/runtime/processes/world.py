@@ -9,16 +9,18 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import ipaddress
 import os
 import secrets
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,14 +29,18 @@ from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import private_folder
 from phalanx.core.process import begun
 from phalanx.core.reading import is_count
-from phalanx.core.service_address import is_loopback
-from phalanx.runtime.comm import DEFAULT_TIMEOUT_S
+from phalanx.core.service_address import is_loopback, place
+from phalanx.runtime.comm import DEFAULT_TIMEOUT_S, LostPeers
 from phalanx.runtime.processes.numa import stay_near
 
 LOOK_S = 0.02
 """How often a rank looks whether the first one has come."""
-OUTSIDE = "192.0.2.1"
-"""An address of no machine (RFC 5737), which leaves this one by the default route."""
+OUTSIDE = ("192.0.2.1", "2001:db8::1")
+"""Addresses of no machine (RFC 5737, RFC 3849), which leave this one by its default routes."""
+MEETING_TAKES = 2.0
+"""Times the timeout that the ranks of a group take to meet at most: once until the last one is there, once until all are connected."""
+OF_LINK = 0x20
+"""Scope of addresses of IPv6 that mean nothing without an interface's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +156,7 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
     ease_gloo()
     if info.local_world == info.world:
         use_loopback()
-    where = f"{info.master_addr}:{info.master_port}" if info.meeting is None else str(info.meeting)
+    where = place(info.master_addr, info.master_port) if info.meeting is None else str(info.meeting)
     timeout = timedelta(seconds=timeout_s)
     try:
         meeting = info.meeting
@@ -166,13 +172,14 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
             store = dist.TCPStore(*at, info.world, listens, timeout=timeout, master_listen_fd=listener)
             if info.agent_listens:
                 store = _part_of_this_start(store, info, timeout_s=timeout_s)
-        dist.init_process_group(
-            "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=store,
-            rank=info.rank,
-            world_size=info.world,
-            timeout=timeout,
-        )
+        with _ends_after(MEETING_TAKES * timeout_s, _meeting_failed(info, where, "", timeout_s)):
+            dist.init_process_group(
+                "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl",
+                store=store,
+                rank=info.rank,
+                world_size=info.world,
+                timeout=timeout,
+            )
         if target.type == "cuda":
             uuid = str(torch.cuda.get_device_properties(target).uuid)
             raise_if(_sharing_problems(uuid, info.world), ConfigError, subject="launch environment")
@@ -181,6 +188,18 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
     except (RuntimeError, ValueError) as err:
         raise RunError(_meeting_failed(info, where, str(err), timeout_s)) from err
     return target
+
+
+@contextlib.contextmanager
+def _ends_after(limit_s: float, why: str) -> Iterator[None]:
+    """Ends the process where a call takes longer, which neither an exception nor a signal interrupts: gloo waits five times its timeout for a rank that does not connect."""
+    late = threading.Timer(limit_s, LostPeers(asks=False).end, (RunError(why),))
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def _part_of_this_start(store: dist.Store, info: WorldInfo, *, timeout_s: float) -> dist.Store:
@@ -327,20 +346,22 @@ def use_loopback() -> None:
 
 def use_interface_to(host: str) -> None:
     """Let gloo use the interface by which `host` is reached, so that it need not resolve this machine's own name. Does nothing where that is not known."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
     names, own = _interfaces(), address_towards(host)
     if own in names and is_loopback(own) == is_loopback(host):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[own])
+        os.environ["GLOO_SOCKET_IFNAME"] = names[own]
 
 
 def address_towards(host: str) -> str:
-    """This machine's IPv4 address on the way to `host`, at which the others that reach `host` reach it, too; empty where there is none.
+    """This machine's address on the way to `host`, at which the others that reach `host` reach it, too; empty where there is none.
 
     Debian's hosts file has this machine's own name at 127.0.1.1, where no other machine reaches it: then that of the interface that leads out, else of the first with an address, if there is one.
     """
     own = _address_towards(host)
     if not is_loopback(own) or is_loopback(host):
         return own
-    return next((a for a in (_address_towards(OUTSIDE), *_interfaces()) if a and not is_loopback(a)), own)
+    return next((a for a in (*map(_address_towards, OUTSIDE), *_interfaces()) if a and not is_loopback(a)), own)
 
 
 GLOO_EASED = {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1", "GLOO_ENABLE_STORE_V2_API": "1"}
@@ -353,32 +374,45 @@ def ease_gloo() -> None:
         os.environ.setdefault(name, value)
 
 
+def addresses_of(host: str, port: int, kind: socket.SocketKind) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    """(family, address) of each way to reach `host`, those of IPv4 first. Raises `OSError`."""
+    found = [(family, where) for family, _, _, _, where in socket.getaddrinfo(host, port, type=kind)]
+    return sorted(found, key=lambda way: way[0] != socket.AF_INET)
+
+
 def _address_towards(host: str) -> str:
-    """This machine's IPv4 address on the way to `host`; empty where there is no way."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        return str(probe.getsockname()[0])
+    """This machine's address on the way to `host`, of IPv4 where there is such a way; empty where there is none."""
+    with contextlib.suppress(OSError):
+        for family, where in addresses_of(host, 9, socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(where)  # sends nothing
+                return str(probe.getsockname()[0])
     return ""
 
 
 def _interfaces() -> dict[str, str]:
-    """IPv4 address -> interface, in the system's order (Linux: SIOCGIFADDR of netdevice(7))."""
+    """Address -> interface, those of IPv4 first (Linux: SIOCGIFADDR of netdevice(7), /proc/net/if_inet6)."""
     found = dict[str, str]()
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(sock.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
                 found.setdefault(socket.inet_ntoa(answer[20:24]), name)
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if int(scope, 16) != OF_LINK:
+                found.setdefault(str(ipaddress.IPv6Address(int(digits, 16))), name)
     return found
 
 
 def _meeting_failed(info: WorldInfo, where: str, text: str, timeout_s: float) -> str:
-    first = text.strip().splitlines()[0] if text.strip() else "unknown error"
+    first = text.strip().splitlines()[0] if text.strip() else "one that is there did not connect to this rank"
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return f"MASTER_PORT = {info.master_port}: the port is in use on this machine; choose a free one (torchrun --master-port)"
     return (
         f"rank {info.rank} of {info.world} could not meet the others at {where} within {timeout_s:g} s: {first}; "
-        f"check that all ranks run and that MASTER_ADDR and MASTER_PORT name rank 0"
+        f"check that all ranks run, that MASTER_ADDR and MASTER_PORT name rank 0, and that GLOO_SOCKET_IFNAME, where it is set, names an interface that the other machines reach"
     )
 
 
