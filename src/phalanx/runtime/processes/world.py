@@ -37,8 +37,8 @@ LOOK_S = 0.02
 """How often a rank looks whether the first one has come."""
 OUTSIDE = ("192.0.2.1", "2001:db8::1")
 """Addresses of no machine (RFC 5737, RFC 3849), which leave this one by its default routes."""
-MEETING_TAKES = 2.0
-"""Times the timeout that the ranks of a group take to meet at most: once until the last one is there, once until all are connected."""
+MORE_S = 30.0
+"""How much longer than twice its timeout the ranks of a world may take to meet: once until the last one is there, once until all are connected, and torch writes stacks into its errors."""
 OF_LINK = 0x20
 """Scope of addresses of IPv6 that mean nothing without an interface's name."""
 
@@ -172,7 +172,7 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
             store = dist.TCPStore(*at, info.world, listens, timeout=timeout, master_listen_fd=listener)
             if info.agent_listens:
                 store = _part_of_this_start(store, info, timeout_s=timeout_s)
-        with _ends_after(MEETING_TAKES * timeout_s, _meeting_failed(info, where, "", timeout_s)):
+        with _ends_after(2 * timeout_s + MORE_S, _meeting_failed(info, where, "", timeout_s)):
             dist.init_process_group(
                 "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl",
                 store=store,
