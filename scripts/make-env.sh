@@ -17,8 +17,8 @@ if [ -z "$python" ]; then
     echo "make-env: no Python 3.11 or later found; install one (Debian: apt-get install python3 python3-venv)" >&2
     exit 1
 fi
-if [ ! -x .venv/bin/python ]; then
-    if ! "$python" -m venv .venv 2>/dev/null; then
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then # not there, or interrupted while it was made
+    if ! "$python" -m venv --clear .venv 2>/dev/null; then
         rm -rf .venv
         if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
             apt-get update -q && apt-get install -y -q python3-venv
@@ -29,7 +29,7 @@ if [ ! -x .venv/bin/python ]; then
         fi
     fi
 fi
-pip="$PWD/.venv/bin/python -m pip install --quiet --disable-pip-version-check"
+pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check"
 # torch comes in several builds, so by its exact version; what it needs is locked like the rest.
 $pip --no-deps "torch==$(sed -n 's/^torch==//p' constraints.txt)"
 # The index's own build for CUDA needs what is locked beside it; a build of another index ("+cu128") asks for versions of its own.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 from importlib import util
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from phalanx.core.errors import RunError
-from phalanx_lab.bench import baseline_transformers
+from phalanx.core.errors import ConfigError, RunError
+from phalanx_lab.bench import baseline_transformers, curve
 from phalanx_lab.bench.commands import BENCHMARKS, main as bench
 from phalanx_lab.bench.curve import CurveArgs, averages, compare
 from phalanx_lab.bench.train import TrainArgs, TrainResult, _conclude, _rounds, _worker, main as bench_train, report
@@ -139,3 +141,29 @@ def test_a_curve_that_parts_is_a_failure() -> None:
     result = compare(CurveArgs(steps=6, window=2, tolerance=1e-9), shape=TINY)
     assert any("the averages are" in f for f in result.failures)
     assert any("did not learn" in f for f in result.failures)
+
+
+def test_a_curve_that_breaks_off_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN is not above any tolerance, and `max` passes over one that does not come first."""
+
+    class Run:
+        lanes = contextlib.nullcontext()
+
+        def __init__(self, *args: object, kernels: str = "fast", **more: object) -> None:
+            self.broken = kernels == "fast"
+
+        def run(self, steps: int) -> tuple[None, list[float]]:
+            return None, [math.nan if self.broken and i > steps // 2 else 3.0 / (i + 1) for i in range(steps)]
+
+    monkeypatch.setattr(curve, "OurRun", Run)
+    result = compare(CurveArgs(steps=20, window=5))
+    assert math.isnan(result.max_difference) and [
+        "steps 7 to 11: the averages are 0.3" in f for f in result.failures
+    ] == [True]
+
+
+@pytest.mark.parametrize("words", [["curve", "--steps", "5"], ["kill", "--kills", "0"], ["flips", "--flips", "1"], ["transformers", "--only", "nobody"],
+                                   ["transformers", "--drawn", "0", "--no-edges"]])  # fmt: skip
+def test_a_benchmark_that_would_check_nothing_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"{words[1]} = .*(must be at least|names no case)"):
+        bench(words)

@@ -34,6 +34,20 @@ TWO = make_folding(world=2, ep=2)
 SAMPLE = MemorySample(iteration=0, resident_bytes=100_000, in_use_bytes=1000, objects=10)
 
 
+def test_a_method_that_computes_nan_differs() -> None:
+    class Layer(robust_rank.RobustLayer):
+        rank = 1
+
+        def __init__(self, broken: str) -> None:
+            self.broken = broken
+
+        def run(self, number: int, method: str) -> list[torch.Tensor]:
+            return [torch.ones(3), torch.full((3,), float("nan") if method == self.broken else 2.0), torch.empty(0)]
+
+    assert Layer("").differs(7) == ""
+    assert f"pass 7 of rank 1: {METHODS[0]} differs" in Layer(METHODS[0]).differs(7)
+
+
 @pytest.mark.ranks
 def test_killed_a_few_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "robust.json"

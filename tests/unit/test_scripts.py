@@ -68,6 +68,40 @@ def test_a_tier_passes_where_its_tests_did(tmp_path: Path, words: tuple[str, ...
     assert len(calls) == len(set(calls)) == (1 if words else 3), "each once, whatever it ended with"
 
 
+def test_each_test_is_in_a_folder_where_it_is_looked_for() -> None:
+    """`scripts/tests.sh` looks for tests that launch ranks in three folders alone, and tests/unit is where no rank is launched."""
+    strays = [
+        p.name for p in (ROOT / "tests/unit").glob("test_*.py") if "\npytestmark = pytest.mark.ranks" in p.read_text()
+    ]
+    assert strays == []
+
+
+def test_a_lock_that_cannot_be_made_leaves_the_one_that_is_there(tmp_path: Path) -> None:
+    makes = 'for name in pip uv; do mkdir -p "$3/bin"; printf "#!/bin/sh\\n[ $name = pip ]\\n" >"$3/bin/$name"; chmod +x "$3/bin/$name"; done'
+    script = place(tmp_path, "scripts/lock.sh", {"bin/python3": f"*venv*) {makes} ;;"})
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements/dev.txt").write_text("numpy==2.4.0")
+    env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(["sh", str(script)], env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and "venv" in (tmp_path / "called").read_text(), done.stderr
+    assert [(p.name, p.read_text()) for p in (tmp_path / "requirements").iterdir()] == [("dev.txt", "numpy==2.4.0")]
+
+
+@pytest.mark.parametrize("without_pip", [False, True])
+def test_an_environment_in_any_folder_is_made_where_it_is_not_whole(tmp_path: Path, without_pip: bool) -> None:
+    """One that was interrupted while it was made has a Python and no pip."""
+    folder = tmp_path / "a folder"
+    own = f"*'pip --version'*) exit {int(without_pip)} ;;"
+    script = place(folder, "scripts/make-env.sh", {".venv/bin/python": own, "bin/python3.11": ""})
+    shutil.copy(ROOT / "constraints.txt", folder)
+    env = {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(["sh", str(script)], env=env, capture_output=True, text=True, timeout=30)
+    called = (folder / "called").read_text()
+    assert done.returncode == 0, done.stderr
+    assert ("-m venv --clear .venv" in called) == without_pip
+    assert "pip install" in called and "--require-hashes --requirement requirements/dev.txt" in called
+
+
 def processor_files(folder: Path) -> list[str]:
     """Makes the files that the script names; their paths."""
     names = next(

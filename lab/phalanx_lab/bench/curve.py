@@ -7,6 +7,7 @@ largest difference of the averages must stay below the tolerance.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Annotated
 import torch
 import tyro
 
-from phalanx.core.arguments import read_words
+from phalanx.core.arguments import read_words, too_small
+from phalanx.core.errors import ConfigError, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx_lab.bench.ours import OurRun
 from phalanx_lab.bench.workload import WorkloadShape
@@ -61,6 +63,7 @@ class CurveResult:
 def main(args: list[str]) -> int:
     """Run `phalanx bench curve ARGS...`; exit status 1 where the curves part."""
     options = read_words(CurveArgs, args, prog="phalanx bench curve", description=__doc__)
+    raise_if(too_small(options, window=1, steps=options.window, threads=1), ConfigError, subject="the options")
     check_writable(options.json)
     torch.set_num_threads(options.threads)
     result = compare(options)
@@ -89,10 +92,10 @@ def compare(options: CurveArgs, *, shape: WorkloadShape = SMALL) -> CurveResult:
         _, result.fast = fast.run(options.steps)
     a, b = (averages(x, options.window) for x in (result.reference, result.fast))
     differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
-    result.max_difference, result.mean_difference = max(differences), sum(differences) / len(differences)
+    at = max(range(len(differences)), key=lambda i: differences[i] if differences[i] >= 0 else math.inf)  # NaN first
+    result.max_difference, result.mean_difference = differences[at], sum(differences) / len(differences)
     result.first, result.last_reference, result.last_fast = result.reference[0], a[-1], b[-1]
-    if result.max_difference > options.tolerance:
-        at = differences.index(result.max_difference)
+    if not result.max_difference <= options.tolerance:
         result.failures.append(f"steps {at} to {at + options.window - 1}: the averages are {a[at]:.4f} and {b[at]:.4f}")
     if not result.last_reference < 0.9 * result.first:
         result.failures.append("the fp32 run did not learn, so agreement proves nothing")

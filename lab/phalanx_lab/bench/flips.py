@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import tyro
 
-from phalanx.core.arguments import read_words
+from phalanx.core.arguments import read_words, too_small
 from phalanx.core.config import ModelConfig, OptimConfig, RouterConfig
 from phalanx.core.errors import ConfigError, Problem, UnsoundError, raise_if
 from phalanx.core.files import check_writable, write_json
@@ -103,12 +103,8 @@ def main(args: list[str]) -> int:
 
 
 def _problems(case: FlipsCase) -> list[Problem]:
-    least = {"flips": 0, "ranks": 2, "ep": 1, "micro_batch": 1, "seq_len": 2, "warm": 2, "rounds": 1, "sound": 0}
-    found = [
-        Problem(where=f"--{k.replace('_', '-')}", value=getattr(case, k), rule=f"must be at least {n}", hint=f"use {n}")
-        for k, n in least.items()
-        if getattr(case, k) < n
-    ]
+    # so many flips have some of each kind
+    found = too_small(case, flips=10, ranks=2, ep=1, micro_batch=1, seq_len=2, warm=2, rounds=1, sound=0)
     if case.dtype not in ("float32", "bfloat16"):
         found.append(Problem(where="--dtype", value=case.dtype, rule="must be float32 or bfloat16", hint="bfloat16"))
     return found

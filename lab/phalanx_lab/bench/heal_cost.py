@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import tyro
 
-from phalanx.core.arguments import read_words
+from phalanx.core.arguments import read_words, too_small
 from phalanx.core.config import (
     CheckpointConfig,
     DataConfig,
@@ -110,12 +110,7 @@ def main(args: list[str]) -> int:
 
 
 def _problems(case: HealCostCase) -> list[Problem]:
-    least = {"ranks": 2, "ep": 1, "micro_batch": 1, "samples": 1, "seq_len": 2, "rounds": 4}
-    problems = [
-        Problem(where=f"--{k.replace('_', '-')}", value=getattr(case, k), rule=f"must be at least {n}", hint=f"use {n}")
-        for k, n in least.items()
-        if getattr(case, k) < n
-    ]
+    problems = too_small(case, ranks=2, ep=1, micro_batch=1, samples=1, seq_len=2, rounds=4)
     if not problems and case.samples % case.ranks:
         rule = f"must be a multiple of --ranks = {case.ranks}: a plain run has equal shares"
         problems.append(Problem(where="--samples", value=case.samples, rule=rule, hint=f"use {2 * case.ranks}"))

@@ -26,8 +26,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from phalanx.core.arguments import read_words
-from phalanx.core.errors import RunError
+from phalanx.core.arguments import read_words, too_small
+from phalanx.core.errors import ConfigError, RunError, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.observe.event_log import log_path, read_events
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
@@ -79,6 +79,7 @@ class KillResult:
 def main(args: list[str]) -> int:
     """Run `phalanx bench kill ARGS...`; exit status 0 if everything held."""
     options = read_words(KillArgs, args, prog="phalanx bench kill", description=__doc__)
+    raise_if(too_small(options, kills=1, ranks=2, interval=1), ConfigError, subject="the options")
     check_writable(options.json)
     with contextlib.ExitStack() as stack:
         folder = options.folder

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from phalanx.core.arguments import read_words
+from phalanx.core.arguments import read_words, too_small
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_rate
@@ -102,16 +102,7 @@ def main(args: list[str]) -> int:
 
 
 def _problems(options: StepArgs) -> list[Problem]:
-    problems = [
-        Problem(where=f"--{name}", value=value, rule=f"must be at least {least}", hint=f"use {least}")
-        for name, value, least in (
-            ("steps", options.steps, 2),
-            ("layers", options.layers, 1),
-            ("batch", options.batch, 1),
-            ("micro-batches", options.micro_batches, 2 if options.pairs else 1),
-        )
-        if value < least
-    ]
+    problems = too_small(options, steps=2, layers=1, batch=1, micro_batches=2 if options.pairs else 1)
     if options.micro_batches > 0 and options.batch % options.micro_batches:
         rule = f"must be a multiple of the {options.micro_batches} micro-batches"
         hint = f"use {options.batch - options.batch % options.micro_batches or options.micro_batches}"

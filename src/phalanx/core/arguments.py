@@ -16,6 +16,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_type_hints, overload
 
 from phalanx.core.errors import ConfigError, Problem, nearest
@@ -133,6 +134,16 @@ def read_words(
         parser, text = _as_argparse(kind, prog, description), "\n".join(filter(None, lines))
         unknown = [] if others else _not_options(words, parser)
         raise ConfigError(unknown or _problems(text, parser), subject="the arguments") from stop
+
+
+def too_small(options: Any, **least: int) -> list[Problem]:
+    """Numbers among what `read_words` has read that are below the least one that makes sense; None is no number. `shape__tokens` is the option --shape.tokens."""
+    values = {name.replace("__", "."): n for name, n in least.items()}
+    return [
+        Problem(where=f"--{name.replace('_', '-')}", value=value, rule=f"must be at least {n}", hint=f"use {n}")
+        for name, n in values.items()
+        if (value := attrgetter(name)(options)) is not None and not value >= n
+    ]
 
 
 def run_subcommand(

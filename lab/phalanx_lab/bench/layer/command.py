@@ -36,7 +36,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.core.arguments import read_words
+from phalanx.core.arguments import read_words, too_small
 from phalanx.core.errors import ConfigError, DataError, Problem, raise_if
 from phalanx.core.files import check_writable, read_json, write_json
 from phalanx.core.units import format_bytes, format_rate
@@ -125,12 +125,8 @@ def _cells_before(options: LayerArgs) -> dict[str, Any]:
 
 def _problems(options: LayerArgs) -> list[Problem]:
     shape, known = options.shape, METHODS
-    problems = [
-        Problem(where=f"--{name}", value=value, rule=f"must be at least {least}", hint=f"use {least}")
-        for name, value, least in (("iterations", options.iterations, 2), ("shape.tokens", shape.tokens, 1), ("shape.hidden", shape.hidden, 1),
-                                   ("shape.ffn", shape.ffn, 1), ("shape.experts", shape.experts, 2), ("shape.top-k", shape.top_k, 1))
-        if value < least
-    ]  # fmt: skip
+    least = {"tokens": 1, "hidden": 1, "ffn": 1, "experts": 2, "top_k": 1}
+    problems = too_small(options, iterations=2, **{f"shape__{name}": n for name, n in least.items()})
     if shape.experts % 2:
         rule = "must be even: each of two ranks holds half of them"
         problems.append(Problem(where="--shape.experts", value=shape.experts, rule=rule, hint="use 8"))

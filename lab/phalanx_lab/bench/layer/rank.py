@@ -241,7 +241,7 @@ class BenchLayer:
         alike: dict[bool, list[torch.Tensor]] = {}
         for method in methods:
             got = self.values(method)
-            if len(got) != len(wanted) or any(_difference(a, b) > limit for a, b in zip(got, wanted, strict=True)):
+            if len(got) != len(wanted) or not all(_difference(a, b) <= limit for a, b in zip(got, wanted, strict=True)):
                 found.append(f"{method} differs from serial")
             if method in OURS:
                 first = alike.setdefault(bool(sends_tokens(method)), got)

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from phalanx.core.arguments import read_words
+from phalanx.core.arguments import read_words, too_small
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx_lab.bench.parity.compare import Compared, compare
@@ -49,17 +49,20 @@ class TransformersArgs:
 def main(args: list[str]) -> int:
     """Run `phalanx bench transformers ARGS...`; 1 where a case is a mismatch."""
     options = read_words(TransformersArgs, args, prog="phalanx bench transformers", description=__doc__)
-    wrong = Problem(where="--drawn", value=options.drawn, rule="must not be negative", hint="use 300")
-    raise_if([wrong] if options.drawn < 0 else [], ConfigError, subject="the options")
+    problems = too_small(options, drawn=0 if options.edges else 1)
+    seed = options.seed if options.seed is not None else int(datetime.date.today().strftime("%Y%m%d"))
+    if not problems and next(_cases(options, seed), None) is None:
+        problems.append(Problem(where="--only", value=options.only, rule="names no case", hint="leave it out"))
+    raise_if(problems, ConfigError, subject="the options")
     check_writable(options.json)
-    report = measure(options)
+    report = measure(options, seed)
     print(describe(report))
     if options.json is not None:
         write_json(options.json, report)
     return 1 if report["mismatches"] else 0
 
 
-def measure(options: TransformersArgs) -> dict[str, Any]:
+def measure(options: TransformersArgs, seed: int) -> dict[str, Any]:
     """Compare all cases."""
     import transformers
 
@@ -67,7 +70,6 @@ def measure(options: TransformersArgs) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    seed = options.seed if options.seed is not None else int(datetime.date.today().strftime("%Y%m%d"))
     begin_s, outcomes = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(_cases(options, seed)):

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from phalanx.core.arguments import read_words
+from phalanx.core.arguments import read_words, too_small
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_seconds, read_rate
@@ -98,9 +98,7 @@ def main(args: list[str]) -> int:
 
 
 def _problems(options: PredictArgs) -> list[Problem]:
-    problems = []
-    if options.steps < 1:
-        problems.append(Problem(where="--steps", value=options.steps, rule="must be at least 1", hint="use 3"))
+    problems = too_small(options, steps=1)
     if _read_part(options.part) is None:
         problems.append(Problem(where="--part", value=options.part, rule="is not PART/PARTS", hint="use 1/2, then 2/2"))
     if options.hosts not in (2, WORLD):
@@ -138,9 +136,7 @@ def _names(options: PredictArgs) -> list[str]:
 
 
 def _recovery_problems(options: PredictArgs) -> list[Problem]:
-    defaults, problems = PredictArgs(), []
-    if options.kills < 1:
-        problems.append(Problem(where="--kills", value=options.kills, rule="must be at least 1", hint="use 3"))
+    defaults, problems = PredictArgs(), too_small(options, kills=1)
     idle = ("testbed", "real", "steps", "told") if options.recovery else ("kills",)
     rule = "has no effect with --recovery" if options.recovery else "has no effect without --recovery"
     problems += [

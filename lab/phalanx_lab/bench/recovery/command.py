@@ -7,7 +7,7 @@ committed samples from the moment at which training runs (warm) to the end of th
     spot       a stretch of the Bamboo p3 trace; slots come back
 
 Scale. A restart is real processes here, so it costs what it costs on this machine; it is measured first, and one factor follows for all times: the paper's failure
-interval is to its restart as ours to ours (`--restart-share`). Checkpoints come at the paper's share of that interval, and once more at Young and Daly's with writes
+interval is to its restart as ours to ours (`--restart-share`). Checkpoints come at the paper's share of that interval (every 50 steps; ours, as Lazarus's, every 250), and once more at Young and Daly's with writes
 beside training. Nothing is slept. Ranks share the cores, so slots that the baseline leaves idle cost it nothing here; with `--own-cores` each slot has its own part of
 them, as hosts have, and the predictions `own` count that way.
 """

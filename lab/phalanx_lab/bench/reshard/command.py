@@ -29,7 +29,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.core.arguments import read_words
+from phalanx.core.arguments import read_words, too_small
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes, format_rate
@@ -125,12 +125,7 @@ def main(args: list[str]) -> int:
 
 def _problems(options: BenchReshardArgs) -> list[Problem]:
     numbers = [c.number for c in CASES]
-    problems = [
-        Problem(where=f"--{name}", value=value, rule="must be at least 1", hint="leave it out")
-        for name, value in (("mib", options.mib), ("rounds", options.rounds), ("slow-rounds", options.slow_rounds), ("message-kib", options.message_kib),
-                            ("open-hops", options.open_hops))
-        if value is not None and value < 1
-    ]  # fmt: skip
+    problems = too_small(options, mib=1, rounds=1, slow_rounds=1, message_kib=1, open_hops=1)
     for name, given, legal in (("cases", options.cases, numbers), ("methods", options.methods, list(METHODS))):
         strays = [value for value in given if value not in legal]
         if strays or not given:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from phalanx.core.arguments import read_words
+from phalanx.core.arguments import read_words, too_small
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.process import peak_resident_bytes
@@ -77,11 +77,7 @@ def main(args: list[str]) -> int:
 
 
 def _problems(options: ReshardPlanArgs) -> list[Problem]:
-    problems = []
-    for name, usual in (("cases", 200), ("least_bytes", 256)):
-        if getattr(options, name) < 1:
-            where, hint = f"--{name.replace('_', '-')}", f"use {usual}"
-            problems.append(Problem(where=where, value=getattr(options, name), rule="must be at least 1", hint=hint))
+    problems = too_small(options, cases=1, least_bytes=1)
     if options.nine and options.scale:
         problems.append(Problem(where="--scale", value=True, rule="not together with --nine", hint="run it twice"))
     for name in ("seed", "cases", "unequal_links", "least_bytes"):

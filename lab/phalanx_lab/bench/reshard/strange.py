@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import phalanx
-from phalanx.core.arguments import read_words
-from phalanx.core.errors import ConfigError, PeerError, PhalanxError, Problem, raise_if
+from phalanx.core.arguments import read_words, too_small
+from phalanx.core.errors import ConfigError, PeerError, PhalanxError, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.plan.layout.tensors import whole_layout
 from phalanx.plan.reshard.types import Move
@@ -70,8 +70,7 @@ class DrawnReshardArgs:
 def main(args: list[str]) -> int:
     """Run `phalanx bench reshard-drawn ARGS...`; 1 where a case went wrong."""
     options = read_words(DrawnReshardArgs, args, prog="phalanx bench reshard-drawn", description=__doc__)
-    wrong = Problem(where="--cases", value=options.cases, rule="must be at least 1", hint="use 600")
-    raise_if([wrong] if options.cases < 1 else [], ConfigError, subject="the options")
+    raise_if(too_small(options, cases=1), ConfigError, subject="the options")
     check_writable(options.json)
     seed = options.seed if options.seed is not None else int(datetime.date.today().strftime("%Y%m%d"))
     report = run_drawn(options.cases, seed)

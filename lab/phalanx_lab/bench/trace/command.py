@@ -25,7 +25,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.core.arguments import read_words
+from phalanx.core.arguments import read_words, too_small
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
@@ -79,10 +79,7 @@ def main(args: list[str]) -> int:
 
 
 def _problems(options: TraceArgs) -> list[Problem]:
-    found = []
-    for name in ("world", "tokens", "documents", "rounds"):
-        if getattr(options, name) < 1:
-            found.append(Problem(where=f"--{name}", value=getattr(options, name), rule="must be at least 1", hint="1"))
+    found = too_small(options, world=1, tokens=1, documents=1, rounds=1)
     if not 0 <= options.rank < max(1, options.world):
         found.append(Problem(where="--rank", value=options.rank, rule=f"is not one of {options.world} ranks", hint="0"))
     return found
