@@ -224,6 +224,22 @@ def no_rows_at_all(rank, cache, world):
     return tuple(z.shape), tuple(x.grad.shape)
 
 
+def summed_beside_another_use(rank, cache):
+    """What is added up, its sum, and gradients: autograd gives the gradient of a sum of two terms to both, as one tensor."""
+    axis, comms = world_axis(rank, cache, 2), Collectives(timeout_s=20)
+    x, z = (torch.full((3,), v, requires_grad=True) for v in (rank + 1.0, 0.0))
+    own, other = x * 1.0, z * 1.0
+    y = comms.all_reduce_sum(own, axis)
+    ((y + other) * torch.tensor([1.0, 2.0, 3.0 + rank])).sum().backward()
+    return own.detach(), y.detach(), x.grad, z.grad
+
+
+def test_a_sum_leaves_its_terms_and_their_gradients_as_they_are():
+    for rank, (own, y, dx, dz) in enumerate(run_ranks(2, summed_beside_another_use)):
+        assert own.tolist() == [rank + 1.0] * 3 and y.tolist() == [3.0] * 3
+        assert dx.tolist() == [2.0, 4.0, 7.0] and dz.tolist() == [1.0, 2.0, 3.0 + rank]
+
+
 def test_no_rows_at_all():
     assert run_ranks(3, no_rows_at_all, 3) == [((0, 5), (0, 5))] * 3
 

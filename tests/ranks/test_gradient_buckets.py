@@ -99,6 +99,24 @@ def test_a_rank_whose_buffer_is_late_starts_nothing_out_of_order() -> None:
 
 
 @pytest.mark.unit
+def test_a_gradient_that_does_not_come_is_zero_and_owed_to_no_later_step() -> None:
+    """Whatever the step before has left in the buffer, and whatever it was told is final: an expert without tokens."""
+    groups, comms = build_groups(make_folding(world=1), rank=0, cache=GroupCache()), Collectives()
+    params = {s.name: torch.nn.Parameter(logical(s.name, s.shape, "value")) for s in TABLE}
+    layouts = flat_layouts(TABLE, groups.folding, plain_placement(NUM_EXPERTS, groups.folding), 0, bucket_elements=30)
+    buffers = GradientBuffers(params, layouts, dtype=torch.float64)
+    for used in (("norm", "matrix", "w2"), ("matrix",), ("norm", "w2")):
+        buffers.begin()
+        for micro in range(2):
+            if micro == 1:
+                buffers.final(list(params), groups, comms)
+            torch.stack([params[name].sum() for name in used]).sum().backward()
+        found = {b.name.removeprefix("gradient/"): b.tensor for b in buffers.reduce(groups, comms).boxes()}
+        assert {name for name, x in found.items() if x.any()} == set(used)
+        assert all((found[name] == 2).all() for name in used)
+
+
+@pytest.mark.unit
 def test_a_step_that_was_given_up_leaves_nothing_behind() -> None:
     groups = build_groups(make_folding(world=1), rank=0, cache=GroupCache())
     params = {s.name: torch.nn.Parameter(logical(s.name, s.shape, "value")) for s in TABLE}

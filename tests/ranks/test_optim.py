@@ -314,6 +314,8 @@ def test_learning_rate_schedules() -> None:
     wsd = rates(schedule="wsd")
     assert wsd[10:80] == [1.0] * 70 and wsd[89] == pytest.approx(0.55) and wsd[99] == pytest.approx(0.1)
     assert rates(schedule="wsd", decay_steps=40)[59] == 1.0 and rates(schedule="wsd", decay_steps=40)[60] < 1.0
+    late = rates(schedule="wsd", warmup_steps=95)  # fewer steps are left than a fifth: the way down begins at the top
+    assert late[94] == 1.0 and late[95:] == pytest.approx([1 - 0.9 * n / 5 for n in range(1, 6)])
     assert rates(schedule="constant")[10:] == [1.0] * 90
     assert rates(schedule="cosine", warmup_steps=0)[0] < 1.0
     assert rates(schedule="cosine", warmup_steps=100)[99] == 1.0  # nothing but warm-up

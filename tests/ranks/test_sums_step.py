@@ -48,7 +48,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     kernels: str = "fast",
 ) -> StepParts:
-    groups, rows = build_groups(make_folding(world=2, **mapping), rank=rank, cache=cache), compiled_rows()
+    groups, rows = build_groups(make_folding(**{"world": 2, **mapping}), rank=rank, cache=cache), compiled_rows()
     comms = Collectives(sums=FlippedMessages(rank, rows=rows) if checked else None)
     ctx = dataclasses.replace(
         context(SETUP, groups, comms, dtype=dtype),
@@ -91,6 +91,12 @@ def test_sound_steps_raise_no_alarm_and_are_those_without_checks(
     for off, alarms in run_ranks(2, _sound, mapping, dtype, kernels):
         assert alarms == 0
         assert off < {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: 0.1}[dtype]
+
+
+def test_what_is_summed_over_two_groups_raises_no_alarm_either() -> None:
+    """Router and norms with tp: what goes to the second group is no longer what was collected."""
+    for off, alarms in run_ranks(4, _sound, {"world": 4, "tp": 2, "ep": 2}, torch.float32, "fast"):
+        assert alarms == 0 and off < 1e-2
 
 
 def huge(x: torch.Tensor) -> None:

@@ -35,6 +35,15 @@ MESSAGES = 6
 LIMIT_S = 30.0
 
 
+def test_what_is_later_than_a_checkpoint_is_neither_counted_nor_deleted_for_it(tmp_path: Path) -> None:
+    """As where the disk refused to set later ones aside: the one that was just written is the last to go."""
+    folder = CheckpointFolder(tmp_path)
+    for step in (10, 20, 30, 40):
+        folder.of(step).mkdir()
+    assert folder.prune(current=20, keep=1) == [10] and folder.steps() == [20, 30, 40]
+    assert folder.prune(current=20, keep=1) == []
+
+
 class Killed(BaseException):
     """What ends the thread of a member that is lost."""
 

@@ -416,10 +416,11 @@ def test_output_on_a_full_disk_is_a_line_and_no_traceback(words: tuple[str, ...]
     )
 
 
-def test_an_error_of_another_file_leaves_what_was_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["ENOSPC", "EACCES", "EPERM"])
+def test_an_error_of_another_file_leaves_what_was_said(what: str, tmp_path: Path) -> None:
     code = (
         "import errno, sys\nfrom types import SimpleNamespace\nfrom phalanx.cli.main import main\n"
-        "def body(args):\n    print('said before')\n    raise OSError(errno.ENOSPC, 'full', 'other.json')\n"
+        f"def body(args):\n    print('said before')\n    raise OSError(errno.{what}, 'full', 'other.json')\n"
         "sys.modules['phalanx.cli.runs'] = SimpleNamespace(main=body)\nsys.exit(main(['runs']))\n"
     )
     done = python(code, env={name: word for name, word in os.environ.items() if name != "PYTHONUNBUFFERED"})

@@ -120,6 +120,18 @@ def test_the_smaller_part_does_not_begin_soon() -> None:
     assert RULE.members(few, above=None, dead=(), waited_s=601.0) is not None
 
 
+def test_a_run_all_of_whose_members_are_known_to_be_dead_begins_with_others() -> None:
+    """They died with the service: nobody can have gone on, and what they held is lost."""
+    new = [announcement(uid, None) for uid in ("c.9", "a.9")]
+    rule, dead = replace(RULE, wanted=2), LAST.uids
+    assert rule.members(new, above=LAST, dead=dead, waited_s=0.0) == ([*members("a.9"), *members("c.9")], 7)
+    assert rule.members(new, above=LAST, dead=dead[1:], waited_s=6000.0) is None, "a.0 may live"
+    assert rule.members([*new, announcement("b.0", LAST)], above=None, dead=dead[:-1], waited_s=6000.0) is None
+    assert RULE.members(new, above=LAST, dead=dead, waited_s=0.0) is None, "others may still start"
+    assert RULE.members(new, above=LAST, dead=dead, waited_s=6.0) is not None
+    assert rule.members(new, above=replace(LAST, members=()), dead=(), waited_s=0.0) is not None, "they died before it"
+
+
 def test_how_far_those_were_that_begin_again_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     from phalanx.runtime.membership import host_agent as module
 

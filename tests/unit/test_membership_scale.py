@@ -172,6 +172,19 @@ def test_a_block_that_is_not_complete_stops_the_commit() -> None:
     assert all(votes[uid]._all_voted(0) for uid in uids), "whoever counts again finds the same"
 
 
+@pytest.mark.parametrize("silent", [0, 15, 16, 31, 32, 39])
+def test_a_commit_waits_for_every_member_of_every_block(silent: int) -> None:
+    """Whoever is missing: the last of a block of 16 like any other."""
+    service = CountingService()
+    uids = [f"h.{i}" for i in range(40)]
+    generation = Generation(number=1, epoch=service.epoch, members=tuple(Member(u, "h") for u in uids))
+    votes = {u: Votes(service.connect(u), generation, u) for u in uids}
+    for uid in (u for u in uids if u != uids[silent]):
+        votes[uid].keys.put(votes[uid]._vote(0, uid), "1")
+    assert not any(votes[uid]._all_voted(0) for uid in uids)
+    assert votes[uids[silent]].vote(0, then=lambda: "go on", broken=lambda: False).commit
+
+
 def test_members_that_meet_look_at_a_part_at_a_time() -> None:
     service = CountingService()
     generation = Generation(number=1, epoch=service.epoch, members=tuple(Member(f"h.{i}", "h") for i in range(512)))

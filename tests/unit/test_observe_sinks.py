@@ -1,5 +1,7 @@
 """Sinks: what each one writes is read back by the program that people read it with; a broken one stops nothing."""
 
+import errno
+import io
 import resource
 import socket
 import statistics
@@ -72,6 +74,31 @@ def test_a_broken_sink_warns_once_and_the_others_hear_everything(capsys: pytest.
     sinks.close()
     sinks.close()
     assert (good.closed, bad.closed, late.closed) == (1, 1, 1)
+
+
+def test_a_reader_of_the_output_that_goes_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`phalanx train ... | head`: rich ends the program then. Whatever else asks for an end gets it."""
+
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    events, good = list(a_run(5)), Recording("log")
+    monkeypatch.setattr(Console, "on_broken_pipe", lambda self: sys.exit(1))  # its own makes standard output null
+    sinks = Sinks([ConsoleSink(Console(file=Pipe(), force_terminal=True), live=False, log_interval=1), good])
+    for event in events:
+        sinks(event)
+    assert [e for e in good.events if not isinstance(e, Note)] == events
+    assert "console does not work (BrokenPipeError" in capsys.readouterr().err
+
+    class Ends(Recording):
+        def write(self, event: Event) -> None:
+            raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        Sinks([Ends("end")])(events[0])
 
 
 def test_a_sink_that_keeps_failing_is_no_longer_called_and_one_that_recovers_is() -> None:

@@ -502,3 +502,13 @@ def test_the_middle_of_a_log_is_found_by_its_time(tmp_path: Path) -> None:
 def test_ends_of_members_do_not_end_the_run(tmp_path: Path) -> None:
     log(tmp_path, started(), ended(1), RunEnded(step=1, reason="left", seconds=1.0), ended(2))
     assert read(tmp_path).course.ended is None
+
+
+def test_a_start_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    refused = RunEnded(step=0, reason="ConfigError: 1 problem with the recipe:", seconds=1.0)
+    log(tmp_path, refused)
+    assert read(tmp_path).course.ended["reason"] == read_history(tmp_path).ended["reason"] == refused.reason  # type: ignore[index]
+    log(tmp_path, started(), ended(1), RunEnded(step=1, reason="finished", seconds=1.0), refused)
+    assert read(tmp_path).course.ended["reason"] == read_history(tmp_path).ended["reason"] == "finished"  # type: ignore[index]
+    log(tmp_path, RunEnded(step=1, reason="RunError: no room", seconds=1.0))
+    assert read(tmp_path).course.ended["reason"] == read_history(tmp_path).ended["reason"] == "RunError: no room"  # type: ignore[index]

@@ -33,6 +33,7 @@ from phalanx.core.events import (
     WentBack,
 )
 from phalanx.observe import JsonlSink, differences, recipe_values
+from phalanx.observe.event_log import encode
 from phalanx.observe.page import PageServer, find_runs, is_loopback, view as view_module
 from phalanx.observe.page.mapping import as_told, in_order, read_label, who_holds
 from phalanx.observe.page.view import GROUPS, RunView
@@ -638,6 +639,18 @@ def test_a_recovery_shows_the_new_folding(tmp_path: Path) -> None:
     view = RunView(folder, id="r1")
     view.open()
     assert (view.summary()["folding_now"], view.summary()["members"]) == ("dp3|edp3", 3)
+
+
+def test_a_start_after_a_recovery_shows_its_own_folding(tmp_path: Path) -> None:
+    """Of a run that was elastic before; in an elastic one a rank that joins tells of a start just behind the team that it joins."""
+    path = tmp_path / "run" / "events" / "rank-0.jsonl"
+    path.parent.mkdir(parents=True)
+    for at, shown in ((10.2, ("dp3|edp3", 3)), (60.0, (started().folding, started().world))):
+        told = [(0.0, started()), (5.0, ended(5)), (10.0, SMALLER_TEAM), (at, started(step=5))]
+        path.write_bytes(b"".join(encode(event, time_s=1e9 + s) for s, event in told))
+        view = RunView(tmp_path / "run", id="r1")
+        view.open()
+        assert (view.summary()["folding_now"], view.summary()["members"]) == shown
 
 
 # ---- recipes and lists -----------------------------------------------------------------------------------------------

@@ -80,6 +80,17 @@ def test_exchanged_parts_add_up_to_the_sum_over_holders(layers: list[Placement],
                 assert (back[rank][at : at + block.row] == want[layer][expert]).all()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_one_layer_with_replicas_lets_the_buffer_travel(order: tuple[int, int]) -> None:
+    """Another layer of the same buffer may have its second copies on the same ranks."""
+    layers = [
+        Placement(num_experts=2, slots=(((0, 1), (0, 1)),)),
+        Placement(num_experts=2, slots=(((0, 0), (1, 1)),)),
+    ]
+    plans, _ = plans_of([layers[i] for i in order], [3, 3])
+    assert all(plan.travels for plan in plans)
+
+
 def summed(flats: list[np.ndarray], blocks: list[list[HolderBlock]], layer: int) -> dict[int, np.ndarray]:
     out: dict[int, np.ndarray] = {}
     for rank, mine in enumerate(blocks):

@@ -289,6 +289,32 @@ def test_members_that_were_cut_off_in_a_move_hold_some_waves_there_and_the_other
     assert run.plan(simple).missing == ()
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_who_was_cut_off_holds_each_piece_where_it_stood_then(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.plan.recovery.planner.LEAST_WAVE", 1)
+    run = planner(Folding(world=8, tp=2, ep=4), zero=zero)
+    plan = run.plan(after(run.plan(fresh(8)), lost=["host0.3.x"]))
+    older = plan.members[0].descriptor
+    assert older is not None
+    for waves in range(1, len(plan.waves)):
+        cut, moved = plan.descriptor_after(0, waves, older), {n for wave in plan.waves[:waves] for n in wave}
+        assert cut is not None and cut.newest != older
+        held, newer, before = run.holds(cut), run.holds(cut.newest), run.holds(older)
+        assert all(held.get(n) == (newer if n in moved else before).get(n) for n in run.order)
+
+
+def test_plans_that_decide_something_else_have_another_hash() -> None:
+    """By which members find out that they have made different plans: whatever the difference is in."""
+    run = planner(Folding(world=8), slots=4)
+    plan = run.plan(after(run.plan(fresh(8)), lost=["host0.3.x"]))
+    others = [
+        replace(plan, hosts=tuple(h + 1 for h in plan.hosts)),
+        replace(plan, placement=run.plan(fresh(8)).placement),
+        replace(plan, missing=("norm",)),
+    ]
+    assert len({plan.hash, *(other.hash for other in others)}) == 4
+
+
 def test_idle_members_hold_what_they_held() -> None:
     """Three of tp 2: one is idle, and its half is a source if another member is lost before a step was committed."""
     run = planner(Folding(world=4, tp=2))

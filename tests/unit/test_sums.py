@@ -215,6 +215,13 @@ def test_of_few_whole_numbers_two_copies_of_three_count() -> None:
     assert torch.equal(sums.majority(x), torch.arange(6)) and sums.outvoted == 1
 
 
+@pytest.mark.parametrize("copy", range(3))
+def test_whichever_of_three_copies_is_wrong_the_other_two_count(copy: int) -> None:
+    sums, x = MessageSums(0), torch.arange(6).repeat(3, 1)
+    x[copy, 5] ^= 1 << 40 | 1  # a bit that was not set, and one that was
+    assert torch.equal(sums.majority(x), torch.arange(6)) and sums.outvoted == 1
+
+
 def test_a_sum_that_was_just_made_is_not_read_again_unless_somebody_wrote_there() -> None:
     rows = compiled_rows()
     if rows is None:

@@ -78,6 +78,13 @@ def test_a_late_vote_finds_the_abort() -> None:
     assert third.vote(0, then=lambda: "go on", broken=lambda: False) == ABORT
 
 
+def test_who_votes_alone_and_was_put_out_commits_nothing() -> None:
+    """Nobody else would decide "abort", and the others may go on without it."""
+    (alone,) = votes_of(MemoryService(), count=1)
+    assert alone.vote(0, then=lambda: "go on", broken=lambda: True) == ABORT
+    assert alone.vote(1, then=lambda: "go on", broken=lambda: False) == Decision(True)
+
+
 def test_a_repeated_vote_counts_once() -> None:
     service = MemoryService()
     first, *_ = votes_of(service)

@@ -60,8 +60,8 @@ COMMANDS = (
     Command("settings", "list every setting of a recipe with its default and meaning"),
 )
 
-OF_THE_SYSTEM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG}
-"""What no command can help, wherever it comes up: a full disk, one that is not to be written, a path that is too long."""
+OF_THE_SYSTEM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
+"""What no command can help, wherever it comes up: a full disk, one that is not to be written, a path that is too long, what is somebody else's."""
 NCCL_OF_TORCH = ("TORCH_DIST_USE_NCCL2", "0")
 """torch 2.15 has another backend behind the name of NCCL (pytorch PR 192281), with other aborts and options than those that recovery on GPUs is made of (`runtime/comm/devices.py`).
 This keeps the one of before; set before torch is imported."""

@@ -440,6 +440,11 @@ class RunEnded(Event):
     seconds: float
 
 
+def was_refused(reason: str) -> bool:
+    """Whether `RunEnded` tells of a start that was refused, as for a wrong setting: what the run was before, it is still."""
+    return reason.startswith("ConfigError:")
+
+
 class Emit(Protocol):
     """What a component needs in order to be seen: a callable that takes an event."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import DataError, Problem, printable
-from phalanx.core.events import Event
+from phalanx.core.events import Event, was_refused
 from phalanx.core.reading import MalformedError, lines_of, open_regular, parse_json, typed
 
 Record = dict[str, Any]
@@ -225,7 +225,7 @@ def apply(history: History, record: Record) -> None:
             history.samples.append(record)
         case "Note":
             history.notes.append(record)
-        case "RunEnded":
+        case "RunEnded" if history.ended is None or not was_refused(record["reason"]):
             history.ended = record
 
 

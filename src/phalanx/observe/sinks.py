@@ -168,7 +168,12 @@ class Sinks:
         try:
             action()
             self._failures[sink.name] = 0
-        except Exception as error:
+        except (Exception, SystemExit) as caught:
+            error: BaseException | None = caught
+            if isinstance(caught, SystemExit):
+                error = caught.__context__
+                if not isinstance(error, BrokenPipeError):  # rich ends so where nobody reads the output any more
+                    raise
             self._failures[sink.name] += 1
             if self._failures[sink.name] >= GIVE_UP_AFTER and sink in self._sinks:
                 self._sinks.remove(sink)

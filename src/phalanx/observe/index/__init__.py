@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.observe.index.course import KEPT as KEPT
+    from phalanx.observe.index.course import KEPT as KEPT, START_S as START_S
     from phalanx.observe.index.curves import COLUMNS as COLUMNS
     from phalanx.observe.index.kept import IndexSink as IndexSink, RunIndex as RunIndex
     from phalanx.observe.index.logs import ChangedLogError as ChangedLogError, LogFiles as LogFiles

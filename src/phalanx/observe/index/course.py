@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Any
 
 from phalanx.core.errors import printable
+from phalanx.core.events import was_refused
 from phalanx.observe.index.curves import LARGEST, MOST_STEPS, number
 
 KEPT = {
@@ -192,8 +193,9 @@ def _run_started(course: RunCourse, record: Entry, at: float) -> None:
 
 
 def _run_ended(course: RunCourse, record: Entry, at: float) -> None:
-    if at >= course.last.get("at", 0.0):
-        course.ended = {"at": at, **plain(record, "step", "reason", "seconds")}
+    entry = {"at": at, **plain(record, "step", "reason", "seconds")}
+    if at >= course.last.get("at", 0.0) and (course.ended is None or not was_refused(str(entry["reason"]))):
+        course.ended = entry
 
 
 def _validated(course: RunCourse, record: Entry, at: float) -> None:

@@ -20,7 +20,7 @@ from phalanx.core.errors import DataError, printable
 from phalanx.core.events import StatePlaced
 from phalanx.core.reading import MalformedError
 from phalanx.observe import event_of, read_line, recipe_values
-from phalanx.observe.index import COLUMNS, KEPT, ChangedLogError, LogFiles, RunIndex
+from phalanx.observe.index import COLUMNS, KEPT, START_S, ChangedLogError, LogFiles, RunIndex
 from phalanx.observe.page.mapping import as_told, in_order, who_holds
 
 GROUPS = 400
@@ -153,8 +153,10 @@ class RunView:
         return list(range(many) if told is None or len(told.expert_layers) != many else told.expert_layers)
 
     def _team(self) -> dict[str, Any]:
-        """The newest start, or the newest team of an elastic run."""
-        return max(self.index.course.recoveries, key=lambda r: float(r["at"]), default=self.index.course.started)
+        """The newest start, or the newest team of an elastic run since then; whoever joins it tells of a start, too."""
+        started = self.index.course.started
+        team = max(self.index.course.recoveries, key=lambda r: float(r["at"]), default=started)
+        return team if team.get("at", 0.0) >= started.get("at", 0.0) - START_S else started
 
     def _curves(self, most: int, *, first: int, last: int | None = None, group: int = 0) -> dict[str, Any]:
         width, begin, low, mean, high, times = self.index.curves.joined(most, first=first, last=last, width=group)

@@ -191,8 +191,8 @@ class HostAgent:
 
     @property
     def waits(self) -> bool:
-        """Whether workers of this host are ready and no generation has ever been."""
-        return self.newest is None and bool(self._ready)
+        """Whether workers of this host are ready and no generation has been in this life of the service."""
+        return bool(self._ready) and (self.newest is None or self.newest.epoch != self._epoch)
 
     def is_over(self) -> bool:
         """Whether the run has ended; False if the service does not answer."""
@@ -534,6 +534,8 @@ def _lost_values(
     here = {m.uid for m in members} & {*last.uids}
     alive = [uid for uid in last.uids if uid not in dead]
     steps = max((int(a.data.get("steps", 0)) for a in announced if a.member.uid in here), default=0)
+    if not alive:
+        return f"the membership service lost its values, and all members of generation {last.number} are dead"
     text = f"the membership service lost its values; {len(here)} of {len(last.uids)} members of generation {last.number} continue from step {steps}"
     few = (
         "; THE OTHERS MAY HAVE COMMITTED MORE STEPS: none of them came back in time"

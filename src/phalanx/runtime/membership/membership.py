@@ -386,15 +386,16 @@ class FirstRule:
         """(members, number that theirs must be above), or None to wait on. `above` is the newest generation that the caller knows of.
 
         A run that was under way begins again with those that took part in it last, with more than half of those that may live: a few of them
-        may have been removed and not know it. Without any of them it does not begin.
+        may have been removed and not know it. Without any of them it does not begin, unless all of them are known to be dead: what they held is lost, and
+        others go back to a checkpoint.
         """
         last = self.last(announced, above)
         alive = [a for a in announced if a.member.uid not in dead]
-        if last is None:
-            fresh = [a.member for a in alive]
-            full = len(fresh) >= self.wanted or (waited_s > self.gather_s and len(fresh) >= self.minimum)
-            return (sorted(fresh, key=_order), 0) if full and fresh else None
-        expected = [m for m in last.members if m.uid not in dead]
+        new = [a.member for a in alive if a.last is None and (last is None or a.member.uid not in last.uids)]
+        expected = [] if last is None else [m for m in last.members if m.uid not in dead]
+        if last is None or not expected:
+            full = len(new) >= self.wanted or (waited_s > self.gather_s and len(new) >= self.minimum)
+            return (sorted(new, key=_order), 0 if last is None else last.number) if full and new else None
         here = {a.member.uid for a in alive}
         back = [m for m in expected if m.uid in here]
         enough = len(back) == len(expected) or waited_s > (
@@ -402,7 +403,6 @@ class FirstRule:
         )
         if not back or not enough:
             return None
-        new = [a.member for a in alive if a.last is None and a.member.uid not in last.uids]
         return [*back, *sorted(new, key=_order)], last.number
 
 

@@ -36,7 +36,7 @@ from phalanx.core.process import say
 from phalanx.runtime.membership.hangs import HangRule, Hangs, longest_wait_s
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import Service
-from phalanx.runtime.membership.membership import FirstRule, Generation, Member, TooFewMembers
+from phalanx.runtime.membership.membership import FirstRule, Member, TooFewMembers
 from phalanx.runtime.membership.service import END_S, HUNG_S, StoreProcess, start_store
 from phalanx.runtime.membership.watcher import AgentSettings, too_few
 from phalanx.runtime.membership.worker import STALE_CODE, Worker, fork_worker
@@ -488,24 +488,28 @@ class Supervisor:
             )
 
     def _watch_minimum(self) -> None:
-        """A run that has waited too long for members ends; its workers save what they hold. One that never began ends on each host by itself."""
-        newest: Generation | None = self.host_agent.newest
-        waits = self.host_agent.waits if newest is None else not newest.enough
-        if not waits or self.stops:
+        """A run that has waited too long for members ends; its workers save what they hold. One that never began, or not again after its service lost its values, ends on each host by itself."""
+        newest, begins = self.host_agent.newest, self.host_agent.waits
+        if self.stops or not (begins or (newest is not None and not newest.enough)):
             self._short_since_s = 0.0
             return
-        limit_s = self.settings.wait_s + (self.settings.gather_s if newest is None else 0.0)
+        limit_s = self.settings.wait_s + (self.settings.gather_s if begins else 0.0)
         if not self._short_since_s:
             self._short_since_s = time.monotonic()
         elif time.monotonic() - self._short_since_s > limit_s:
-            if newest is not None:
+            if newest is not None and not begins:
                 self._end_run(too_few(newest, limit_s))
             else:
                 self.error, self.stops = self._never_began(limit_s), True
                 self._end_joiners()
 
     def _never_began(self, waited_s: float) -> PhalanxError:
-        s = self.settings
+        s, newest = self.settings, self.host_agent.newest
+        if newest is not None:
+            return TooFewMembers(
+                f"the membership service lost its values, and of the members of generation {newest.number} ({', '.join(newest.uids) or 'none'}) none that may live "
+                f"came back; host {s.host} waited {waited_s:g} s (resilience.wait_s, and {s.gather_s:g} s for ranks that start). The same command continues from the newest checkpoint"
+            )
         return TooFewMembers(
             f"the run has not begun: {self.host_agent.num_ready()} ranks of all hosts are ready, and it needs {s.minimum} (resilience.minimum); host {s.host} waited "
             f"{waited_s:g} s (resilience.wait_s, and {s.gather_s:g} s for ranks that start). Start this host again together with the others"
