@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from base64 import b64encode
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from phalanx.core import messages
 from phalanx.core.errors import RunError
 from phalanx.core.events import Event
 from phalanx.runtime.membership import supervisor
-from phalanx.runtime.membership.membership import Member, Membership
+from phalanx.runtime.membership.membership import Member, Membership, TooFewMembers
 from phalanx.runtime.membership.supervisor import ServiceRestarted, Supervisor, SupervisorSettings
 from phalanx.runtime.membership.worker import STALE_CODE, Worker
 
@@ -375,3 +376,37 @@ def test_a_worker_that_is_to_leave_before_it_joins_ends() -> None:
     newest = found.host_agent.newest
     assert newest is not None and joiner.uid not in newest.uids and member.uid in newest.uids
     assert set(Membership(found.service.connect()).leave_requests()) == {member.uid}
+
+
+def test_a_run_to_which_nobody_comes_back_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service lost its values, this host's member died with it, and that of the other host may live."""
+    clock = [100.0]
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    found = member_host("h", "other")
+    dead = found.workers[0]
+    found.host_agent.died(dead.uid, "killed by SIGKILL")
+    found.host_agent.announced(Member("h.0.new", "h"))
+    assert found.host_agent.newest is not None
+    found.host_agent._epoch = found.host_agent.newest.epoch
+    found._watch_minimum()
+    assert not found._short_since_s, "the generation is that of this life of the service"
+    found.host_agent._epoch = "another life"
+    for later_s in (0.0, found.settings.wait_s, found.settings.gather_s + 1.0):
+        assert found.error is None
+        clock[0] += later_s
+        found._watch_minimum()
+    assert isinstance(found.error, TooFewMembers) and found.stops
+    assert "of the members of generation 1 (" in str(found.error) and "The same command continues" in str(found.error)
+
+
+@pytest.mark.parametrize("screen", [0, 1, None])
+def test_the_loss_of_the_rank_that_draws_is_told_by_its_supervisor(
+    screen: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All other losses are told by that rank."""
+    found = member_host("h", slots=2)
+    found.settings = replace(found.settings, screen_slot=screen)
+    worker = found.workers[1]
+    worker.status = signal.SIGKILL
+    found._ended(worker)
+    assert (f"host h: {worker.uid} killed by SIGKILL\n" in capsys.readouterr().err) == (screen == 1)

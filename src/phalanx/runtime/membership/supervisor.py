@@ -48,6 +48,7 @@ from phalanx.runtime.processes import (
     STOPPING,
     WorldInfo,
     ends_at_once,
+    free_screen,
     leave_terminal,
     on_stop,
     own_device,
@@ -368,6 +369,9 @@ class Supervisor:
             return
         self.host_agent.died(worker.uid, worker.cause())
         self.host_agent.tick()  # the others wait for this; a new process can come later
+        if worker.slot == self.settings.screen_slot:  # who told of losses cannot tell of its own
+            free_screen()
+            say(printable(f"host {self.settings.host}: {worker.uid} {worker.cause()}"))
         if worker.removed_s:
             return
         self.deaths[worker.slot] += worker.code != STALE_CODE

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         die_with_parent as die_with_parent,
         end_with_parent as end_with_parent,
         ends_at_once as ends_at_once,
+        free_screen as free_screen,
         leave_terminal as leave_terminal,
         on_stop as on_stop,
         report_error as report_error,

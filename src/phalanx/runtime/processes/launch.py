@@ -330,7 +330,7 @@ class _Watch:
 
     def _verdict(self, failed: list[_Child]) -> int:
         """Raise what went wrong first: a killed rank before one that complained, and that before one that missed a peer."""
-        _show_cursor()
+        free_screen()
         if self.stops > 1 or any(c.code == STOPPED for c in failed):
             return STOPPED
         for child in failed:
@@ -372,7 +372,8 @@ def _read_report(child: _Child) -> PhalanxError | str | None:
     return report
 
 
-def _show_cursor() -> None:
-    """A rank that was killed while it drew a live table left the cursor hidden."""
-    if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)
+def free_screen() -> None:
+    """A rank that was killed while it drew a live table left its last line, and the cursor hidden."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stdout.isatty():
+            print("\r\x1b[J\x1b[?25h", end="", flush=True)
