@@ -16,6 +16,7 @@ from phalanx.plan.recovery.generation import GenerationPlan
 from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact
 from phalanx.simulate.failures.recovery_time import (
+    GATHERS,
     PHASES,
     Constants,
     RecoveryWork,
@@ -121,6 +122,22 @@ def test_every_constant_counts(name: str) -> None:
     work = _work(ep=2, zero=0)
     base = recovery_time(work, NOTHING, step_s=0.1).seconds
     assert recovery_time(work, replace(NOTHING, **{name: 1e-3}), step_s=0.1).seconds > base
+
+
+def test_without_programs_the_counts_of_the_ranks_stand_for_their_messages() -> None:
+    """Three ranks on one processor: of the busiest, its messages and the larger of what goes out and what comes in; and the gathers, which nobody computes for."""
+    work = _work(ep=2)
+    ranks = tuple(
+        replace(rank, messages=n, sent_bytes=sent, received_bytes=received)
+        for rank, n, sent, received in zip(work.ranks, (3, 7, 2), (50, 400, 100), (60, 100, 900), strict=True)
+    )
+    constants = replace(NOTHING, cores=1.0, gather_s=0.5, message_s=0.1, message_s_per_byte=1e-3)
+    found = recovery_time(replace(work, ranks=ranks, waves=()), constants, step_s=0.0)
+    assert found.phases["moved"] == pytest.approx(GATHERS * 0.5 + 3 * max(0.7 + 0.4, 0.2 + 0.9))
+    fewer = replace(work, ranks=(replace(ranks[0], messages=0), ranks[1]), waves=())
+    assert recovery_time(fewer, constants, step_s=0.0).phases["moved"] == pytest.approx(GATHERS * 0.5 + 3 * 1.1)
+    alone = replace(work, ranks=ranks[1:2], waves=(), members=1)
+    assert recovery_time(alone, constants, step_s=0.0).phases["moved"] == pytest.approx(1.1)
 
 
 def test_ranks_that_share_processors_take_turns_and_messages_do_not_hide() -> None:

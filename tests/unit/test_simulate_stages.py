@@ -15,7 +15,6 @@ from phalanx.core.recipe import load_recipe
 from phalanx.plan.mapping.stage_foldings import parse_stages
 from phalanx.plan.pipeline.schedule.clock import chain
 from phalanx.plan.recipe import run_problems
-from phalanx.simulate.failures.recovery_cluster import host_lost
 from phalanx.simulate.failures.slow_step import with_stragglers
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import parse_cluster
@@ -245,7 +244,7 @@ def test_all_that_is_wrong_with_stages_is_said_at_once(tmp_path: Path) -> None:
 
 
 def test_what_is_not_modelled_of_stages_is_refused_by_name(tmp_path: Path) -> None:
-    """Tiles in the middle of a host, beside another reason; and going on after a loss."""
+    """Tiles in the middle of a host, beside another reason."""
     stages = {"folding.stages": ["dp4.ep4", "dp8.ep8"], "train.micro_batch": 2, "train.global_batch": 16}
     with pytest.raises(ConfigError) as caught:
         predicted(tmp_path, {**stages, "dispatch.overlap": "auto", "train.dtype": "float64"}, world=12)
@@ -254,5 +253,3 @@ def test_what_is_not_modelled_of_stages_is_refused_by_name(tmp_path: Path) -> No
     predicted(tmp_path, {**stages, "dispatch.overlap": "coarse:2"}, world=12)
     with pytest.raises(ConfigError, match="not modelled in stages with foldings of their own"):
         predicted(tmp_path, {**stages, "dispatch.overlap": "fused", "optim.bucket_mb": 0}, world=12)
-    with pytest.raises(ConfigError, match=r"folding\.stages"):
-        host_lost(predicted(tmp_path, stages, world=12))

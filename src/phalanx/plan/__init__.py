@@ -15,6 +15,6 @@ if TYPE_CHECKING:
         resolve_shape as resolve_shape,
         run_problems as run_problems,
     )
-    from phalanx.plan.recovery_choice import choose_recovery as choose_recovery
+    from phalanx.plan.recovery_choice import choose_recovery as choose_recovery, with_recovery as with_recovery
 else:
     __getattr__ = lazy(__name__)

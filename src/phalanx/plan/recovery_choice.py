@@ -52,7 +52,6 @@ def choose_recovery(
     r = recipe.resilience
     if r.heal is not None:
         return RecoveryChoice(recipe=recipe, why_not="" if r.heal else "resilience.heal = false")
-    without = replace(recipe, resilience=replace(r, heal=False))
     if launched:
         return _without(recipe, why_not="a launcher starts and ends the ranks")
     if recipe.launch.ranks == 1:
@@ -63,9 +62,7 @@ def choose_recovery(
             recipe,
             why_not=f"{device} is elastic only where resilience.heal = true asks for it: not yet shown to work on one",
         )
-    wanted = replace(recipe, resilience=replace(r, heal=True, mode="fast" if r.mode == "off" else r.mode))
-    known = {str(p) for p in _problems(without)}
-    against = [p for p in _problems(wanted) if str(p) not in known]
+    wanted, against = with_recovery(recipe)
     if not against:
         return RecoveryChoice(recipe=wanted)
     for ep in _further_degrees(recipe):
@@ -75,6 +72,14 @@ def choose_recovery(
                 return RecoveryChoice(recipe=other)
             break  # a smaller degree needs more
     return _without(recipe, why_not=" ".join(str(against[0]).split()))
+
+
+def with_recovery(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
+    """The recipe as an elastic run, in mode fast where its mode is off, and the problems that it has then and has not without."""
+    r = recipe.resilience
+    wanted = replace(recipe, resilience=replace(r, heal=True, mode="fast" if r.mode == "off" else r.mode))
+    known = {str(p) for p in _problems(replace(recipe, resilience=replace(r, heal=False)))}
+    return wanted, [p for p in _problems(wanted) if str(p) not in known]
 
 
 def _further_degrees(recipe: Recipe) -> list[int]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from phalanx.core.arguments import WordParser
+from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
-from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_seconds
 from phalanx.observe.pictures import Series, plot
 from phalanx.plan.mapping import Folding
@@ -24,6 +24,7 @@ from phalanx.simulate.failures import (
     Practice,
     RecoveryTime,
     SlowHosts,
+    elastic_recipe,
     expected_goodput,
     host_lost,
     hosts_left,
@@ -40,10 +41,25 @@ from phalanx.simulate.failures import (
 from phalanx.simulate.mapping import parse_stragglers, straggler_problems
 from phalanx.simulate.step import Prediction
 
+Way = Literal["checkpoint", "replicas"]
 MOST_FAILURES = 100_000
 """More than that many failures are not played one by one: they take minutes, and change nothing in a share."""
 SWEPT = 4000
 """Failures, at least, over which the interval between saves is swept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoesOn:
+    """A recipe on a cluster, and how its run goes on without a host."""
+
+    recipe: Recipe
+    predicted: Prediction
+    left: HostsLeft | None = None
+    """What it makes of fewer hosts; None: nothing."""
+    repair: RecoveryTime | None = None
+    """Seconds from the loss of a host to the next step."""
+    why_not: str = ""
+    """Why it does not go on."""
 
 
 def goodput(argv: Sequence[str]) -> int:
@@ -52,21 +68,19 @@ def goodput(argv: Sequence[str]) -> int:
     for path in (args.json, args.svg):
         check_writable(path)
     raise_if(_recipe_problems(args, overrides), ConfigError, subject="the arguments")
-    predicted = None if args.recipe is None else _predicted(args, overrides)
-    left = None if predicted is None else _hosts_left(args, overrides, predicted)
-    repair = None if predicted is None else _repair(predicted, left)
-    slow = None if predicted is None or left is None else _slow(args, predicted, left)
+    run_of = None if args.recipe is None else _goes_on(args, overrides)
+    left, repair = (None, None) if run_of is None else (run_of.left, run_of.repair)
+    slow = None if run_of is None else _slow(args, run_of)
+    if run_of is not None:
+        args.ranks, args.hosts = run_of.predicted.cluster.world, run_of.predicted.cluster.hosts
     defaults = {
-        "detect": 60.0 if repair is None else _limit_s(args.recipe, overrides),
+        "detect": 60.0 if run_of is None else run_of.recipe.resilience.limit_s,
         "repair": 20.0 if repair is None else repair.seconds,
+        "ranks": 16384,
     }
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.ranks is None:
-        args.ranks = 16384 if repair is None else repair.members + repair.lost
-    if args.hosts is None and predicted is not None:
-        args.hosts = predicted.cluster.hosts
     base = Practice(
         interval_s=1.0 if args.interval is None else args.interval,
         save_s=args.save,
@@ -80,12 +94,15 @@ def goodput(argv: Sequence[str]) -> int:
         put_out=() if slow is None else slow.put_out,
     )
     raise_if(_problems(args, base), ConfigError, subject="the arguments")
-    result = run(base, args)
+    why_not = _one_host(args) if run_of is None else run_of.why_not
+    result = run(base, args, why_not=why_not)
     if repair is not None and left is not None:
         result |= {"repair": repair_dict(repair, share=left.share(args.hosts - 1))}
+    if repair is not None and run_of is not None and run_of.recipe.resilience.heal is None:
+        result |= {"assumed": "resilience.heal is not set: recovery from replicas is that of resilience.heal = true"}
     result |= {} if slow is None else {"slow": {**asdict(slow), "explain": slow.explain()}}
-    if left is not None and predicted is not None:
-        result |= {"memory": memory_dict(left, predicted)}
+    if run_of is not None:
+        result |= {"memory": memory_dict(left, run_of.predicted, goes_on=repair is not None)}
     if args.json is not None:
         write_json(args.json, {k: v for k, v in result.items() if k != "curves"})
     if args.svg is not None:
@@ -145,40 +162,47 @@ def _recipe_problems(args: argparse.Namespace, overrides: Sequence[str]) -> list
     return problems
 
 
-def _predicted(args: argparse.Namespace, overrides: Sequence[str]) -> Prediction:
-    """Prediction for the recipe on the cluster, with nobody slow."""
-    from phalanx.cli.predicting.recipe import predict_recipe
+def _goes_on(args: argparse.Namespace, overrides: Sequence[str]) -> GoesOn:
+    """The recipe on the cluster, with nobody slow, and what it does without a host: as an elastic run, also where it leaves that open."""
+    from phalanx.cli.predicting.recipe import predict_on, read_and_predict
 
-    return predict_recipe(args.recipe, args.cluster, overrides)
+    recipe, plain = read_and_predict(args.recipe, args.cluster, overrides)
+    cluster, folding = plain.cluster, plain.mapping.folding
+    elastic, problems = elastic_recipe(recipe, cluster)
+    if problems:
+        return GoesOn(recipe=recipe, predicted=plain, why_not=". ".join(map(str, problems)))
+    assert isinstance(folding, Folding)  # stages of their own are a problem of an elastic run
+    spec = resolve_recipe(recipe)
+    heals = replace(recipe.resilience, heal=True, mode=elastic.resilience.mode)
+    same = heals == recipe.resilience
+    predicted = plain if same else predict_on(replace(recipe, resilience=heals), spec, cluster)
+    if plain.fits and not predicted.fits:
+        why = f"it does not fit in memory with the copies of its state on {heals.f} hosts; more ranks or a smaller train.micro_batch need less"
+        return GoesOn(recipe=recipe, predicted=plain, why_not=why)
+    left = hosts_left(elastic, spec, folding, cluster, fits=memory_left(predicted))
+    if why := left.why_not(cluster.hosts - 1):
+        return GoesOn(recipe=recipe, predicted=predicted, left=left, why_not=why)
+    return GoesOn(recipe=recipe, predicted=predicted, left=left, repair=host_lost(predicted, left))
 
 
-def _hosts_left(args: argparse.Namespace, overrides: Sequence[str], predicted: Prediction) -> HostsLeft | None:
-    """What the recipe makes of fewer hosts; None: nothing, for its stages have foldings of their own."""
-    folding, cluster = predicted.mapping.folding, predicted.cluster
-    if not isinstance(folding, Folding):
-        return None
-    recipe = load_recipe(args.recipe, [*overrides, "--launch.ranks", str(cluster.world)])
-    return hosts_left(recipe, resolve_recipe(recipe), folding, cluster, fits=memory_left(predicted))
+def _one_host(args: argparse.Namespace) -> str:
+    """Why a job without a recipe has no replicas to go on from."""
+    return "" if _hosts(args) > 1 else "the job is on one host, with which everything is lost; use --hosts 2 or more"
 
 
-def _repair(predicted: Prediction, left: HostsLeft | None) -> RecoveryTime:
-    """Seconds from the loss of a host to the next step. Raises `ConfigError` where such a run has no replicas to go on from."""
-    return host_lost(predicted, going_on=None if left is None else left.folding(predicted.cluster.hosts - 1))
+def _hosts(args: argparse.Namespace) -> int:
+    return int(args.hosts) if args.hosts is not None else max(1, args.ranks // 8)
 
 
-def _slow(args: argparse.Namespace, predicted: Prediction, left: HostsLeft) -> SlowHosts | None:
+def _slow(args: argparse.Namespace, run_of: GoesOn) -> SlowHosts | None:
     """Slow ranks, where they were asked for, and what the recipe does about them."""
-    named = args.straggler or ()
+    named, predicted = args.straggler or (), run_of.predicted
     raise_if(straggler_problems(named, args.spread, predicted.cluster), ConfigError, subject="the arguments")
     stragglers = parse_stragglers(named, args.spread)
     if stragglers is None:
         return None
-    return slow_hosts(predicted, replace(stragglers, seed=args.seed), left.rule)
-
-
-def _limit_s(path: Path, overrides: Sequence[str]) -> float:
-    """Silence after which a host is removed."""
-    return load_recipe(path, list(overrides)).resilience.limit_s
+    rule = None if run_of.left is None or run_of.why_not else run_of.left.rule
+    return slow_hosts(predicted, replace(stragglers, seed=args.seed), rule)
 
 
 def repair_dict(repair: RecoveryTime, *, share: float) -> dict[str, Any]:
@@ -192,12 +216,12 @@ def repair_dict(repair: RecoveryTime, *, share: float) -> dict[str, Any]:
     }
 
 
-def memory_dict(left: HostsLeft, predicted: Prediction) -> dict[str, Any]:
+def memory_dict(left: HostsLeft | None, predicted: Prediction, *, goes_on: bool) -> dict[str, Any]:
     """Whether the mapping of all ranks fits in their memory, and with how many hosts that of those that are left does not."""
-    explain = left.explain()
+    few, explain = ([], "") if left is None else (sorted(left.too_large), left.explain() if goes_on else "")
     if not predicted.fits:
         explain = "the mapping of all ranks does not fit in their memory: what follows is of a run that cannot be (phalanx simulate says more)"
-    return {"fits": predicted.fits, "too_few_hosts": sorted(left.too_large), "explain": explain}
+    return {"fits": predicted.fits, "too_few_hosts": few, "explain": explain}
 
 
 def _days(args: argparse.Namespace) -> float:
@@ -267,8 +291,9 @@ def _parser() -> WordParser:
     return parser
 
 
-def run(base: Practice, args: argparse.Namespace) -> dict[str, Any]:
-    """Both ways of recovery over the same failures, and the sweep over intervals."""
+def run(base: Practice, args: argparse.Namespace, *, why_not: str = "") -> dict[str, Any]:
+    """Both ways of recovery over the same failures, and the sweep over intervals. `why_not`: why there is none from replicas."""
+    ways: tuple[Way, ...] = ("checkpoint",) if why_not else ("checkpoint", "replicas")
     mean = 3600 / (_rate(args) * args.ranks)
     duration = _days(args) * 86400
     removals = None
@@ -281,20 +306,21 @@ def run(base: Practice, args: argparse.Namespace) -> dict[str, Any]:
         mean = duration / len(removals)
     best = young_daly(base.save_s, mean)
     practice = replace(base, interval_s=args.interval if args.interval is not None else max(best, 1.0))
-    hosts = args.hosts if args.hosts is not None else max(1, args.ranks // 8)
+    hosts = _hosts(args)
 
     def failures() -> Iterator[float]:
         return iter(removals) if removals is not None else poisson(mean, args.seed)
 
-    def play(recovery: str) -> Goodput:
-        chosen = replace(practice, recovery=recovery)  # type: ignore[arg-type]
-        return simulate_goodput(chosen, failures(), duration_s=duration, hosts=hosts, seed=args.seed)
+    def play(recovery: Way) -> Goodput:
+        return simulate_goodput(
+            replace(practice, recovery=recovery), failures(), duration_s=duration, hosts=hosts, seed=args.seed
+        )
 
     intervals = [(best or practice.interval_s) * 2 ** (k / 2) for k in range(-6, 7)]
     span = duration if removals is not None else max(duration, SWEPT * mean)
     curves = {
         name: sweep(replace(practice, recovery=name), failures, intervals, duration_s=span, hosts=hosts, seed=args.seed)
-        for name in ("checkpoint", "replicas")
+        for name in ways
     }
     return {
         "mean_between_failures_s": mean,
@@ -302,8 +328,8 @@ def run(base: Practice, args: argparse.Namespace) -> dict[str, Any]:
         "swept_failures": len(removals) if removals is not None else round(span / mean),
         "swept_optimum_s": swept_optimum(curves["checkpoint"]),
         "interval_s": practice.interval_s,
-        "checkpoint": vars(play("checkpoint")),
-        "replicas": vars(play("replicas")),
+        **{name: vars(play(name)) for name in ways},
+        **({"no_replicas": why_not} if why_not else {}),
         "expected_checkpoint": expected_goodput(practice, mean),
         "curves": curves,
         "sweep": {name: [list(point) for point in curve] for name, curve in curves.items()},
@@ -316,10 +342,14 @@ def describe(result: dict[str, Any]) -> str:
         f"(Young and Daly: {format_seconds(result['young_daly_s'])})",
         f"{'recovery':<12}{'useful':>9}{'saving':>9}{'lost':>9}{'down':>9}{'failures':>10}",
     ]
-    for name in ("checkpoint", "replicas"):
+    for name in result["curves"]:
         g = result[name]
         shares = "".join(f"{g[part]:>9.2%}" for part in ("useful", "saving", "lost", "down"))
         lines.append(f"{name:<12}{shares}{g['failures']:>10}")
+    if "no_replicas" in result:
+        lines.append(f"recovery from replicas cannot be: {result['no_replicas']}")
+    if "assumed" in result:
+        lines.append(result["assumed"])
     if "repair" in result:
         then = f"without the host at {result['repair']['share']:.1%} of the speed"
         lines.append(f"recovery from replicas: {result['repair']['explain']}; {then}")

@@ -28,7 +28,19 @@ def predict_recipe(
     stragglers: Sequence[str] = (),
     spread: float | None = None,
 ) -> Prediction:
-    """The prediction of a recipe, with slow ranks as `--straggler` and `--spread` say them. Raises `ConfigError` or `PlanError` with all problems, of the cluster and of the recipe."""
+    """The prediction of a recipe, with slow ranks as `--straggler` and `--spread` say them. Raises as `read_and_predict` does."""
+    return read_and_predict(path, cluster_name, overrides, stragglers=stragglers, spread=spread)[1]
+
+
+def read_and_predict(
+    path: Path,
+    cluster_name: str,
+    overrides: Sequence[str],
+    *,
+    stragglers: Sequence[str] = (),
+    spread: float | None = None,
+) -> tuple[Recipe, Prediction]:
+    """The same, and the recipe as it was predicted. Raises `ConfigError` or `PlanError` with all problems, of the cluster and of the recipe."""
     problems: list[Problem] = []
     cluster, recipe = None, None
     try:
@@ -70,7 +82,7 @@ def predict_recipe(
         )
     prediction = predict_on(recipe, resolve_recipe(recipe), cluster)
     slow = parse_stragglers(stragglers, spread)
-    return prediction if slow is None else with_stragglers(prediction, slow)
+    return recipe, prediction if slow is None else with_stragglers(prediction, slow)
 
 
 def predict_on(recipe: Recipe, spec: ModelSpec, cluster: GpuCluster) -> Prediction:

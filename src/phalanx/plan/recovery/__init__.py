@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from phalanx.plan.recovery.memory import (
         FIXED_POINT_ITEM as FIXED_POINT_ITEM,
         ITEM as ITEM,
+        StateRoom as StateRoom,
         moment_bytes as moment_bytes,
         optimizer_bytes as optimizer_bytes,
     )

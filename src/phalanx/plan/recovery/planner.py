@@ -158,6 +158,15 @@ class RecoveryPlanner:
             )  # fmt: skip
         return self._bytes[folding]
 
+    def bytes_of_ranks(self, folding: Folding, hosts: Sequence[int], *, racks: Sequence[int] = ()) -> list[float]:
+        """The same of each rank, those of `hosts` in `racks` (empty: nothing is known of them): copies of shards are where hosts are. Of the fullest one for all where state is not sharded."""
+        if not self.zero:
+            return [self.bytes_of(folding)] * folding.world
+        return bytes_on_hosts(
+            self.spec, folding, self.stages(folding), self.room, slots=self.slots_per_rank if self.spec.moe_layers else None,
+            holders=self.shard_holders or self.floor, hosts=hosts, racks=racks,
+        )  # fmt: skip
+
     def room_problems(self) -> list[Problem]:
         """Whether the run's own mapping has room for its state."""
         needed = self.bytes_of(self.base) / 1e9
@@ -272,10 +281,7 @@ class RecoveryPlanner:
         """Hosts with a rank that has no room for its state. Copies of shards are where the hosts are, and `choose` knows only how many ranks there are."""
         if not self.zero or math.isinf(self.room.limit):
             return set()
-        found = bytes_on_hosts(
-            self.spec, new, self.stages(new), self.room, slots=self.slots_per_rank if self.spec.moe_layers else None,
-            holders=self.shard_holders or self.floor, hosts=hosts, racks=[rack_of[host] for host in hosts] if rack_of else (),
-        )  # fmt: skip
+        found = self.bytes_of_ranks(new, hosts, racks=[rack_of[host] for host in hosts] if rack_of else ())
         return {host for host, taken in zip(hosts, found, strict=True) if taken > self.room.limit}
 
     def _check(self, facts: Sequence[Fact]) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from phalanx.simulate.failures.goodput_elastic import (
         HostsLeft as HostsLeft,
+        elastic_recipe as elastic_recipe,
         hosts_left as hosts_left,
         memory_left as memory_left,
     )

@@ -2,7 +2,7 @@
 
 Decides the clock of failures. A job runs in cycles: `interval` seconds of steps, then a save that stops it for `save_s`. A failure of any rank
 loses what was done since the last save and costs detection and restart; with replicas of the experts and shards, a failure that leaves
-one holder of everything costs detection and repair, nothing is lost, and the job goes on without the lost hosts, slower by their share or as its mapping has it (`Practice.share`). Failures are a
+one holder of everything costs detection and repair, nothing is lost, and the job goes on without the lost hosts, slower by their share or as its mapping has it (`Practice.share`); once no host is left, replicas are lost too. Failures are a
 Poisson process of the job's rate, whatever number of hosts is running, or come from a trace. Must never change: useful + saving + lost + down =
 all of the time, and none of them is negative.
 
@@ -51,7 +51,7 @@ class Practice:
     share: Callable[[int], float] | None = None
     """Share of full speed with so many hosts, which make no whole mapping perhaps; 0: they wait. None: the hosts' own share."""
     pace: float = 1.0
-    """Pace of the job with its slow ranks, over the usual one."""
+    """Pace of the job with its slow ranks, over the usual one: at most 1."""
     put_out: tuple[tuple[float, float], ...] = ()
     """(when, pace from then on): with replicas a slow host is removed, and replaced as a lost one is. Nothing is lost, and nobody waits to detect it."""
 
@@ -92,8 +92,8 @@ def practice_problems(practice: Practice) -> list[Problem]:
             )
         )
     for pace in (practice.pace, *(pace for _, pace in practice.put_out)):
-        if not 0 < pace < math.inf:
-            rule = "must be above 0: 1 is that of a job without slow ranks"
+        if not 0 < pace <= 1:
+            rule = "must be above 0 and at most 1, that of a job without slow ranks"
             out.append(Problem(where="goodput.pace", value=pace, rule=rule, hint="use 1"))
     if not 0 <= practice.survival <= 1:
         out.append(Problem(where="goodput.survival", value=practice.survival, rule="is a probability", hint="use 1"))
@@ -231,7 +231,8 @@ class _Job:
         """A host fails now. What is kept goes on from where it was; a save under way begins again."""
         p = self.practice
         self.failures += 1
-        kept = p.recovery == "replicas" and self.draw.random() < p.survival
+        others = self.hosts - len(self.out) > 1
+        kept = p.recovery == "replicas" and self.draw.random() < p.survival and others
         if kept:
             self.at = min(self.at, p.interval_s)
         else:

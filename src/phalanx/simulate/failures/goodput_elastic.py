@@ -1,6 +1,6 @@
-"""What an elastic run makes of the hosts of a cluster, for the clock of failures (`goodput.py`): the mapping of those that are left, and whom it removes.
+"""What an elastic run makes of the hosts of a cluster, for the clock of failures (`goodput.py`): whether it may begin, the mapping of those that are left, and whom it removes.
 
-Decides nothing: mappings are the run's own (`plan/recovery/planner.py: RecoveryPlanner.choose`), and so is its rule about slow hosts (`plan/recovery/recipe.py`). On a cluster of several hosts the run is
+Decides nothing: what refuses a run is asked (`plan/recovery_choice.py: with_recovery`), mappings are the run's own (`plan/recovery/planner.py: RecoveryPlanner.choose`), and so is its rule about slow hosts (`plan/recovery/recipe.py`). On a cluster of several hosts the run is
 told how many ranks a host has, and that hosts meet at a service. A run asks whether the mapping of those that are left has room only where its recipe says how much (`resilience.state_gb`), and ends
 where it has none: the time until hosts return is then counted as down, and told. Must never change: with all hosts the job has its full speed.
 """
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import PlanError
+from phalanx.core.errors import PlanError, Problem
+from phalanx.plan import with_recovery
 from phalanx.plan.mapping import Folding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.recovery import RecoveryPlanner, StragglerRule, recovery_planner, straggler_rule
@@ -69,23 +70,68 @@ class HostsLeft:
         self.too_large[hosts] = found
         return None
 
+    def why_not(self, hosts: int) -> str:
+        """Why so many hosts do not go on, in a line; empty where they do."""
+        ranks, least = self.ranks(hosts), self.recipe.resilience.minimum
+        if self.folding(hosts) is not None:
+            return ""
+        if hosts in self.too_large:
+            return f"{self._does_not_fit(hosts)}: {self._way_out()}"
+        if ranks < least:
+            return (
+                f"resilience.minimum = {least}: the {ranks} ranks of {hosts} hosts wait for more; use {ranks} or less"
+            )
+        try:
+            self.planner.folding(ranks)
+        except PlanError as error:
+            return "; ".join(map(str, error.problems))
+        return ""
+
     def explain(self) -> str:
         """What does not fit, in a line; empty where all that was asked for does."""
         if not self.too_large:
             return ""
         most = max(self.too_large)
         fewer = "" if len(self.too_large) == 1 else f" (nor with {', '.join(map(str, sorted(self.too_large)[:-1]))})"
+        return (
+            f"{self._does_not_fit(most)}{fewer}: the run would end there with an error of memory; "
+            f"the time until hosts return is counted as down. {self._way_out()}"
+        )
+
+    def _does_not_fit(self, hosts: int) -> str:
+        return f"with {hosts} hosts left the mapping ({self.too_large[hosts].label()}) does not fit in memory"
+
+    def _way_out(self) -> str:
         held = self.planner.bytes_of(self.planner.base) / 1e9
         return (
-            f"with {most} hosts left the mapping ({self.too_large[most].label()}) does not fit in memory{fewer}: the run would end there with an error of memory; "
-            "the time until hosts return is counted as down. "
-            f"resilience.state_gb ({held:.3g} GB of state are held with all hosts) has it take another mapping, or leave ranks idle, in place of that"
+            f"resilience.state_gb ({held:.3g} GB of state are held with all hosts) has the run take another mapping, "
+            "or leave ranks idle, in place of that"
         )
 
     def share(self, hosts: int) -> float:
         """Share of full speed: that of the ranks that compute, the others being idle."""
         folding = self.folding(hosts)
         return 0.0 if folding is None else folding.world / self.cluster.world
+
+
+def elastic_recipe(recipe: Recipe, cluster: GpuCluster) -> tuple[Recipe, list[Problem]]:
+    """The recipe as an elastic run on the hosts of `cluster`, and why it cannot go on without one of them: by the rules with which the run itself is refused."""
+    if recipe.resilience.heal is False:
+        rule = "has the run end with the loss of a rank"
+        return recipe, [Problem(where="resilience.heal", value=False, rule=rule, hint="use true")]
+    if cluster.hosts == 1:
+        rule, hint = "is one host, with which everything is lost", "name a cluster of two hosts or more"
+        return recipe, [Problem(where="--cluster", value=cluster.name, rule=rule, hint=hint)]
+    return with_recovery(_on_hosts(recipe, cluster))
+
+
+def _on_hosts(recipe: Recipe, cluster: GpuCluster) -> Recipe:
+    """The recipe as one of several hosts reads it."""
+    if cluster.hosts == 1:
+        return recipe
+    service = recipe.resilience.service or MEETS
+    resilience = replace(recipe.resilience, service=service, wanted=cluster.world)
+    return replace(recipe, resilience=resilience, launch=replace(recipe.launch, ranks=cluster.hardware.ranks_per_host))
 
 
 def hosts_left(
@@ -97,10 +143,7 @@ def hosts_left(
     fits: Callable[[Folding], bool] = lambda folding: True,
 ) -> HostsLeft:
     """`folding`: of the run on all ranks; `fits` as in `HostsLeft`. Raises `DataError` where the recipe names loads that cannot be read."""
-    if cluster.hosts > 1:
-        resilience = replace(recipe.resilience, service=recipe.resilience.service or MEETS)
-        launch = replace(recipe.launch, ranks=cluster.hardware.ranks_per_host)
-        recipe = replace(recipe, resilience=resilience, launch=launch)
+    recipe = _on_hosts(recipe, cluster)
     return HostsLeft(recipe=recipe, cluster=cluster, planner=recovery_planner(recipe, spec, folding), fits=fits)
 
 

@@ -22,7 +22,7 @@ from phalanx.simulate.step import Prediction
 
 @dataclass(frozen=True, kw_only=True)
 class SlowHosts:
-    """Slow hosts of a job on a cluster, whose paces are over that of the job with nobody slow."""
+    """Slow hosts of a job on a cluster, whose paces are over that of the job with nobody slow, at most 1: fast ranks that are drawn make up for no slow ones."""
 
     pace: float
     put_out: tuple[tuple[float, float], ...]
@@ -42,15 +42,15 @@ class SlowHosts:
         return text + (f"; the slowest{' of the others' * bool(self.put_out)}: {self.kept}" if self.kept else "")
 
 
-def slow_hosts(prediction: Prediction, stragglers: Stragglers, rule: StragglerRule) -> SlowHosts:
-    """`rule`: of the recipe on that cluster (`goodput_elastic.py`). Paces are of one draw, that of the stragglers' seed."""
+def slow_hosts(prediction: Prediction, stragglers: Stragglers, rule: StragglerRule | None) -> SlowHosts:
+    """`rule`: of the recipe on that cluster (`goodput_elastic.py`); None: no host is removed. Paces are of one draw, that of the stragglers' seed."""
     cluster = prediction.cluster
     factors = stragglers.factors(cluster, np.random.default_rng(stragglers.seed))
     usual_s = prediction.step.seconds
     step_s = _step_s(prediction, factors)
-    pace, now, gone, changes = usual_s / step_s, 0.0, list[int](), list[tuple[float, float]]()
+    pace, now, gone, changes = min(1.0, usual_s / step_s), 0.0, list[int](), list[tuple[float, float]]()
     kept = ""
-    while rule.factor:
+    while rule is not None and rule.factor:
         due, kept = _next(factors, cluster, gone, rule)
         if due is None:
             break
@@ -58,7 +58,7 @@ def slow_hosts(prediction: Prediction, stragglers: Stragglers, rule: StragglerRu
         gone.append(due)
         factors[due * cluster.hardware.ranks_per_host : (due + 1) * cluster.hardware.ranks_per_host] = 1.0
         step_s = _step_s(prediction, factors)
-        changes.append((now, usual_s / step_s))
+        changes.append((now, min(1.0, usual_s / step_s)))
     return SlowHosts(pace=pace, put_out=tuple(changes), names=tuple(gone), kept=kept)
 
 

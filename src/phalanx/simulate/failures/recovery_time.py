@@ -179,13 +179,17 @@ def recovery_work(planner: RecoveryPlanner, plan: GenerationPlan, *, lost: int, 
     )
 
 
-def num_groups(folding: Folding, *, members: int) -> int:
-    """Process groups that a generation makes beside the one of all: distinct sets of ranks, one of all for control, and one of the mapping where some members are idle."""
+def num_groups(folding: Folding, *, members: int, in_order: bool = False) -> int:
+    """Process groups that a generation makes beside the one of all: distinct sets of ranks, one of all for control, and one of the mapping where some members are idle. `in_order`, as on GPUs: and
+    those of a step outside of its passes (`Folding.step_groups`). A rank waits for all of them, its own or not: before each is made all members meet, some of whom come from connecting the one before
+    (`runtime/membership/rendezvous.py: EpochGroups`).
+    """
     everyone = tuple(range(members))
     found = {ranks for name in folding.group_names for ranks in folding.groups(name) if len(ranks) > 1}
     mapped = tuple(range(folding.world))
     second = {ranks for ranks in (everyone, mapped) if len(ranks) > 1}
-    return len(found - {everyone}) + len(second)
+    apart = {ranks for of_name in folding.step_groups().values() for ranks in of_name} if in_order else ()
+    return len(found - {everyone}) + len(second) + len(apart)
 
 
 def _hosts_of(plan: GenerationPlan) -> Hosts:
