@@ -31,6 +31,8 @@ from phalanx.simulate.failures.goodput import (
 )
 from phalanx.simulate.failures.goodput_elastic import HostsLeft, hosts_left, memory_left
 from phalanx.simulate.failures.goodput_slow import slow_hosts
+from phalanx.simulate.failures.recovery_cluster import cluster_constants, host_lost, work_without_host
+from phalanx.simulate.failures.recovery_time import recovery_time
 from phalanx.simulate.failures.slow_step import with_stragglers
 from phalanx.simulate.hardware.clusters import parse_cluster
 from phalanx.simulate.mapping.mapping import Job, Mapping
@@ -109,6 +111,15 @@ def test_a_slow_host_is_put_out_with_replicas_and_stays_without() -> None:
     assert expected_goodput(replace(practice, interval_s=100.0), 1e6) == pytest.approx(0.5, rel=1e-3)
 
 
+def test_a_save_under_way_begins_again_when_a_slow_host_leaves() -> None:
+    """Work 0-90, save to 95, hand-over to 105, the whole save to 115, and work to 150 on the other host at half the speed."""
+    practice = Practice(
+        recovery="replicas", interval_s=90, save_s=10, repair_s=10, repair_host_s=1000, put_out=((95.0, 1.0),)
+    )
+    run = simulate_goodput(practice, [], duration_s=150, hosts=2)
+    assert [150 * x for x in (run.saving, run.down, run.useful, run.lost)] == pytest.approx([15, 10, 107.5, 17.5])
+
+
 def left_of(p: Prediction, name: str, **resilience: float) -> HostsLeft:
     """A recipe of that mapping on its cluster, some of whose hosts are lost."""
     whole, folding = Recipe(), p.mapping.folding
@@ -167,6 +178,31 @@ def test_a_host_is_measured_by_the_others_and_not_by_itself() -> None:
     assert slow_hosts(p, Stragglers(hosts=((2, 1.19), (3, 1.4))), rule).names == (3,)
     one_rank = slow_hosts(p, Stragglers(ranks=((31, 1.4),)), rule)
     assert one_rank.names == (3,)  # a host is as slow as its slowest rank
+
+
+def test_fast_ranks_make_up_for_no_slow_ones() -> None:
+    """Three of four hosts are faster than usual, so is the stage of two of them; a job has its usual pace at most."""
+    p = small(32, tp=2, pp=2, ep=8)
+    rule = left_of(p, "mixtral-8x7b", straggler=1.2, straggler_steps=5).rule
+    fast = tuple((rank, 0.8) for rank in range(32))
+    assert slow_hosts(p, Stragglers(ranks=fast), None).pace == 1.0
+    found = slow_hosts(p, Stragglers(ranks=fast[:24], hosts=((3, 1.4),)), rule)
+    assert found.names == (3,) and found.put_out[-1][1] == 1.0 > found.pace
+    assert slow_hosts(p, Stragglers(hosts=((3, 1.4),)), None).names == ()
+
+
+def test_a_lost_host_is_counted_on_the_hosts_of_the_cluster() -> None:
+    p = small(32, tp=2, pp=2, ep=2)
+    left = left_of(p, "mixtral-8x7b", heal=True)
+    found = host_lost(p, left)
+    assert found.phases["step"] == pytest.approx(p.step.seconds * 32 / 24)
+    constants, going_on = cluster_constants(p.cluster.hardware), left.folding(3)
+    assert going_on is not None and going_on.world == 24
+    works = [work_without_host(left.planner, going_on, members=24, per_host=n) for n in (8, 1)]
+    of_eight, of_one = (recovery_time(work, constants, step_s=0.0).phases["moved"] for work in works)
+    assert found.phases["moved"] == of_eight > of_one  # the second stage begins in the middle of a host
+    with pytest.raises(PlanError, match=r"resilience\.minimum = 25: the 24 ranks of 3 hosts wait"):
+        host_lost(p, left_of(p, "mixtral-8x7b", minimum=25))
 
 
 def test_hosts_that_make_no_whole_mapping_are_idle_or_wait() -> None:
@@ -238,6 +274,15 @@ def test_the_command_asks_the_runs_own_rule(tmp_path: Path, capsys: pytest.Captu
     kept = json.loads(file.read_text())
     assert not kept["slow"]["names"]
     assert kept["replicas"]["useful"] == pytest.approx(kept["slow"]["pace"], rel=0.05)
+    capsys.readouterr()
+    many = ["--rate", "1e-2", "--days", "5", "--replace", "20000", "--train.global_batch", "1280", "--json", str(file)]
+    assert goodput(["--recipe", "olmoe-1b-7b-32", "--cluster", "h100x40", *many]) == 0
+    memory = json.loads(file.read_text())["memory"]
+    assert memory["fits"] and 3 in memory["too_few_hosts"] and 4 not in memory["too_few_hosts"]
+    assert (
+        "with 3 hosts left the mapping (dp24|edp24)" in memory["explain"]
+        and memory["explain"] in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,6 +319,7 @@ def test_a_run_that_cannot_recover_has_no_row(
     assert not {"replicas", "repair", "assumed"} & found.keys() and list(found["sweep"]) == ["checkpoint"]
     assert "\nreplicas" not in told and "next step" not in told and "replicas" not in picture.read_text()
     assert list(found["slow"]["names"]) == [] and found["checkpoint"]["useful"] > 0
+    assert "hosts left" not in found["memory"]["explain"]
 
 
 def test_stages_with_foldings_of_their_own_have_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,9 @@ from phalanx.simulate.failures.recovery_time import RecoveryWork, num_groups, re
 from phalanx.simulate.hardware.clusters import parse_cluster
 
 pytestmark = pytest.mark.unit
+TINY = PRESETS["tiny"]
+SPEC = replace(TINY, num_layers=3, router=replace(TINY.router, bias_rate=1e-3))
+"""Of two stages the first one has more layers; experts have a bias, which is state too."""
 SHAPES: dict[str, tuple[int, int, dict[str, int]]] = {
     "4 hosts of 1": (4, 1, {}),
     "4 hosts of 2": (8, 2, {}),
@@ -31,17 +35,19 @@ SHAPES: dict[str, tuple[int, int, dict[str, int]]] = {
 BOUNDS = {
     "state_bytes": (0.95, 1.01),
     "held_bytes": (0.95, 1.01),
-    "received_bytes": (0.95, 2.0),
-    "sent_bytes": (0.95, 2.0),
+    "sent_bytes": (0.95, math.inf),
+    "received_bytes": (0.95, math.inf),
 }
-"""Estimated over planned, of the rank that has most; shards are rounded up in a plan. Of three data-parallel ranks or fewer, whose shards stay mostly where they are, twice as much moves at most."""
+"""Estimated over planned, of the rank that has most; shards are rounded up in a plan."""
+MOST = 2.2
+"""The same of what a link carries, at most. Of three data-parallel ranks or fewer, whose shards stay mostly where they are, twice as much."""
 
 
 def planner_of(world: int, per_host: int, degrees: dict[str, int], zero: int) -> RecoveryPlanner:
     """As a run with `resilience.f` = 2 has it."""
     base = make_folding(world=world, **degrees)
     return RecoveryPlanner(
-        spec=PRESETS["tiny"], base=base, seq_len=32, floor=per_host + 1, zero=zero, shard_holders=2, bucket_elements=20_000
+        spec=SPEC, base=base, seq_len=32, floor=per_host + 1, zero=zero, shard_holders=2, bucket_elements=20_000
     )  # fmt: skip
 
 
@@ -81,13 +87,14 @@ def test_the_estimate_is_at_least_the_plan_and_little_more(shape: str, zero: int
             assert most(estimated, name) == most(planned, name), name
         more = 2 if planned.folding.dp <= 3 else 1
         for name, (low, high) in BOUNDS.items():
-            times = more if name in ("received_bytes", "sent_bytes") else 1
-            assert low * most(planned, name) <= most(estimated, name) <= times * high * most(planned, name), name
-        assert planned.moved_bytes <= estimated.moved_bytes <= 3 * more * planned.moved_bytes
+            assert low * most(planned, name) <= most(estimated, name) <= high * (most(planned, name) or 1e-9), name
+        link, real = (max(most(work, "sent_bytes"), most(work, "received_bytes")) for work in (estimated, planned))
+        assert link <= MOST * more * real
+        assert 0.95 * planned.moved_bytes <= estimated.moved_bytes <= 3 * more * planned.moved_bytes
         constants = cluster_constants(parse_cluster("h100x16").hardware)
         same = replace(planned, groups=estimated.groups)
-        found, real = (recovery_time(work, constants, step_s=0.0) for work in (estimated, same))
-        for phase, seconds in real.phases.items():
+        found, plan = (recovery_time(work, constants, step_s=0.0) for work in (estimated, same))
+        for phase, seconds in plan.phases.items():
             assert 0.99 * seconds <= found.phases[phase] <= 1.2 * seconds, phase
 
 
@@ -97,7 +104,7 @@ def test_nothing_moves_where_the_others_have_what_they_need() -> None:
     moves, plan = both(
         "pp 2", 0, lost=3
     )  # a stage lost four of its eight ranks, and two of the others' take their place
-    assert moves.moved_bytes == plan.moved_bytes == 2 * most(plan, "state_bytes")
+    assert plan.moved_bytes > 0 and moves.moved_bytes == 2 * most(moves, "state_bytes")
     assert sum(rank.received_bytes > 0 for rank in moves.ranks) == 2
 
 
@@ -109,15 +116,16 @@ def test_nothing_moves_where_the_others_have_what_they_need() -> None:
         ({"ep": 2}, {}),
         ({"pp": 2}, {}),
         ({}, {"tp": 2}),
+        ({}, {"pp": 2}),
     ],
 )
 def test_with_other_degrees_every_rank_gets_its_state(before: dict[str, int], after: dict[str, int]) -> None:
     planner = planner_of(16, 4, before, 0)
     work = work_without_host(planner, make_folding(world=12, **after), members=12, per_host=4)
     assert all(rank.received_bytes == rank.state_bytes > 0 for rank in work.ranks) and len(work.ranks) == 12
-    if "pp" in before:  # each tensor is on all twelve, where it was on eight
-        same = work_without_host(planner_of(16, 4, {}, 0), make_folding(world=12), members=12, per_host=4)
-        assert work.planned == same.planned
+    alone = work_without_host(planner_of(16, 4, {}, 0), make_folding(world=12), members=12, per_host=4)
+    if "pp" in before | after:  # each tensor is on all twelve before or afterwards
+        assert work.planned >= alone.planned
 
 
 def test_experts_with_replicas_move_with_their_state() -> None:
