@@ -71,28 +71,8 @@ def goodput(argv: Sequence[str]) -> int:
     run_of = None if args.recipe is None else _goes_on(args, overrides)
     left, repair = (None, None) if run_of is None else (run_of.left, run_of.repair)
     slow = None if run_of is None else _slow(args, run_of)
-    if run_of is not None:
-        args.ranks, args.hosts = run_of.predicted.cluster.world, run_of.predicted.cluster.hosts
-    defaults = {
-        "detect": 60.0 if run_of is None else run_of.recipe.resilience.limit_s,
-        "repair": 20.0 if repair is None else repair.seconds,
-        "ranks": 16384,
-    }
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    base = Practice(
-        interval_s=1.0 if args.interval is None else args.interval,
-        save_s=args.save,
-        detect_s=args.detect,
-        restart_s=args.restart,
-        repair_s=args.repair,
-        survival=args.survival,
-        repair_host_s=args.replace,
-        share=None if left is None else left.share,
-        pace=1.0 if slow is None else slow.pace,
-        put_out=() if slow is None else slow.put_out,
-    )
+    _fill_in(args, run_of)
+    base = _practice(args, left, slow)
     raise_if(_problems(args, base), ConfigError, subject="the arguments")
     why_not = _one_host(args) if run_of is None else run_of.why_not
     result = run(base, args, why_not=why_not)
@@ -109,6 +89,37 @@ def goodput(argv: Sequence[str]) -> int:
         write_text(args.svg, picture(result))
     print(describe(result))
     return 0
+
+
+def _fill_in(args: argparse.Namespace, run_of: GoesOn | None) -> None:
+    """Defaults of arguments, those of the recipe where there is one."""
+    repair = None if run_of is None else run_of.repair
+    if run_of is not None:
+        args.ranks, args.hosts = run_of.predicted.cluster.world, run_of.predicted.cluster.hosts
+    defaults = {
+        "detect": 60.0 if run_of is None else run_of.recipe.resilience.limit_s,
+        "repair": 20.0 if repair is None else repair.seconds,
+        "ranks": 16384,
+    }
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def _practice(args: argparse.Namespace, left: HostsLeft | None, slow: SlowHosts | None) -> Practice:
+    """What the job does about failures."""
+    return Practice(
+        interval_s=1.0 if args.interval is None else args.interval,
+        save_s=args.save,
+        detect_s=args.detect,
+        restart_s=args.restart,
+        repair_s=args.repair,
+        survival=args.survival,
+        repair_host_s=args.replace,
+        share=None if left is None else left.share,
+        pace=1.0 if slow is None else slow.pace,
+        put_out=() if slow is None else slow.put_out,
+    )
 
 
 def _problems(args: argparse.Namespace, base: Practice) -> list[Problem]:
