@@ -252,6 +252,46 @@ def test_axes_without_messages_get_no_communicator_until_another_asks_for_their_
     assert connected == [(made[0, 2], "sum"), (made[0, 1], "sum"), (made[0, 1], "exchange")]
 
 
+@pytest.mark.unit
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("epoch", [False, True])
+def test_groups_of_a_folding_are_all_made_before_one_is_connected(monkeypatch: pytest.MonkeyPatch, epoch: bool) -> None:
+    """Making one waits for all ranks, connecting it for its members alone: in turn, each rank would wait for all groups of all others, some 6,000 of 16,384 ranks."""
+    done: list[str] = []
+    on_device_3(monkeypatch)
+    monkeypatch.setattr(
+        devices, "_first_call", lambda group, device, use: done.append(f"connect {group.backend.name} {use}")
+    )
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rendezvous, "nccl_backends", lambda groups: True)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=Group(Nccl("world", []))))
+    monkeypatch.setattr(dist, "all_reduce", lambda x: done.append("meet"))
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 8)
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)
+
+    def new_group(ranks: list[int], **_: object) -> Group:
+        done.append(f"make {ranks}")
+        return Group(Nccl(str(ranks), []))
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    cache = EpochGroups(Sockets(), timeout_s=5.0) if epoch else GroupCache()
+    with cache.made_together():
+        cache.get((0, 1), uses=("sum",))
+        cache.get((2, 3), uses=("sum",))
+        cache.get((0, 1), uses=("sum", "exchange"))
+        cache.get((0, 2), uses=())
+    made = ["make [0, 1]", "make [2, 3]", "make [0, 2]"]
+    assert done == ["meet"] * epoch + made + ["connect [0, 1] sum", "connect [0, 1] exchange"]
+    done.clear()
+    cache.get((0, 4))
+    assert done == ["meet"] * epoch + ["make [0, 4]", "connect [0, 4] sum"], "outside of it as ever"
+    with pytest.raises(KeyError), cache.made_together():
+        raise KeyError
+    cache.get((0, 2))
+    assert done[-1] == "connect [0, 2] sum", "and after an error inside"
+
+
 class Asked(GroupCache):
     """Notes what a rank's groups are asked for."""
 

@@ -134,8 +134,12 @@ def test_experts_with_replicas_move_with_their_state() -> None:
     assert work.moved_bytes == sum(rank.state_bytes for rank in work.ranks) > 0
 
 
-def test_groups_of_a_generation_on_gpus_are_made_one_after_the_other() -> None:
-    """Of both grids, of control, and of a step outside of its passes where these have the same ranks (`runtime.comm.build_groups`)."""
-    folding = make_folding(world=4, ep=2)
-    apart = {ranks for of_name in folding.step_groups().values() for ranks in of_name}
-    assert apart and num_groups(folding, members=4, in_order=True) == num_groups(folding, members=4) + len(apart)
+def test_groups_of_a_generation_on_gpus_are_connected_side_by_side() -> None:
+    """Of both grids, of control, and of a step outside of its passes where these have the same ranks (`runtime.comm.build_groups`); as many for each rank, however many ranks there are."""
+    for world in (4, 64):
+        folding = make_folding(world=world, ep=2)
+        mine = {g for name in folding.group_names for g in folding.groups(name) if 0 in g and 1 < len(g) < world}
+        apart = [g for of_name in folding.step_groups().values() for g in of_name if 0 in g]
+        assert len(mine) == 2 and apart
+        assert num_groups(folding, members=world, in_order=True) == len(mine) + len(apart) + 1
+    assert num_groups(make_folding(world=1), members=1, in_order=True) == 0

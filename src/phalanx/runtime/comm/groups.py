@@ -2,13 +2,14 @@
 
 Decides nothing: `plan/mapping/folding.py` says which ranks form a group; here they become `torch.distributed` groups. Groups are cached by
 their tuple of ranks (many coincide across the grids, and a gloo group costs about 23 ms, 3 threads and 11 file descriptors).
-Must never change: every rank creates every group, also those it is no member of, in the same order, or creation hangs. On a GPU it is connected then (`devices.connect`).
+Must never change: every rank creates every group, also those it is no member of, in the same order, or creation hangs. On a GPU they are connected then (`devices.connect`), disjoint ones side by side.
 A group of one rank is `None` and needs no communication, so that a single rank runs without any process group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
@@ -47,13 +48,32 @@ Purpose = Literal["passes", "step", "second", "beside", "control"]
 computed; values of hosts."""
 
 
+Key = tuple[tuple[int, ...], Purpose, int]
+"""Ranks, purpose and thread blocks of a group."""
+
+
 class GroupCache:
     """Process groups by rank tuple and purpose. Make one per process and pass it around; call `get` in the same order on all ranks."""
 
     def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
-        self._groups: dict[tuple[tuple[int, ...], Purpose, int], dist.ProcessGroup | None] = {}
+        self._groups: dict[Key, dist.ProcessGroup | None] = {}
         self._connected: set[tuple[tuple[int, ...], Purpose, int, Use]] = set()
+        self._unconnected: list[tuple[Key, dist.ProcessGroup, Sequence[Use]]] | None = None
+
+    @contextlib.contextmanager
+    def made_together(self) -> Iterator[None]:
+        """Groups that are asked for inside are connected at the end of the block, in that order. All ranks of the world make each of them, and only its members connect it, for about a second with NCCL: in
+        turn with the making of others, each would be waited for by all. Collective, as `get` is."""
+        self._meet()
+        self._unconnected = []
+        try:
+            yield
+            made, self._unconnected = self._unconnected, None
+            for key, group, uses in made:
+                self._connect_for(key, group, uses)
+        finally:
+            self._unconnected = None
 
     def get(
         self,
@@ -81,11 +101,21 @@ class GroupCache:
             )
         # before it is connected: where its second use fails, a kernel of the first one may wait, and who aborts must know the group
         self._groups[key] = group
+        if group is not None and purpose != "control":
+            if self._unconnected is None:
+                self._connect_for(key, group, uses)
+            else:
+                self._unconnected.append((key, group, uses))
+        return group
+
+    def _connect_for(self, key: Key, group: dist.ProcessGroup, uses: Sequence[Use]) -> None:
         new = [use for use in uses if (*key, use) not in self._connected]
-        if group is not None and purpose != "control" and new:
+        if new:
             self._connect(group, new)
             self._connected |= {(*key, use) for use in new}
-        return group
+
+    def _meet(self) -> None:
+        """Before groups are made."""
 
     def _connect(self, group: dist.ProcessGroup, uses: Sequence[Use]) -> None:
         connect(group, uses)
@@ -177,32 +207,34 @@ def build_groups(
     `rows`: group over which rows of MoE layers are exchanged, as in `DispatchSpec.rows_over`.
     """
     axes: dict[str, Axis] = {}
-    of_step, exchanged = folding.step_groups(table_ranks) if in_order else {}, exchanged_groups(rows)
-    for name in folding.group_names:
-        given = name == "embedding" and table_ranks is not None
-        for ranks in folding.embedding_groups(table_ranks or ()) if given else folding.groups(name):
-            apart = name not in PASS_GROUPS and ranks in of_step.get(name, ())  # it has another group for all it sends
-            uses = () if apart else uses_of(name, exchanged=exchanged)
-            group = cache.get(ranks, message_ctas=message_ctas if name == "ep_etp" else 0, uses=uses)
-            if rank in ranks:
-                axes[name] = Axis(name, ranks, ranks.index(rank), group)
-    groups = Groups(folding=folding, rank=rank, axes=MappingProxyType(axes), exchanged=exchanged)
-    if not in_order:
-        return groups
     step: dict[str, Axis] = {}
-    for name, of_name in of_step.items():
-        for ranks in of_name:
-            group = cache.get(ranks, purpose="step", uses=uses_of(name))
-            if rank in ranks:
-                step[name] = replace(axes[name], group=group)
-    return replace(groups, step=MappingProxyType(step))
+    of_step, exchanged = folding.step_groups(table_ranks) if in_order else {}, exchanged_groups(rows)
+    with cache.made_together():
+        for name in folding.group_names:
+            given = name == "embedding" and table_ranks is not None
+            for ranks in folding.embedding_groups(table_ranks or ()) if given else folding.groups(name):
+                apart = name not in PASS_GROUPS and ranks in of_step.get(
+                    name, ()
+                )  # it has another group for all it sends
+                uses = () if apart else uses_of(name, exchanged=exchanged)
+                group = cache.get(ranks, message_ctas=message_ctas if name == "ep_etp" else 0, uses=uses)
+                if rank in ranks:
+                    axes[name] = Axis(name, ranks, ranks.index(rank), group)
+        for name, of_name in of_step.items():
+            for ranks in of_name:
+                group = cache.get(ranks, purpose="step", uses=uses_of(name))
+                if rank in ranks:
+                    step[name] = replace(axes[name], group=group)
+    groups = Groups(folding=folding, rank=rank, axes=MappingProxyType(axes), exchanged=exchanged)
+    return replace(groups, step=MappingProxyType(step)) if in_order else groups
 
 
 def with_second_groups(groups: Groups, *, cache: GroupCache) -> Groups:
     """The same with further groups of the axes of a pass, for passes that run beside others. Collective, as `build_groups` is."""
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for name in groups.folding.group_names:
-        if name in PASS_GROUPS and name != "pp":
+    names = [name for name in groups.folding.group_names if name in PASS_GROUPS and name != "pp"]
+    with cache.made_together():
+        for name in names:
             for ranks in groups.folding.groups(name):
                 group = cache.get(ranks, purpose="second", uses=uses_of(name, exchanged=groups.exchanged))
                 if group is not None and groups.rank in ranks:

@@ -153,10 +153,8 @@ class EpochGroups(GroupCache):
             return dist.group.WORLD
         if self.aborted():
             raise PeerError(f"cannot create a process group: generation {self.generation} was aborted")
-        everyone = dist.group.WORLD
-        if everyone is not None and nccl_backends([everyone]):
-            with self._escape.progress.waiting():
-                dist.all_reduce(torch.zeros(1))  # members come from connecting other groups, some of them seconds later
+        if self._unconnected is None:
+            self._meet()
         timeout = timedelta(seconds=min(CONSTRUCT_S, self.timeout_s))
         inside = dist.get_rank() in ranks
         with self._sockets.noted() if inside else contextlib.nullcontext():  # who is not in it opens no socket
@@ -165,6 +163,13 @@ class EpochGroups(GroupCache):
             return None
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), group)
         return group
+
+    def _meet(self) -> None:
+        """Members come from connecting other groups, some of them seconds later than gloo waits (`CONSTRUCT_S`)."""
+        everyone = dist.group.WORLD
+        if everyone is not None and nccl_backends([everyone]):
+            with self._escape.progress.waiting():
+                dist.all_reduce(torch.zeros(1))
 
     def _connect(self, group: dist.ProcessGroup, uses: Sequence[Use]) -> None:
         try:

@@ -16,6 +16,7 @@ torch, no process; the same plan and constants give the same seconds.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -180,16 +181,19 @@ def recovery_work(planner: RecoveryPlanner, plan: GenerationPlan, *, lost: int, 
 
 
 def num_groups(folding: Folding, *, members: int, in_order: bool = False) -> int:
-    """Process groups that a generation makes beside the one of all: distinct sets of ranks, one of all for control, and one of the mapping where some members are idle. `in_order`, as on GPUs: and
-    those of a step outside of its passes (`Folding.step_groups`). A rank waits for all of them, its own or not: before each is made all members meet, some of whom come from connecting the one before
-    (`runtime/membership/rendezvous.py: EpochGroups`).
+    """Process groups that a generation makes beside the one of all, for which a rank waits: distinct sets of ranks, one of all for control, and one of the mapping where some members are idle.
+
+    `in_order`, as on GPUs, where connecting takes the time and disjoint groups do so side by side: the most that a rank is in, and those of a step outside of its passes (`Folding.step_groups`).
     """
     everyone = tuple(range(members))
     found = {ranks for name in folding.group_names for ranks in folding.groups(name) if len(ranks) > 1}
     mapped = tuple(range(folding.world))
     second = {ranks for ranks in (everyone, mapped) if len(ranks) > 1}
-    apart = {ranks for of_name in folding.step_groups().values() for ranks in of_name} if in_order else ()
-    return len(found - {everyone}) + len(second) + len(apart)
+    if not in_order:
+        return len(found - {everyone}) + len(second)
+    apart = [ranks for of_name in folding.step_groups().values() for ranks in of_name]
+    of_rank = Counter(rank for ranks in (*(found - {everyone}), *apart) for rank in ranks)
+    return max(of_rank.values(), default=0) + len(second)
 
 
 def _hosts_of(plan: GenerationPlan) -> Hosts:
