@@ -143,12 +143,15 @@ def _program(code: str, argument: str, cwd: str | None) -> None:
 
 
 def _clean_env() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS")}
+    drop = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    return {k: v for k, v in os.environ.items() if k not in drop}
 
 
-def start_program(code: str, argument: str = "", *, cwd: Path | None = None) -> Running:
+def start_program(
+    code: str, argument: str = "", *, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> Running:
     """Begin a program of Python that is given as text."""
-    return Running(_program, code, argument, None if cwd is None else str(cwd))
+    return Running(_program, code, argument, None if cwd is None else str(cwd), env={**_clean_env(), **(env or {})})
 
 
 def start(

@@ -16,6 +16,7 @@ from docs_programs import Programs
 from train_help import start_program
 
 from phalanx.cli.launching import Request, read_recipe
+from phalanx_lab.testbed.slurm import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -158,3 +159,17 @@ def test_python_blocks_run(where: str, info: str, code: str, tmp_path: Path) -> 
     finally:
         program.kill()
     assert program.returncode == 0, f"{where}\n{out[-2000:]}\n{err[-2000:]}"
+
+
+def test_tensors_move_under_torchrun(tmp_path: Path) -> None:
+    """The block of docs/how-to/move-tensors.md, with what torchrun gives two ranks."""
+    (code,) = [code for where, _, code in blocks("python") if where.startswith("docs/how-to/move-tensors.md")]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": "2"}
+    seen = code + "print(x.to_local().shape)\n"
+    ranks = [start_program(seen, cwd=tmp_path, env={**shared, "RANK": str(rank)}) for rank in range(2)]
+    try:
+        ended = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [out for out, _ in ended] == ["torch.Size([3, 4])\n"] * 2, ended
