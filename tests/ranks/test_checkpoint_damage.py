@@ -1,11 +1,13 @@
 """What lies on the disk is not what was written: every case ends in one message that names the file and a way out, and harms nothing."""
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from checkpoint_help import Mapping, fill, make_state, model_fields, run_state, 
 
 from phalanx.core.errors import CheckpointError
 from phalanx.plan.layout.parameters import Box
+from phalanx.runtime.checkpoint import folder
 from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
 from phalanx.runtime.checkpoint.manager import CheckpointManager
@@ -79,6 +82,33 @@ def test_when_nothing_is_sound_the_message_says_so(two: CheckpointManager) -> No
     flip(two.folder.of(2) / "__0_0.distcp")
     with pytest.raises(CheckpointError, match="no other checkpoint here is sound"):
         two.read_state(2, model=FIELDS)
+
+
+def refuse(path: Path, *others: Any) -> Any:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def test_what_this_user_may_not_read_or_write_is_told_as_such(
+    two: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make_state(0, GroupCache(), Mapping(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointFolder, "begin", lambda self, step: refuse(self.writing(step)))
+        two.save(state.boxes(), run_state(3))
+        with pytest.raises(CheckpointError) as unwritable:
+            two.finish()
+    untouched = "nothing saved before was touched (there are checkpoints of steps 1, 2)"
+    told = "step-00000003: Permission denied; " + untouched + "; check its owner and permissions"
+    assert str(unwritable.value).endswith(told) and "free" not in str(unwritable.value)
+
+    for name in ("file_entry", "read_text"):
+        with monkeypatch.context() as patched:
+            patched.setattr(folder, name, refuse)
+            with pytest.raises(
+                CheckpointError, match=r"= 'Permission denied': .*; check its owner and permissions$"
+            ) as found:
+                two.read_state(2, model=FIELDS)
+            assert not any(advice in str(found.value) for advice in ("--run.name", "resumes from", "remove"))
 
 
 def read_damaged(rank: int, cache: GroupCache, path: Path) -> None:
@@ -297,8 +327,9 @@ def test_clean_start_leaves_strangers_alone(tmp_path: Path) -> None:
 
 def test_ranks_that_meet_the_same_share_a_line(two: CheckpointManager) -> None:
     full = {rank: WriteFailure(f"/disk/__{rank}_0.distcp", "No space left on device") for rank in range(3)}
-    causes = TensorsFailed({**full, 3: WriteFailure("/disk/__3_0.distcp", "Permission denied")})
+    causes = TensorsFailed({**full, 3: WriteFailure("/disk/__3_0.distcp", "Permission denied", "ask its owner")})
     said = str(two._describe(causes, SimpleNamespace(state=run_state(3))))  # type: ignore[arg-type]
     assert "2 problems" in said and "steps 1, 2" in said
     assert "'rank 0, __0_0.distcp and 2 more ranks': No space left on device" in said
     assert "'rank 3, __3_0.distcp': Permission denied" in said
+    assert "free on the disk" in said.splitlines()[1] and said.splitlines()[2].endswith("steps 1, 2); ask its owner")

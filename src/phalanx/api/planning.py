@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -32,6 +33,7 @@ def load_recipe(recipe: RecipeLike = None, settings: Settings | None = None, *, 
 
     Raises `ConfigError` with every problem.
     """
+    raise_if([] if ranks is None else _count_problems({"ranks": ranks}), ConfigError, subject="the arguments")
     with recipe_words(recipe, settings) as words:
         request = Request(recipe_path=words.path, overrides=words.overrides, dry_run=True, trust=words.is_own)
         return read_recipe(request, world=ranks, auto_device=no_device)  # it may go to a machine of another kind
@@ -105,17 +107,20 @@ def search(
 
     `seq_len` is tokens, `global_batch` sequences of a step, `routing` how tokens meet experts (`balanced`: evenly, as in benchmarks), `keep` how many are timed exactly. Raises `ConfigError`, or `PlanError` where nothing is legal or fits.
     """
-    numbers = {"seq_len": seq_len, "global_batch": global_batch, "keep": keep}
-    problems = [
-        Problem(where=name, value=value, rule="must be a whole number, at least 1", hint="use 1 or more")
-        for name, value in numbers.items()
-        if not isinstance(value, int) or value < 1
-    ]
+    problems = _count_problems({"seq_len": seq_len, "global_batch": global_batch, "keep": keep})
     if routing not in (kinds := get_args(Routing)):
         problems.append(Problem(where="routing", value=routing, rule="is not known", hint=nearest(routing, kinds)))
     spec, found = _named(model, cluster, precision, problems)
     job = Job(spec=spec, seq_len=seq_len, global_batch=global_batch)
     return search_mappings(job, found, precision=precision, keep=keep, base=base_mapping(RouterModel(kind=routing)))
+
+
+def _count_problems(counts: Mapping[str, object]) -> list[Problem]:
+    return [
+        Problem(where=name, value=value, rule="must be a whole number, at least 1", hint="use 1 or more")
+        for name, value in counts.items()
+        if not isinstance(value, int) or value < 1
+    ]
 
 
 def _named(model: str, cluster: str, precision: str, problems: list[Problem]) -> tuple[ModelSpec, GpuCluster]:

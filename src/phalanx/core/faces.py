@@ -31,18 +31,24 @@ def face_of(source: str) -> dict[str, tuple[str, str]]:
 
 
 def lazy(room: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a room's package (PEP 562). Raises `AttributeError` for a name that is not in its face."""
+    """The `__getattr__` of a room's package (PEP 562), which knows `__all__` too; gives it a `__dir__`. Raises `AttributeError` for a name that is not in its face."""
+    module = sys.modules[room]
     found: dict[str, tuple[str, str]] = {}
 
-    def get(name: str) -> Any:
-        module = sys.modules[room]
-        if not found and not name.startswith("__"):
+    def face() -> dict[str, tuple[str, str]]:
+        if not found:
             found.update(face_of(Path(str(module.__file__)).read_text(encoding="utf-8")))
-        if name not in found:
+        return found
+
+    def get(name: str) -> Any:
+        if name == "__all__":
+            return sorted(face())
+        if name.startswith("__") or name not in face():
             raise AttributeError(f"{room} has no {name!r}; its face is: {', '.join(sorted(found))}")
         source, original = found[name]
         value = getattr(importlib.import_module(source), original)
         setattr(module, name, value)
         return value
 
+    vars(module)["__dir__"] = lambda: sorted({*vars(module), *face()})
     return get

@@ -17,10 +17,11 @@ class TensorsFailed(Exception):
 class WriteFailure(Exception):
     """Why a rank could not write; crosses the process group, so it holds plain values only."""
 
-    def __init__(self, path: str, text: str) -> None:
-        super().__init__(path, text)
+    def __init__(self, path: str, text: str, hint: str = "") -> None:
+        super().__init__(path, text, hint)
         self.path = path
         self.text = text
+        self.hint = hint
 
 
 def write_failure(err: BaseException, path: Path) -> WriteFailure:
@@ -28,6 +29,11 @@ def write_failure(err: BaseException, path: Path) -> WriteFailure:
     at: BaseException | None = err
     while at is not None:
         if isinstance(at, OSError) and at.errno is not None:
-            return WriteFailure(str(at.filename or path), at.strerror or str(at))
+            return WriteFailure(str(at.filename or path), at.strerror or str(at), refusal_hint(at))
         at = at.__cause__ or at.__context__
     return WriteFailure(str(path), f"{type(err).__name__}: {err}".splitlines()[0])
+
+
+def refusal_hint(err: BaseException) -> str:
+    """What to do where the operating system refuses a file or folder to this user; empty for any other error."""
+    return "check its owner and permissions" if isinstance(err, PermissionError) else ""

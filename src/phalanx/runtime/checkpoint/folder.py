@@ -30,6 +30,7 @@ from phalanx.core.errors import CheckpointError, Problem
 from phalanx.core.files import draft_of
 from phalanx.core.messages import message
 from phalanx.core.reading import MalformedError, open_regular, parse_json, parse_table, read_text, typed
+from phalanx.runtime.checkpoint.failures import refusal_hint
 
 STATE_FILE = "run_state.json"
 LATEST_FILE = "latest"
@@ -203,7 +204,7 @@ class CheckpointFolder:
         try:
             return self._read_state(step)
         except CheckpointError as err:
-            problems = [replace(p, hint=self.way_out(step)) for p in err.problems]
+            problems = self.with_way_out(step, err.problems)
             raise CheckpointError(problems, subject=f"the checkpoint {self.of(step)}") from err
 
     def _read_state(self, step: int) -> RunState:
@@ -211,7 +212,8 @@ class CheckpointFolder:
         try:
             text = read_text(path)
         except (OSError, MalformedError) as err:
-            problem = Problem(where=str(path), value=_reason(err), rule="every checkpoint has a readable run state")
+            rule, hint = "every checkpoint has a readable run state", refusal_hint(err)
+            problem = Problem(where=str(path), value=_reason(err), rule=rule, hint=hint)
             raise CheckpointError([problem], subject="checkpoint") from err
         return parse_state(text, where=str(path))
 
@@ -267,6 +269,11 @@ class CheckpointFolder:
         except CheckpointError:
             return False
 
+    def with_way_out(self, step: int, problems: Sequence[Problem]) -> list[Problem]:
+        """Problems with a checkpoint, each with what to do about it: the way out, if no other advice is there."""
+        way_out = "" if all(p.hint for p in problems) else self.way_out(step)
+        return [replace(p, hint=p.hint or way_out) for p in problems]
+
     def way_out(self, step: int) -> str:
         """What to do about a damaged checkpoint: names the newest earlier one that is sound, and lists all."""
         others = [s for s in self.steps() if s != step]
@@ -274,7 +281,7 @@ class CheckpointFolder:
             if self.is_sound(other):
                 listed = ", ".join(map(str, others))
                 return f"--checkpoint.step {other} resumes from a sound one (others here: {listed})"
-        return "no other checkpoint here is sound; give the run another --run.name, or remove that folder"
+        return "no other checkpoint here is sound; train anew under another --run.name, or remove that folder"
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of `step` into."""
@@ -356,7 +363,8 @@ def _file_problem(path: Path, expected: FileEntry) -> Problem | None:
             return Problem(where=str(path), value=f"{size} bytes", rule=f"was written with {expected.bytes} bytes")
         found = file_entry(path)
     except OSError as err:
-        return Problem(where=str(path), value=_reason(err), rule=f"was written with {expected.bytes} bytes")
+        rule = f"was written with {expected.bytes} bytes"
+        return Problem(where=str(path), value=_reason(err), rule=rule, hint=refusal_hint(err))
     if found.sha256 != expected.sha256:
         return Problem(
             where=str(path),

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from phalanx.core.errors import CheckpointError, PeerError, Problem, first_line, raise_if
 from phalanx.core.units import format_bytes
-from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure, write_failure
+from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure, refusal_hint, write_failure
 from phalanx.runtime.checkpoint.folder import (
     CheckpointFolder,
     RunState,
@@ -301,7 +301,7 @@ class CheckpointManager:
 
         step = job.state.step
         path = self.folder.writing(step)
-        failed = (mine.path, mine.text) if isinstance(mine, WriteFailure) else mine
+        failed = mine.args if isinstance(mine, WriteFailure) else mine
         sent = failed if isinstance(mine, Exception) else mine.files
         told: list[Any] = [WriteFailure(*s) if isinstance(s, tuple) else s for s in self._peers.gather(sent)]
         try:
@@ -342,26 +342,28 @@ class CheckpointManager:
     def _describe(self, err: CheckpointError | TensorsFailed, job: _Job) -> CheckpointError:
         """The ranks' failures as problems that a person can act on."""
         if isinstance(err, CheckpointError):
-            problems = [self._failed(p.where, p.rule, value=p.value) for p in err.problems]
+            problems = [self._failed(p.where, p.rule, value=p.value, hint=p.hint) for p in err.problems]
             return CheckpointError(problems, subject="saving a checkpoint")
         path, problems = self.folder.of(job.state.step), []
-        alike: dict[str, list[tuple[int, str]]] = {}
+        alike: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for rank, cause in sorted(err.failures.items()):
             if isinstance(cause, CheckpointError):
                 problems += [p for p in cause.problems if p not in problems]
                 continue
             failure = cause if isinstance(cause, WriteFailure) else write_failure(cause, path)
-            alike.setdefault(failure.text, []).append((rank, Path(failure.path).name))
-        for text, ((rank, name), *others) in alike.items():  # a disk that is full is so for all ranks
+            alike.setdefault((failure.text, failure.hint), []).append((rank, Path(failure.path).name))
+        for (text, hint), ((rank, name), *others) in alike.items():  # a disk that is full is so for all ranks
             more = f" and {len(others)} more {'rank' if len(others) == 1 else 'ranks'}" if others else ""
-            problems.append(self._failed(str(path), text, value=f"rank {rank}, {name}{more}"))
+            problems.append(self._failed(str(path), text, value=f"rank {rank}, {name}{more}", hint=hint))
         return CheckpointError(problems, subject="saving a checkpoint")
 
-    def _failed(self, where: str, rule: str, *, value: object = "not saved") -> Problem:
-        with contextlib.suppress(OSError):
-            free = format_bytes(shutil.disk_usage(self.folder.path).free)
-            rule += f" ({free} free on the disk of {self.folder.path})"
-        hint = f"nothing saved before was touched ({self.folder.list_steps()}); free space there, or lower checkpoint.keep_last"
+    def _failed(self, where: str, rule: str, *, value: object, hint: str) -> Problem:
+        if not hint:
+            hint = "free space there, or lower checkpoint.keep_last"
+            with contextlib.suppress(OSError):
+                free = format_bytes(shutil.disk_usage(self.folder.path).free)
+                rule += f" ({free} free on the disk of {self.folder.path})"
+        hint = f"nothing saved before was touched ({self.folder.list_steps()}); {hint}"
         return Problem(where=where, value=value, rule=rule, hint=hint)
 
     # ---- loading -------------------------------------------------------------------------------------------------------
@@ -396,9 +398,8 @@ class CheckpointManager:
                 subject=f"the checkpoint {self.folder.of(step)}, which belongs to another run",
             )
             damage = self.folder.damage(step, state, index=self._peers.rank, count=self._peers.size)
-            hint = self.folder.way_out(step) if damage else ""
             raise_if(
-                [Problem(where=p.where, value=p.value, rule=p.rule, hint=hint) for p in damage],
+                self.folder.with_way_out(step, damage),
                 CheckpointError,
                 subject=f"the checkpoint {self.folder.of(step)}",
             )
@@ -422,9 +423,8 @@ class CheckpointManager:
                 raise
             except Exception as err:  # whatever a damaged file leads to
                 rule = f"cannot be read: {type(err).__name__}: {first_line(err)}"
-                problem = Problem(
-                    where=str(self.folder.of(step)), value=step, rule=rule, hint=self.folder.way_out(step)
-                )
+                hint = refusal_hint(err) or self.folder.way_out(step)
+                problem = Problem(where=str(self.folder.of(step)), value=step, rule=rule, hint=hint)
                 raise CheckpointError([problem], subject="checkpoint") from err
 
         self._agree(work)
@@ -448,7 +448,8 @@ def _on_disk(work: Callable[[], T], path: Path) -> T:
     try:
         return work()
     except OSError as err:
-        problem = Problem(where=str(err.filename or path), value=err.errno, rule=err.strerror or str(err))
+        where, rule = str(err.filename or path), err.strerror or str(err)
+        problem = Problem(where=where, value=None, rule=rule, hint=refusal_hint(err))
         raise CheckpointError([problem], subject="the checkpoint folder") from err
 
 
