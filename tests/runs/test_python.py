@@ -115,6 +115,10 @@ def test_plans_and_predictions_start_nothing() -> None:
     with pytest.raises(ConfigError) as found:
         phalanx.search("olmoe-1b-7b", "h100x8", seq_len=0, keep=0, precision="int8", routing="even")  # type: ignore[arg-type]
     assert [p.where for p in found.value.problems] == ["seq_len", "keep", "routing", "precision"]
+    for ranks in (0, -1, 2.5, True):
+        for work in (phalanx.load_recipe, phalanx.make_plan):
+            with pytest.raises(ConfigError, match=rf"ranks = {str(ranks).lower()}: must be a whole number, at least 1"):
+                work("recipes/tiny.toml", ranks=ranks)  # type: ignore[operator]
     given = {
         "train.steps": numpy.int64(3),
         "optim.lr": numpy.float32(0.5),

@@ -329,3 +329,10 @@ def test_a_name_that_a_face_lacks_is_an_error_that_lists_the_face() -> None:
     }
     with pytest.raises(AttributeError, match=r"phalanx\.plan\.reshard has no 'nothing'; its face is: .*ReshardPlan"):
         _ = reshard.nothing  # type: ignore[attr-defined]
+
+
+def test_a_face_lists_its_names_and_gives_them_all() -> None:
+    names = set(product().faces["phalanx"])
+    given: dict[str, object] = {}
+    exec("from phalanx import *", given)
+    assert names <= set(dir(phalanx)) and names == given.keys() - {"__builtins__"}

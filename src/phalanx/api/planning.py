@@ -119,7 +119,7 @@ def _count_problems(counts: Mapping[str, object]) -> list[Problem]:
     return [
         Problem(where=name, value=value, rule="must be a whole number, at least 1", hint="use 1 or more")
         for name, value in counts.items()
-        if not isinstance(value, int) or value < 1
+        if type(value) is not int or value < 1
     ]
 
 
