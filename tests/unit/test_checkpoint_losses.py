@@ -244,7 +244,7 @@ class DiskIsFull:
         return Saved(step=9, path=Path("step-9"), bytes=1, blocked_s=0.0, total_s=0.0)
 
 
-@pytest.mark.parametrize(("refusals", "wait_s"), [(0, 0.0), (3, 30.0), (4, 30.0), (1, 0.0)])
+@pytest.mark.parametrize(("refusals", "wait_s"), [(0, 0.0), (3, 30.0), (4, 30.0), (1, 0.0), (2, 12.0), (3, 12.0)])
 def test_the_last_save_tries_again_while_the_disk_refuses_it(
     refusals: int, wait_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,17 +254,18 @@ def test_the_last_save_tries_again_while_the_disk_refuses_it(
     manager = DiskIsFull(refusals)
     mine = saving.Saving(
         recipe=Recipe(checkpoint=CheckpointConfig(wait_s=wait_s)), manager=manager, tell=told.append,  # type: ignore[arg-type]
-        state_after=lambda step: None, on_saved=lambda: None, on_begin=lambda name: None, begun=8, retries=int(wait_s / saving.AGAIN_S),  # type: ignore[arg-type, return-value]
+        state_after=lambda step: None, on_saved=lambda: None, on_begin=lambda name: None, begun=8, wait_s=wait_s,  # type: ignore[arg-type, return-value]
     )  # fmt: skip
     parts = SimpleNamespace(state=SimpleNamespace(boxes=lambda: [], look_at_rest=lambda: None, sums=None))
-    if refusals <= wait_s / saving.AGAIN_S:
+    waits = {0.0: [], 12.0: [10.0, 2.0], 30.0: [10.0, 10.0, 10.0]}[wait_s]
+    if refusals <= len(waits):
         mine.last(parts, 9)  # type: ignore[arg-type]
         assert isinstance(told[-1], CheckpointSaved) and manager.saves == refusals + 1
     else:
         with pytest.raises(CheckpointError, match="No space left"):
             mine.last(parts, 9)  # type: ignore[arg-type]
-    assert slept == [saving.AGAIN_S] * min(refusals, int(wait_s / saving.AGAIN_S))
+    assert slept == waits[:refusals]
     notes = [event.text for event in told if isinstance(event, Note)]
     assert len(notes) == bool(slept) and all(
-        "keep the state of step 9 and try again for 30 s" in text for text in notes
+        f"keep the state of step 9 and try again for {wait_s:g} s" in text for text in notes
     )

@@ -72,6 +72,7 @@ def test_folders_globs_files_and_pairs(folder):
         ("empty", r"is an empty folder"),
         ("papers", r"without data files \(it holds \.pdf\)"),
         ("mixed", r"mixes text with \.bin/\.idx tokens"),
+        ("alone/pipe", r"is neither a file nor a folder; copy it to a file"),
         ("alone/x.bin", r"x\.idx': does not exist; keep \.bin and its index together"),
         ("alone/y.idx", r"y\.bin': does not exist; keep \.bin and its tokens together"),
     ],
@@ -81,6 +82,7 @@ def test_names_that_are_no_source(folder, name, message):
     for made in ("empty", "papers", "mixed", "alone"):
         (above / made).mkdir()
     (above / "papers" / "p.pdf").write_bytes(b"%PDF")
+    os.mkfifo(above / "alone" / "pipe")
     (above / "alone" / "x.bin").write_bytes(b"\0\0")
     (above / "alone" / "y.idx").write_bytes(b"\0\0")
     write_megatron(above / "mixed" / "t", [[1]])

@@ -495,7 +495,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["simulate", "goodput", "--json", str(out), "--svg", str(picture), "--days", "5"]) == 0
     result = json.loads(out.read_text())
     assert result["replicas"]["useful"] > result["checkpoint"]["useful"] > 0.8
-    assert "<svg" in picture.read_text()
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg") and drawn.count('fill="white"') == 3
+    assert drawn.rindex("<polyline") < drawn.index(">checkpoint<"), "names stand before the lines"
     assert "Young and Daly" in capsys.readouterr().out
     assert main(["simulate", "goodput", "--failures", str(trace)]) == 0
     assert main(["simulate", "goodput", "--ranks", "0", "--survival", "3"]) == 2

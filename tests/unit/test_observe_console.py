@@ -410,7 +410,7 @@ def test_summary_without_a_terminal() -> None:
         "validation loss  4.1000  2.114 below guessing (6.2140)",
         "run folder       runs/laptop",
         "",
-        "It writes (the prompt is bold):",
+        "It writes:",
         "  def a\N{REPLACEMENT CHARACTER}[31m():",
         "      pass",
         "Next:",

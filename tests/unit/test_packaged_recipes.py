@@ -134,6 +134,7 @@ def test_the_settings_of_the_command_are_in_all_recipes(script: ModuleType) -> N
 def test_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("tensors") and "NCCL takes more" in lines[-1], "the memory that is shown is not all"
     assert [line.split()[0] for line in lines[1:3]] == ["tiny", "laptop"]
     (line,) = (line for line in lines if line.startswith("mixtral-8x7b-16 "))
     cells = line.split()

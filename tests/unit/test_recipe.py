@@ -12,7 +12,7 @@ from phalanx.core.config import Recipe, RouterConfig, TrainConfig
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.processor import MULTIPLIES_BF16, Processor, this_processor
 from phalanx.core.recipe import load_recipe, native_dtype
-from phalanx.core.rules import EFFECTS, LIMITS, recipe_problems
+from phalanx.core.rules import EFFECTS, LIMITS, plain, recipe_problems
 from phalanx.core.settings import describe_settings
 from phalanx.plan.recipe import run_problems
 
@@ -279,7 +279,7 @@ def test_every_limit_refuses_and_suggests_what_it_accepts(name: str) -> None:
     top = limit.ceiling if limit.most is None and limit.below is None else None
     if top is not None:
         found = [p for p in problems_of(f"--{name}={int(2 * top)}") if p.where == f"--{name}"]
-        assert found and found[0].rule.endswith(f"must be at most {top:g}") and limit.allows(top)
+        assert found and found[0].rule.endswith(f"must be at most {plain(top)}") and limit.allows(top)
     for bound in (limit.most, limit.below):
         if bound is not None:
             found = [p for p in problems_of(f"--{name}={10**20}") if p.where == f"--{name}"]
@@ -421,6 +421,8 @@ def test_a_recipe_made_in_code_is_judged_by_what_differs_from_the_defaults() -> 
          "must be the name of one folder, without slashes", "use a-b, and run.folder for where it lies"),
         (["--run.name", ".."], "--run.name",
          "must be the name of one folder, without slashes", "use run, and run.folder for where it lies"),
+        (["--run.name", "two\nlines"], "--run.name",
+         "must hold no control characters, such as a newline", "use twolines"),
         (["--data.cache="], "--data.cache", "must not be empty", "leave it out"),
         (["--observe.wandb_project="], "--observe.wandb_project", "must not be empty", "leave it out"),
         (["--run.folder="], "--run.folder", "must be a path", "use runs"),

@@ -1,13 +1,15 @@
 """Every command that takes `--json FILE` finds out before its work, not after, whether the file can be written."""
 
+import errno
 import importlib
+import os
 from pathlib import Path
 
 import pytest
 
 from phalanx.cli.main import main
 from phalanx.core.errors import RunError
-from phalanx.core.files import check_writable, write_json
+from phalanx.core.files import check_writable, write_json, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
@@ -110,3 +112,30 @@ def test_asking_changes_nothing(tmp_path: Path) -> None:
         check_writable(tmp_path)
     write_json(new, {"a": 1})
     assert '"a": 1' in new.read_text()
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str, **options: object) -> None:
+        path.write_bytes(text[:2].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    old, link = tmp_path / "old.json", tmp_path / "link.json"
+    old.write_text("{}")
+    old.chmod(0o600)
+    link.symlink_to(old)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        for path in (old, link, tmp_path / "new.json"):
+            with pytest.raises(RunError, match=rf"cannot write {path}: No space left on device"):
+                write_text(path, "whole")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "old.json"] and old.read_text() == "{}"
+    write_text(link, "whole")
+    assert link.is_symlink() and old.read_text() == "whole" and old.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDWR)
+    write_text(tmp_path / "pipe", "whole")
+    assert os.read(reader, 100) == b"whole" and [p.name for p in tmp_path.iterdir()] == ["pipe"]
+    os.close(reader)

@@ -15,8 +15,8 @@ from phalanx.core.units import format_bytes, format_count, format_seconds
 from phalanx.simulate import resolve_recipe
 from phalanx.simulate.hardware import parse_cluster
 
-HEADS = ("name", "model", "parameters", "active", "GPUs", "cluster", "step", "MFU", "memory")
-EPILOG = "phalanx train NAME trains one here, phalanx launch slurm NAME --nodes N one of N hosts with 8 GPUs each. Step, MFU (causal) and memory of a GPU are predicted, not measured: phalanx train NAME --dry-run --cluster CLUSTER says more."
+HEADS = ("name", "model", "parameters", "active", "GPUs", "cluster", "step", "MFU", "tensors")
+EPILOG = "phalanx train NAME trains one here, phalanx launch slurm NAME --nodes N one of N hosts with 8 GPUs each. Step, MFU (causal) and tensors of a GPU (NCCL takes more) are predicted, not measured: phalanx train NAME --dry-run --cluster CLUSTER says more."
 
 
 def main(argv: Sequence[str]) -> int:

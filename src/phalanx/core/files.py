@@ -52,10 +52,22 @@ def check_writable(path: Path | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, its folder included. Raises `RunError` naming the file."""
+    """Write a file, its folder included: whole or not at all, but for devices, pipes and files of closed folders. Raises `RunError` naming the file."""
+    target = Path(os.path.realpath(path))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
+            target.write_text(text, encoding="utf-8")
+            return
+        draft = draft_of(target)
+        try:
+            draft.write_text(text, encoding="utf-8")
+            if target.exists():
+                target.open("a").close()  # one that must not be written is not replaced either
+                shutil.copymode(target, draft)
+            os.replace(draft, target)
+        finally:
+            draft.unlink(missing_ok=True)
     except OSError as error:
         raise _cannot_write(path, error) from error
 

@@ -8,6 +8,7 @@ a problem, and a rule that cannot be judged because another value is broken stay
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -40,11 +41,11 @@ class Limit:
     @property
     def rule(self) -> str:
         words = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        return "must be " + " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+        return "must be " + " and ".join(f"{word} {plain(bound)}" for word, bound in words.items() if bound is not None)
 
     def refusal(self, value: float) -> str:
         """The rule as `value` breaks it."""
-        return f"must be at most {self.ceiling:g}" if self._is_open and value > self.ceiling else self.rule
+        return f"must be at most {plain(self.ceiling)}" if self._is_open and value > self.ceiling else self.rule
 
     @property
     def _is_open(self) -> bool:
@@ -54,13 +55,13 @@ class Limit:
     def hint(self, value: float, default: object) -> str:
         """A legal value nearby: the bound that was passed, or the default where the bound itself is illegal."""
         if self.least is not None and value < self.least:
-            return f"use {_plain(self.least)}"
+            return f"use {plain(self.least)}"
         if value > (top := self.ceiling if self._is_open else self.most if self.most is not None else math.inf):
-            return f"use {_plain(top)}"
+            return f"use {plain(top)}"
         return f"the default is {show(default)}" if default is not None else "leave it out"
 
 
-def _plain(bound: float) -> str:
+def plain(bound: float) -> str:
     """As a setting takes it: a whole number without an exponent."""
     return str(int(bound)) if bound == int(bound) else f"{bound:g}"
 
@@ -560,7 +561,10 @@ MOST_NAME_BYTES = 200
 def _run_clashes(recipe: Recipe) -> list[_Clash]:
     found = []
     name = recipe.run.name
-    if not name or name in (".", "..") or set(name) & set("/\\\0"):
+    if re.search(r"[\x00-\x1f\x7f-\x9f]", name):
+        hint = f"use {''.join(c for c in name if c.isprintable()) or 'run'}"
+        found.append(_clash("run.name", name, "must hold no control characters, such as a newline", hint))
+    elif not name or name in (".", "..") or set(name) & set("/\\"):
         hint = f"use {name.strip('./').replace('/', '-') or 'run'}, and run.folder for where it lies"
         found.append(_clash("run.name", name, "must be the name of one folder, without slashes", hint))
     elif (size := len(name.encode("utf-8", "replace"))) > MOST_NAME_BYTES:

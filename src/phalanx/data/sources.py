@@ -241,6 +241,8 @@ def _named(spec: str, where: str) -> Source | Problem:
         files = [path]
     elif Path(f"{spec}.bin").is_file() and Path(f"{spec}.idx").is_file():
         files = [Path(f"{spec}.bin")]
+    elif path.exists():
+        return Problem(where=where, value=spec, rule="is neither a file nor a folder", hint="copy it to a file")
     else:
         return Problem(where=where, value=spec, rule="does not exist", hint=_nearest_file(path))
     found = files if isinstance(files, Problem) else _typed(spec, where, files)

@@ -86,7 +86,8 @@ def print_summary(summary: RunSummary, *, console: Console | None = None) -> Non
     title = "finished" if summary.finished else f"stopped after step {summary.step} of {summary.total_steps}"
     parts: list[RenderableType] = [_figures(summary)]
     if summary.text is not None:
-        parts += [Text("\nIt writes (the prompt is bold):"), _sample(summary)]
+        bold = " (the prompt is bold)" if console.color_system else ""
+        parts += [Text(f"\nIt writes{bold}:"), _sample(summary)]
     if console.is_terminal:
         console.print(
             Panel(

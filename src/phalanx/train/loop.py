@@ -17,7 +17,6 @@ committed steps and nothing of the next; all ranks leave the loop after the same
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,7 @@ from phalanx.train.build import token_batch
 from phalanx.train.generation import Sampling, generate
 from phalanx.train.recording import Recorder
 from phalanx.train.reporting import Outcome, Reporter, RunProgress, Team
-from phalanx.train.saving import AGAIN_S, Saving, run_state
+from phalanx.train.saving import Saving, run_state
 from phalanx.train.setup import Rank, lasting_rate, matmul_flops_per_s, rated_flops_per_s
 from phalanx.train.step import (
     PassTimes,
@@ -151,7 +150,7 @@ class Trainer:
         self.saving = Saving(
             recipe=recipe, manager=self.manager, tell=self.rank.sinks, begun=progress.step or None,
             state_after=partial(run_state, recipe, self.spec, self.folding, self.loader),
-            retries=math.ceil(recipe.checkpoint.wait_s / AGAIN_S), on_begin=self._at, on_saved=partial(self.reporter.write_status, "running"),
+            wait_s=recipe.checkpoint.wait_s, on_begin=self._at, on_saved=partial(self.reporter.write_status, "running"),
         )  # fmt: skip
         self._first = False
         """Whether nothing was done between steps in this generation yet; the same on all members."""

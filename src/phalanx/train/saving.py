@@ -47,8 +47,8 @@ class Saving:
     """Called when a checkpoint is complete."""
     on_begin: Callable[[Literal["checkpoint"]], None]
     """Called before this rank works on a checkpoint."""
-    retries: int = 0
-    """How often the last save is tried again where the disk refuses it, every `AGAIN_S`."""
+    wait_s: float = 0.0
+    """How long the last save is tried again where the disk refuses it, every `AGAIN_S`."""
     begun: int | None = None
     """Step of the newest checkpoint that was begun, or gone on from."""
 
@@ -133,18 +133,19 @@ class Saving:
     def _save_patiently(self, parts: StepParts, step: int) -> Saved | None:
         """Saves, again and again where the disk refuses: what these ranks hold is nowhere else. All ranks hear of a failure together, and try as often."""
         check_saved(parts, step=step)
-        for left in range(self.retries, -1, -1):
+        left_s = self.wait_s
+        while True:
             try:
                 self.manager.save(parts.state.boxes(), self.state_after(step))
                 return self.manager.finish()
             except CheckpointError as err:
-                if not left:
+                if left_s <= 0:
                     raise
-                if left == self.retries:
-                    text = f"{err}\nthe ranks keep the state of step {step} and try again for {self.retries * AGAIN_S:g} s (checkpoint.wait_s): make room now"
+                if left_s == self.wait_s:
+                    text = f"{err}\nthe ranks keep the state of step {step} and try again for {self.wait_s:g} s (checkpoint.wait_s): make room now"
                     self.tell(Note(level="warning", text=text))
-                time.sleep(AGAIN_S)
-        return None
+                time.sleep(min(AGAIN_S, left_s))
+                left_s -= AGAIN_S
 
     def drop(self) -> None:
         """Discard the save under way: the members that would complete it are not in the next generation, or know of no save."""

@@ -58,9 +58,11 @@ def plot(
     for x, word in marks:
         out.append(_segment(x_of(x), TOP, x_of(x), HEIGHT - BOTTOM, "#c0392b"))
         out.append(f'<text x="{x_of(x) + 4:.1f}" y="{TOP + 12}" fill="#c0392b">{escape(word)}</text>')
-    for index, one in enumerate(series):
+    for one in series:
         out += _draw(one, x_of, y_of)
+    for index, one in enumerate(series):
         if one.name:
+            out.append(f'<rect x="{WIDTH - 204}" y="{TOP + 16 * index - 3}" width="180" height="16" fill="white"/>')
             out.append(f'<rect x="{WIDTH - 200}" y="{TOP + 16 * index}" width="10" height="10" fill="{one.colour}"/>')
             out.append(f'<text x="{WIDTH - 185}" y="{TOP + 9 + 16 * index}">{escape(one.name)}</text>')
     return "\n".join([*out, "</svg>"]) + "\n"

@@ -333,7 +333,7 @@ def _tile_problem(
     legal = legal or _nearest(_triples(world), degrees) or degrees
     return Problem(
         where="folding." + ", folding.".join(names),
-        value=math.prod(degrees),
+        value=None,  # of three settings: the rule has them
         rule=f"{_named(names, degrees)} must divide the {world} ranks, so that {given} is a whole number",
         hint=f"the nearest that does is {_named(names, legal)}",
     )

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem, nearest, raise_if
 from phalanx.core.hashed import Hashed
-from phalanx.core.rules import LIMITS, MOST_EXPERTS
+from phalanx.core.rules import LIMITS, MOST_EXPERTS, plain
 from phalanx.plan.model.rope import YarnSpec
 
 Convention = Literal["causal", "full"]
@@ -541,7 +541,7 @@ def _too_large(spec: ModelSpec) -> list[Problem]:
             where=f"model.{name}",
             value=found[name],
             rule=limit.refusal(found[name]),
-            hint=f"use {limit.ceiling:g} or less",
+            hint=f"use {plain(limit.ceiling)} or less",
         )
         for name, limit in limits.items()
         if found[name] > limit.ceiling

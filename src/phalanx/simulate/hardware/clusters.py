@@ -19,7 +19,7 @@ from typing import Any, Literal
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.hashed import Hashed
 from phalanx.core.reading import MalformedError, is_count, parse_json, parse_toml, read_text
-from phalanx.core.rules import RANKS
+from phalanx.core.rules import RANKS, plain
 from phalanx.core.units import format_bytes, format_rate
 
 Curve = tuple[tuple[float, float], ...]
@@ -162,7 +162,7 @@ def cluster_problems(cluster: GpuCluster) -> list[Problem]:
     """What is wrong with the numbers of a cluster."""
     if RANKS.allows(cluster.world):
         return []
-    rule = f"needs at least 1 rank and at most {RANKS.ceiling:g}"
+    rule = f"needs at least 1 rank and at most {plain(RANKS.ceiling)}"
     return [Problem(where="cluster", value=cluster.name, rule=rule, hint="try h100x8")]
 
 
