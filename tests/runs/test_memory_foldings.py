@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+import multiprocessing
 from pathlib import Path
 
 import pytest
 from memory_help import bench, local_of, small_recipe, small_spec
 
-from phalanx.core.config import PipelineConfig
+from phalanx.core.config import PipelineConfig, Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.kernels.ops import block_attention
 from phalanx.plan.mapping.folding import Folding
@@ -16,6 +17,7 @@ from phalanx.runtime.pipeline import boundary
 from phalanx.simulate.memory import activations as act, kernel_facts as facts
 from phalanx.simulate.memory.balance import expected_balance, most_uneven, plain_shares
 from phalanx.simulate.memory.passes import RankPasses, pass_moments
+from phalanx_lab.bench.memory import ranks as memory_ranks
 from phalanx_lab.bench.memory.foldings import (
     CASES,
     CaseMemory,
@@ -220,3 +222,15 @@ def test_options_that_mean_nothing_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         main(["--part", "1/2", "--only", "x", "--tolerance", "-1"])
     assert all(word in str(caught.value) for word in ("--part", "--only", "--tolerance", "without --foldings"))
+
+
+def test_an_interrupted_preparation_leaves_the_telling_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal sends Ctrl-C to both."""
+
+    def interrupted(data: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(memory_ranks, "prepare", interrupted)
+    mine, theirs = multiprocessing.Pipe()
+    memory_ranks._prepare_in_child(Recipe(), theirs)
+    assert not mine.poll()

@@ -149,3 +149,5 @@ def _prepare_in_child(recipe: Recipe, answer: multiprocessing.connection.Connect
         answer.send(prepare(recipe.data).tokenizer.vocab_size)
     except Exception as err:  # the parent tells
         answer.send(str(err))
+    except KeyboardInterrupt:  # the parent is interrupted too
+        pass
