@@ -19,6 +19,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Counter, Message
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.comm.row_collectives import backward_id
+from phalanx.runtime.comm.sums import MessageSums
 from phalanx.runtime.processes import world
 from phalanx.runtime.processes.world import WorldInfo, init_world, read_world
 from ranks import RankError, RankTimeout, run_ranks
@@ -312,19 +313,41 @@ def test_wrong_sizes_are_refused_before_anything_is_sent():
         comms.all_gather(x, axis, out=torch.zeros(3))
 
 
-def disagreeing(rank, cache):
+def disagreeing(rank, cache, expected):
     axis = world_axis(rank, cache, 2, "ep")
     comms = Collectives(timeout_s=20, check_splits=True)
     try:
-        comms.all_to_all_rows(torch.zeros(4, 1), in_splits=[2, 2], out_splits=[2, 2 if rank else 1], axis=axis)
+        comms.all_to_all_rows(torch.zeros(4, 1), in_splits=[2, 2], out_splits=[2, 2 if rank else expected], axis=axis)
     except RunError as err:
         return str(err)
     return ""
 
 
-def test_splits_that_disagree_are_named():
-    for text in run_ranks(2, disagreeing):
-        assert "all_to_all_rows over ep (0, 1): rank 1 sends 2 rows to rank 0, which expects 1" in text
+@pytest.mark.parametrize("expected", [1, 3])
+def test_splits_that_disagree_are_named(expected):
+    for text in run_ranks(2, disagreeing, expected):
+        assert f"all_to_all_rows over ep (0, 1): rank 1 sends 2 rows to rank 0, which expects {expected}" in text
+
+
+def by_column(rank, cache, op):
+    """Of what lies column by column: reduced with checked messages, with how many were sent and came; and what another rank has sent."""
+    axis, sums = world_axis(rank, cache, 2), MessageSums(rank)
+    x = torch.arange(42.0).view(6, 7).T * (1 - 2 * rank)
+    Collectives(timeout_s=20, sums=sums).all_reduce(x, axis, op=op)
+    _, sent, received = sums.take()
+    rows = torch.arange(8.0).view(2, 4).T + 10 * rank
+    came = Collectives(timeout_s=20).all_to_all_rows(rows, in_splits=[2, 2], out_splits=[2, 2], axis=axis)
+    return x, len(sent), len(received), came
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_checked_messages_reduce_what_they_should_and_each_is_checked(op):
+    x = torch.arange(42.0).view(6, 7).T
+    want = {"sum": x * 0, "max": x, "min": -x}[op]
+    rows = torch.arange(8.0).view(2, 4).T
+    for rank, (found, sent, received, came) in enumerate(run_ranks(2, by_column, op)):
+        assert torch.equal(found, want) and sent == received == 2  # its part of the sum, and what it made of it
+        assert torch.equal(came, torch.cat([rows[2 * rank : 2 * rank + 2] + 10 * other for other in range(2)]))
 
 
 def lonely(rank, cache):

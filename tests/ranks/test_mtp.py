@@ -28,12 +28,14 @@ from phalanx.plan.mapping.folding import Folding, make_folding
 from phalanx.plan.mapping.stages import assign_stages, layer_costs
 from phalanx.plan.model.model import RouterSpec, flops_per_token, parameters, resolve_model
 from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.runtime.comm.groups import GroupCache
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.groups import GroupCache, build_groups
+from phalanx.train.assembly import assemble
 from phalanx.train.huggingface.hugging_face import BoxReader, open_checkpoint
 from phalanx.train.step import StepParts, train_step
 from phalanx.train.step.loss import objective
-from phalanx.verify.numbers import microbatch
-from phalanx.verify.reference import GradientRecorder
+from phalanx.verify.numbers import StartingValues, microbatch
+from phalanx.verify.reference import GradientRecorder, context as context_of
 from phalanx.verify.setups import SEQ_LEN, Setup, small_model
 from ranks import run_ranks
 
@@ -103,6 +105,23 @@ def test_objective_is_the_definition() -> None:
     assert torch.allclose(share.mtp_loss, want.detach(), rtol=1e-12)
     assert torch.allclose(total.detach(), (share.cross_entropy + 0.3 * want).detach(), rtol=1e-12)
     assert tokens_ahead(batch, 2)[1].ne(IGNORE).sum() > 0
+
+
+def reported(rank: int, cache: GroupCache, folding: Folding) -> tuple[float, float]:
+    ctx = context_of(SETUP, build_groups(folding, rank=rank, cache=cache), Collectives(), dtype=torch.float64)
+    parts = assemble(ctx, optim=SETUP.optim, num_microbatches=1)
+    StartingValues().fill(parts.state.boxes(), {p.name: p for p in parameters(SETUP.spec)})
+    parts.state.restore(parts.comms)
+    result = train_step(parts, [part_of(microbatch(SETUP, 0), folding, rank)], step=0, lr=0.0)
+    return result.loss, result.mtp_loss
+
+
+def test_ranks_of_a_tensor_report_its_loss_once() -> None:
+    """All of them have the same, as of the next token."""
+    (alone,) = run_ranks(1, reported, make_folding(world=1))
+    assert alone[1] > 0
+    for found in run_ranks(2, reported, make_folding(world=2, tp=2)):
+        assert found == pytest.approx(alone, rel=1e-10)
 
 
 def test_validation_and_generation_do_not_run_it() -> None:

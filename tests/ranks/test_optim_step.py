@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tiers import some
 
-from phalanx.core.errors import RunError
+from phalanx.core.errors import PeerError, RunError
 from phalanx.kernels.ops.cross_entropy import IGNORE
 from phalanx.models.context import TokenBatch
 from phalanx.plan.mapping.folding import make_folding
@@ -21,8 +23,9 @@ from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.comm.sums import MessageSums
-from phalanx.runtime.state.gradients import GradientBuffers
+from phalanx.runtime.state.gradients import NORM_BITS, GradientBuffers
 from phalanx.train.assembly import assemble
+from phalanx.train.step.loss import LossShare
 from phalanx.train.step.passes import StageRunner
 from phalanx.train.step.transaction import (
     StepParts,
@@ -32,6 +35,7 @@ from phalanx.train.step.transaction import (
     reduce_step,
     train_step,
 )
+from phalanx.train.step.vote import LOSSES, Tally, exact_vote, plain_vote
 from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.reference import context
 from phalanx.verify.setups import Setup, small_model
@@ -170,6 +174,36 @@ def test_a_checked_step_that_is_made_again_says_why() -> None:
         assert text.endswith("routed otherwise than before, as rank 0 found") and committed
 
 
+def _gave_up(rank: int, cache: GroupCache) -> tuple[str, str, bool, bool]:
+    """A step and an evaluation in which a kernel of rank 1 has waited in vain, then a step in which none has."""
+    s = setup()
+    waits = [rank == 1]
+    fused: Any = SimpleNamespace(
+        fault=lambda: torch.tensor(math.nan if waits[0] else 0.0), failures=lambda: ["a kernel gave up"] * waits[0]
+    )
+    parts = dataclasses.replace(make(s, rank, cache, world=2, mapping={"ep": 2}), fused=fused)
+    before, said = everything(parts), []
+    for work in (
+        lambda: train_step(parts, [microbatch(s, rank)], step=4, lr=0.02),
+        lambda: eval_loss(parts, [microbatch(s, rank)]),
+    ):
+        try:
+            work()
+        except PeerError as error:
+            said.append(str(error))
+    untouched, waits[0] = same(before, everything(parts)), False
+    train_step(parts, [microbatch(s, rank)], step=4, lr=0.02)
+    return said[0], said[1], untouched, same(before, everything(parts))
+
+
+@pytest.mark.ranks
+def test_a_step_in_which_a_kernel_waited_in_vain_is_not_committed() -> None:
+    for step, looked, untouched, unchanged in run_ranks(2, _gave_up):
+        assert step == "step 5: a kernel gave up on rank 1; nothing was changed"
+        assert looked == "validation after step 0: a kernel gave up on rank 1"
+        assert untouched and not unchanged
+
+
 def test_a_loss_that_is_not_finite_is_named_too() -> None:
     parts = one(setup())
     with torch.no_grad():
@@ -178,6 +212,43 @@ def test_a_loss_that_is_not_finite_is_named_too() -> None:
     with pytest.raises(RunError, match=r"loss nan.*more parameters; nothing was changed"):
         train_step(parts, [microbatch(setup(), 0)], step=7, lr=0.1)
     assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before, everything(parts), strict=False))
+
+
+def voted(vote: Callable[..., Tally], *, top: float = 1.0, **losses: float) -> Tally:
+    """Of one rank, whose gradients are finite unless `top`, the largest, is not; sums have room below 8."""
+    parts, zero = one(setup()), torch.zeros((), dtype=torch.float64)
+    figures = {**dict.fromkeys((*LOSSES, "entropy_sum"), zero), **{n: torch.tensor(x) for n, x in losses.items()}}
+    counts_LE = torch.zeros(len(parts.spec.moe_layers), parts.spec.num_experts, dtype=torch.int64)
+    share = LossShare(**figures, counts_LE=counts_LE, dropped=torch.tensor(0))
+
+    def squares(groups: object, *, scale: float, lanes: object) -> tuple[int, int, int]:
+        assert top < 8, "sums have overflowed"
+        return 4, 0, 0
+
+    gradients = SimpleNamespace(square_sum=lambda groups, lanes: zero + 4, squares=squares)
+    voter = SimpleNamespace(
+        model=parts.model, spec=parts.spec, groups=parts.groups, comms=parts.comms, lanes=parts.lanes, fused=None,
+        buffers=SimpleNamespace(bits=NORM_BITS, top=top, limit=8.0),
+    )  # fmt: skip
+    return vote(voter, gradients, [share], stop=False)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("vote", [plain_vote, exact_vote])
+def test_any_loss_that_is_not_finite_is_a_veto_whatever_the_gradients_are(
+    vote: Callable[..., Tally], name: str
+) -> None:
+    assert voted(vote).finite and voted(vote, **{name: 1.5}).finite
+    for bad in (math.nan, math.inf):
+        tally = voted(vote, **{name: bad})
+        assert not tally.finite and math.isnan(tally.grad_norm)
+
+
+def test_sums_without_room_are_said_to_be_so_where_all_else_is_finite() -> None:
+    found = [voted(exact_vote, top=top) for top in (7.5, 8.0, 1e30, math.inf, math.nan)]
+    assert [tally.too_large for tally in found] == [False, True, True, False, False]
+    assert [tally.finite for tally in found] == [True, True, True, False, False]
+    assert not voted(exact_vote, top=9.0, cross_entropy=math.nan).too_large
 
 
 def test_an_overflowing_norm_of_finite_gradients_says_so() -> None:

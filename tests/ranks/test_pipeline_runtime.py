@@ -146,22 +146,30 @@ def test_a_run_without_a_pipeline_sends_nothing() -> None:
     assert most == sends == 0
 
 
-class _WrongShape(Numbers):
+class _Wrong(Numbers):
+    def __init__(self, num_stages: int, what: str) -> None:
+        super().__init__(num_stages)
+        self.what = what
+
     def _out(self, value: float) -> torch.Tensor:
-        return super()._out(value)[:1]
+        out = super()._out(value)
+        return out[:1] if self.what == "shape" else out.float()
 
 
-def _wrong_shape(rank: int, cache: GroupCache) -> None:
+def _wrong_pass(rank: int, cache: GroupCache, what: str, says: str) -> None:
     pipeline = make_pipeline(PipelineConfig(), SPEC, pp=2, seq_len=32)
     boundary = boundary_of(rank, cache, pipeline.plan(2))
     axis = Axis("pp", (0, 1), rank, own_group(2, timeout_s=20.0))  # what is posted stays posted: nobody else's group
     if rank == 0:
-        with pytest.raises(ValueError, match=r"pass F0.0 made \(1, 2\) of torch.float64; between stages are \(3, 2\)"):
-            run_pipeline(pipeline.plan(2), _WrongShape(2), dataclasses.replace(boundary, axis=axis))
+        with pytest.raises(ValueError, match=rf"pass F0.0 made {says}; between stages are \(3, 2\) of torch.float64"):
+            run_pipeline(pipeline.plan(2), _Wrong(2, what), dataclasses.replace(boundary, axis=axis))
 
 
-def test_a_pass_that_makes_another_shape_is_named() -> None:
-    run_ranks(2, _wrong_shape)
+@pytest.mark.parametrize(
+    ("what", "says"), [("shape", r"\(1, 2\) of torch.float64"), ("type", r"\(3, 2\) of torch.float32")]
+)
+def test_a_pass_that_makes_another_shape_or_type_is_named(what: str, says: str) -> None:
+    run_ranks(2, _wrong_pass, what, says)
 
 
 def _disagree(rank: int, cache: GroupCache) -> str:

@@ -145,3 +145,30 @@ def test_micro_batches_that_are_forgotten_are_noticed() -> None:
     parts = run_ranks(4, _steps, 2, {}, 1, False, True)
     (want, *_), (got, *_) = whole[0], parts[0]
     assert not any(torch.allclose(want[0][name], got[0][name]) for name in want[0])
+
+
+def _at_its_end(rank: int, cache: GroupCache, early: bool) -> tuple[int, int]:
+    """How many buffers a pass has begun to reduce when it has made all gradients, and when it has ended."""
+    groups = build_groups(make_folding(world=2), rank=rank, cache=cache)
+    params = {s.name: torch.nn.Parameter(logical(s.name, s.shape, "value")) for s in TABLE}
+    layouts = flat_layouts(
+        TABLE, groups.folding, plain_placement(NUM_EXPERTS, groups.folding), rank, zero=2, bucket_elements=30
+    )
+    buffers, comms = GradientBuffers(params, layouts, dtype=torch.float64, zero=2), Collectives(timeout_s=20)
+    buffers.begin()
+    buffers.pass_begins(NAMES, NAMES, groups, comms, early=early)
+    torch.stack([param.sum() for param in params.values()]).sum().backward()
+    made = sum(part.is_reduced for part in buffers._sharded.values())
+    buffers.pass_ends()
+    ended = sum(part.is_reduced for part in buffers._sharded.values())
+    assert ended == len(buffers._sharded)
+    buffers.reduce(groups, comms)
+    return made, ended
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("early", [True, False])
+def test_where_ranks_are_not_alike_nothing_is_reduced_before_a_pass_has_ended(early: bool) -> None:
+    """Each would start its reductions in another order."""
+    for made, ended in run_ranks(2, _at_its_end, early):
+        assert made == (ended if early else 0)

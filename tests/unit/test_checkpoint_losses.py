@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from checkpoint_help import fill, model_fields, run_state, small_spec, wrong_boxes
 
 from phalanx.core.config import CheckpointConfig, Recipe
-from phalanx.core.errors import CheckpointError, PeerError, Problem
+from phalanx.core.errors import CheckpointError, ConfigError, PeerError, Problem, UnsoundError
 from phalanx.core.events import CheckpointSaved, Event, Note
 from phalanx.plan.layout.parameters import Box
 from phalanx.runtime.checkpoint.folder import CheckpointFolder, Writer
@@ -223,15 +224,15 @@ def story(folder: Path, meeting: Meeting) -> None:
 
 
 class DiskIsFull:
-    """A manager whose disk refuses the first saves."""
+    """A manager whose disk refuses the first saves. `newest`: the checkpoint that is there."""
 
-    def __init__(self, refusals: int) -> None:
-        self.refusals, self.saves = refusals, 0
+    def __init__(self, refusals: int, *, newest: int = 8) -> None:
+        self.refusals, self.newest, self.saves = refusals, newest, 0
 
     def poll(self) -> None: ...
 
-    def choose(self) -> int | None:
-        return 8
+    def choose(self, step: int | None = None) -> int | None:
+        return self.newest
 
     def save(self, boxes: object, state: object) -> None:
         self.saves += 1
@@ -269,3 +270,68 @@ def test_the_last_save_tries_again_while_the_disk_refuses_it(
     assert len(notes) == bool(slept) and all(
         f"keep the state of step 9 and try again for {wait_s:g} s" in text for text in notes
     )
+
+
+PARTS: Any = SimpleNamespace(state=SimpleNamespace(boxes=lambda: []))
+
+
+def saves_of(manager: Any, *, begun: int, **checkpoint: Any) -> Saving:
+    """`begun`: the newest checkpoint of which these members know."""
+    return Saving(
+        recipe=Recipe(checkpoint=CheckpointConfig(**checkpoint)), manager=manager, tell=lambda event: None, begun=begun,
+        state_after=lambda step: None, on_saved=lambda: None, on_begin=lambda name: None,  # type: ignore[arg-type, return-value]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("begun", "newest", "saves"),
+    [(9, 9, 0), (8, 8, 1), (9, 8, 1), (8, 9, 1)],
+    ids=["there", "older", "failed", "of another history"],
+)
+def test_the_last_checkpoint_is_of_the_last_step_of_these_members(
+    begun: int, newest: int, saves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the one that was due then failed it is made again, and one of the same step that others have left is no other's."""
+    monkeypatch.setattr(saving, "check_saved", lambda parts, *, step: None)
+    manager = DiskIsFull(0, newest=newest)
+    saves_of(manager, begun=begun).last(PARTS, 9)
+    assert manager.saves == saves
+
+
+def test_what_has_a_flipped_bit_is_saved_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finds(parts: object, *, step: int) -> None:
+        raise UnsoundError(f"nothing was saved of step {step}")
+
+    monkeypatch.setattr(saving, "check_saved", finds)
+    manager = DiskIsFull(0)
+    for save in (Saving.save, Saving.now, Saving.last):
+        with pytest.raises(UnsoundError, match="nothing was saved of step 9"):
+            save(saves_of(manager, begun=8), PARTS, 9)
+    assert manager.saves == 0
+
+
+@pytest.mark.parametrize(
+    ("newest", "step", "lacks"), [(50, 50, False), (49, 50, True), (60, 50, True), (49, 57, True), (53, 57, False)]
+)
+def test_a_generation_makes_the_checkpoint_that_was_due_last_unless_there_is_a_later_one(
+    newest: int, step: int, lacks: bool
+) -> None:
+    """At the step itself one of another step is none: what is later belongs to an abandoned history."""
+    assert saves_of(DiskIsFull(0, newest=newest), begun=0)._lacks(step, 50) is lacks
+
+
+def test_a_run_that_is_done_goes_on_from_its_end_and_from_no_later_step() -> None:
+    manager: Any = SimpleNamespace(read_state=lambda step, *, model: SimpleNamespace(loader=None))
+    loader: Any = None
+    recipe = replace(Recipe(), train=replace(Recipe().train, steps=8))
+    assert saving.read_run_state(manager, recipe, small_spec(), loader, found=8) == 8
+    with pytest.raises(ConfigError, match=r"train\.steps = 8: is less than the 9 steps"):
+        saving.read_run_state(manager, recipe, small_spec(), loader, found=9)
+
+
+def test_a_save_is_completed_once_all_have_written(tmp_path: Path) -> None:
+    manager, told = CheckpointManager(tmp_path, by_steps=True), list[bool]()
+    peers: Any = SimpleNamespace(gather=lambda value: told.append(value) or [value, False], escape=None)
+    job: Any = SimpleNamespace(written="mine", blocked_s=0.0)
+    manager._peers, manager._job = peers, job
+    assert manager.poll() is None and manager.pending and told == [True]

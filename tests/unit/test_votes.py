@@ -12,15 +12,15 @@ import pytest
 from membership_help import MemoryService, World
 from tiers import times
 
-from phalanx.core.errors import PlanError, RunError
+from phalanx.core.errors import PeerError, PlanError, RunError
 from phalanx.plan.mapping import Folding
 from phalanx.plan.recovery import StateDescriptor, StateReport
 from phalanx.runtime.membership import host_agent as host_agent
 from phalanx.runtime.membership.keys import ServiceLost
-from phalanx.runtime.membership.member import run_member
+from phalanx.runtime.membership.member import resolve_now, run_member
 from phalanx.runtime.membership.membership import Generation, Member
 from phalanx.runtime.membership.votes import ABORT, Decision, InDoubt, MemberReport, Resolution, Votes, resolve
-from phalanx.runtime.membership.watcher import Left
+from phalanx.runtime.membership.watcher import End, Left, RunOver
 from phalanx_lab.bench.storm.check import problems_of
 
 pytestmark = pytest.mark.unit
@@ -285,3 +285,74 @@ def test_a_service_lost_before_the_vote_leaves_no_step_undecided() -> None:
         abort=lambda: None, leave_epoch=lambda: None, finished=lambda: False,
     )  # fmt: skip
     assert run_member(place, body) == "left" and settled == [4]
+
+
+# -- the loop of one member, with an agent and a body that do what they are told
+
+
+def looped(uids: Sequence[Sequence[str]], said: list[str], *, over: Exception | None = None, **does: Any) -> str:
+    """How it ends for `a`, four steps into a run, in generations of these members; what its body does goes to `said`. `does`: of agent and body."""
+    team: Any = SimpleNamespace(uid="a", formed_s=0.0, begun=True)
+    teams = iter(uids)
+
+    def next_epoch(report: MemberReport, *, order: object) -> Any:
+        team.uids = tuple(next(teams, ()))
+        if not team.uids:
+            raise over or Left("over")
+        team.generation = Generation(number=1, epoch="e", members=tuple(Member(uid, "h") for uid in team.uids))
+        team.size, team.reports = len(team.uids), [report, *(replace(report, uid=uid) for uid in team.uids[1:])]
+        return team
+
+    def commit() -> None:
+        said.append("commit")
+        body.step += 1
+
+    body: Any = SimpleNamespace(
+        step=4, holds=True, describe=lambda: ("", StateReport()), compute=lambda: None, commit=commit,
+        enter=lambda team, found: said.append("enter"), abort=lambda: said.append("abort"),
+        leave_epoch=lambda: None, finished=lambda: False,
+    )  # fmt: skip
+    agent: Any = SimpleNamespace(
+        uid="a", team=team, told_s=lambda g: 0.0, settle=lambda step: None, next_epoch=next_epoch, broken=lambda: False
+    )
+    for name, work in does.items():
+        setattr(body if hasattr(body, name) else agent, name, work)
+    return run_member(agent, body)
+
+
+def unsettled(step: int) -> Decision:
+    raise InDoubt("away")
+
+
+def lost() -> None:
+    raise PeerError("a peer is lost")
+
+
+def test_a_step_in_doubt_that_nobody_has_committed_is_dropped_before_anything_else() -> None:
+    said: list[str] = []
+    assert looped(["ab", "a"], said, vote=unsettled) == "left"
+    assert said == ["enter", "abort", "enter"]
+
+
+@pytest.mark.parametrize(("ended_in", "counts"), [(1, True), (2, False)])
+def test_the_end_settles_a_doubt_of_its_own_generation_alone(ended_in: int, counts: bool) -> None:
+    """In a later one the others made the step again, perhaps with other bits."""
+    said: list[str] = []
+    over = RunOver(End(step=5, generation=ended_in), "over")
+    assert looped(["ab"], said, vote=unsettled, over=over) == ("finished" if counts else "missed the end")
+    assert said == ["enter", "commit"][: 1 + counts]
+
+
+def test_failures_of_other_members_than_these_are_not_counted() -> None:
+    """Each time somebody else was lost, which the step has nothing to do with."""
+    said: list[str] = []
+    assert looped(["abcd", "abc", "ab", "a"], said, compute=lost) == "left" and said.count("abort") == 4
+    with pytest.raises(RunError, match="step 5 failed 3 times although no rank was lost: PeerError"):
+        looped(["ab"] * 4, said, compute=lost)
+
+
+def test_a_member_ahead_of_the_others_changes_nothing() -> None:
+    team: Any = SimpleNamespace(uid="a", reports=[report("a", 4), report("b", 4)])
+    assert resolve_now(team, 4).step == 4
+    with pytest.raises(RunError, match="has committed 5 steps and the others 4; nothing was changed"):
+        resolve_now(team, 5)
