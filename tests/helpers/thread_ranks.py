@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange
-from phalanx.runtime.comm.groups import build_groups
+from phalanx.runtime.comm.groups import GroupCache, build_groups
 
 PATIENCE_S = 20.0
 
@@ -78,7 +78,7 @@ class ThreadCollectives(Collectives):
         message.tensor.detach().copy_(found)
 
 
-class _NoGroups:
+class _NoGroups(GroupCache):
     """A cache of groups that stand for themselves."""
 
     def get(self, ranks, **_):

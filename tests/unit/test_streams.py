@@ -442,7 +442,7 @@ def test_a_recipe_says_how_many_are_left_free(monkeypatch):
 def test_few_thread_blocks_are_asked_for_where_messages_travel_beside_products():
     asked = []
 
-    class Cache:
+    class Cache(groups.GroupCache):
         def get(self, ranks, *, message_ctas=0, uses=()):
             asked.append((tuple(ranks), message_ctas))
 

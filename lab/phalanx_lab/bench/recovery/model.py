@@ -30,6 +30,8 @@ PAPER_RESTART_S = 150.0
 """Nowhere printed. Reading the state back takes 33 s (GPT-S, 10 nodes) and 45 s (GPT-L, 8 nodes) at 10 Gbps, so 60 to 90 s with processes, libraries and groups is a lower
 bound; two and a half minutes are an assumption. With them, saves and idle nodes as above, this model gives 2.0x and 2.4x where the paper measured 2.8x and 5.7x. What it leaves
 out is the load: up to 87 % of the tokens on two experts, which a fixed placement waits for in every step and replicas do not."""
+SOME = 8
+"""Hosts of a job that never loses the last one."""
 PAPER_REPAIR_S = 30.0
 """Lazarus: 20 to 40 s a reconfiguration (printed)."""
 
@@ -128,7 +130,7 @@ def predict(figures: Figures, trace: Trace, *, ep: int, interval_steps: int, own
     baseline = max(
         0.0, baseline - len(grows) * (figures.restart_s + figures.save_s) / duration
     )  # saved before, so nothing is lost
-    ours = simulate_goodput(planner, [c.at_s for c in trace.changes], duration_s=duration).useful
+    ours = simulate_goodput(planner, [c.at_s for c in trace.changes], duration_s=duration, hosts=SOME).useful
     rate_base, rate_ours = (mean_in_use(trace, ep), mean_in_use(trace, 1)) if own_speed else (1.0, 1.0)
     return TracePrediction(
         ours=ours * rate_ours * duration / figures.elastic_step_s,
@@ -168,7 +170,10 @@ def where_as_good(
             steps = best_interval(changed, mean)
             base, ours = _practices(changed, steps)
             span = 2000 * mean
-            found = [simulate_goodput(p, poisson(mean, seed), duration_s=span, seed=seed).useful for p in (ours, base)]
+            found = [
+                simulate_goodput(p, poisson(mean, seed), duration_s=span, hosts=SOME, seed=seed).useful
+                for p in (ours, base)
+            ]
             ratio = found[0] / changed.elastic_step_s / (found[1] / changed.step_s)
             out.append(
                 {"failure_s": mean, "restart_s": changed.restart_s, "best_interval_steps": steps, "ratio": ratio}
