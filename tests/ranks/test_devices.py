@@ -284,6 +284,9 @@ def test_groups_of_a_folding_are_all_made_before_one_is_connected(monkeypatch: p
     made = ["make [0, 1]", "make [2, 3]", "make [0, 2]"]
     assert done == ["meet"] * epoch + made + ["connect [0, 1] sum", "connect [0, 1] exchange"]
     done.clear()
+    with cache.made_together():
+        cache.get((0, 1), uses=("exchange",))
+    assert done == [], "nobody waits for groups that are there"
     cache.get((0, 4))
     assert done == ["meet"] * epoch + ["make [0, 4]", "connect [0, 4] sum"], "outside of it as ever"
     with pytest.raises(KeyError), cache.made_together():

@@ -32,9 +32,10 @@ from phalanx.core.events import (
     TeamFormed,
     WentBack,
 )
+from phalanx.core.service_address import is_loopback
 from phalanx.observe import JsonlSink, differences, recipe_values
 from phalanx.observe.event_log import encode
-from phalanx.observe.page import PageServer, find_runs, is_loopback, view as view_module
+from phalanx.observe.page import PageServer, find_runs, view as view_module
 from phalanx.observe.page.mapping import as_told, in_order, read_label, who_holds
 from phalanx.observe.page.view import GROUPS, RunView
 from phalanx.plan.mapping import make_folding, parse_stages

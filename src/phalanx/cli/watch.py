@@ -14,7 +14,8 @@ from rich.text import Text
 
 from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.observe.page import PageServer, is_loopback
+from phalanx.core.service_address import is_loopback
+from phalanx.observe.page import PageServer
 
 PORT = 8642
 TRIED = 20

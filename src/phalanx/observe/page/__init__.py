@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.observe.page.server import PageServer as PageServer, is_loopback as is_loopback
+    from phalanx.observe.page.server import PageServer as PageServer
     from phalanx.observe.page.view import find_runs as find_runs, peek as peek
 else:
     __getattr__ = lazy(__name__)

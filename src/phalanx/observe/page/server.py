@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from phalanx.core.service_address import is_loopback, place
 from phalanx.observe import differences, recipe_values
 from phalanx.observe.page.lanes import step_lanes
 from phalanx.observe.page.view import RunView, find_runs, peek, written_s
@@ -76,8 +77,8 @@ class PageServer(ThreadingHTTPServer):
     def url(self) -> str:
         """What a person opens, with the token."""
         host, port = str(self.server_address[0]), self.server_address[1]
-        host = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-        return f"http://{host}:{port}/?token={self.token}"
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        return f"http://{place(host, port)}/?token={self.token}"
 
     @property
     def cookie(self) -> str:
@@ -345,11 +346,6 @@ def _moment(text: str) -> float | None:
 def _same(given: str, token: str) -> bool:
     """Compared in a time that tells nothing."""
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), token.encode())
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches it."""
-    return address == "localhost" or (_is_address(address) and ipaddress.ip_address(address).is_loopback)
 
 
 def _is_address(text: str) -> bool:

@@ -60,13 +60,14 @@ class GroupCache:
         self._groups: dict[Key, dist.ProcessGroup | None] = {}
         self._connected: set[tuple[tuple[int, ...], Purpose, int, Use]] = set()
         self._unconnected: list[tuple[Key, dist.ProcessGroup, Sequence[Use]]] | None = None
+        self._met = False
+        """All ranks have come to this block of groups made together."""
 
     @contextlib.contextmanager
     def made_together(self) -> Iterator[None]:
         """Groups that are asked for inside are connected at the end of the block, in that order. All ranks of the world make each of them, and only its members connect it, for about a second with NCCL: in
         turn with the making of others, each would be waited for by all. Collective, as `get` is."""
-        self._meet()
-        self._unconnected = []
+        self._unconnected, self._met = [], False
         try:
             yield
             made, self._unconnected = self._unconnected, None
@@ -94,6 +95,9 @@ class GroupCache:
         if key in self._groups:
             group = self._groups[key]
         elif dist.is_initialized():
+            if self._unconnected is None or not self._met:
+                self._meet()
+                self._met = True
             group = self._create(key[0], purpose != "passes", message_ctas)
         else:
             raise RunError(
@@ -115,7 +119,7 @@ class GroupCache:
             self._connected |= {(*key, use) for use in new}
 
     def _meet(self) -> None:
-        """Before groups are made."""
+        """Before a group is made, or the first one of a block."""
 
     def _connect(self, group: dist.ProcessGroup, uses: Sequence[Use]) -> None:
         connect(group, uses)
@@ -213,9 +217,8 @@ def build_groups(
         for name in folding.group_names:
             given = name == "embedding" and table_ranks is not None
             for ranks in folding.embedding_groups(table_ranks or ()) if given else folding.groups(name):
-                apart = name not in PASS_GROUPS and ranks in of_step.get(
-                    name, ()
-                )  # it has another group for all it sends
+                # outside of passes it may have another group, for all it sends
+                apart = name not in PASS_GROUPS and ranks in of_step.get(name, ())
                 uses = () if apart else uses_of(name, exchanged=exchanged)
                 group = cache.get(ranks, message_ctas=message_ctas if name == "ep_etp" else 0, uses=uses)
                 if rank in ranks:

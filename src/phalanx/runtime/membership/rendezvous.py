@@ -153,8 +153,6 @@ class EpochGroups(GroupCache):
             return dist.group.WORLD
         if self.aborted():
             raise PeerError(f"cannot create a process group: generation {self.generation} was aborted")
-        if self._unconnected is None:
-            self._meet()
         timeout = timedelta(seconds=min(CONSTRUCT_S, self.timeout_s))
         inside = dist.get_rank() in ranks
         with self._sockets.noted() if inside else contextlib.nullcontext():  # who is not in it opens no socket
@@ -167,7 +165,7 @@ class EpochGroups(GroupCache):
     def _meet(self) -> None:
         """Members come from connecting other groups, some of them seconds later than gloo waits (`CONSTRUCT_S`)."""
         everyone = dist.group.WORLD
-        if everyone is not None and nccl_backends([everyone]):
+        if everyone is not None and not self.aborted() and nccl_backends([everyone]):
             with self._escape.progress.waiting():
                 dist.all_reduce(torch.zeros(1))
 

@@ -244,7 +244,7 @@ def _listen(host: str, port: int) -> int | None:
     """Descriptor of a socket at the one address that the ranks of other machines know. None, for all addresses of this machine, where `host` is no address of its own:
     a name that its hosts file calls loopback, or a translated address. Raises `RuntimeError` where the port is in use."""
     try:
-        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, where = addresses_of(host, port, socket.SOCK_STREAM)[0]
         if is_loopback(str(where[0])):
             return None
         return socket.create_server(where[:2], family=family).detach()
