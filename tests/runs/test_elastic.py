@@ -94,9 +94,9 @@ def test_what_nobody_holds_is_named() -> None:
 
 
 def test_experts_of_a_single_holder_are_refused() -> None:
-    (problem,) = recovery_problems(Folding(world=4, ep=4), floor=2)
+    (problem,) = recovery_problems(Folding(world=4, ep=4), f=2)
     assert problem.where == "folding.ep" and "folding.ep = 2" in problem.hint
-    assert recovery_problems(Folding(world=4, ep=2), floor=2) == []
+    assert recovery_problems(Folding(world=4, ep=2), f=2) == []
 
 
 def test_holders_that_differ_are_found() -> None:

@@ -16,7 +16,7 @@ from phalanx.core.config import LaunchConfig, Recipe, ResilienceConfig
 from phalanx.core.errors import RunError
 from phalanx.core.rules import recipe_problems
 from phalanx.core.service_address import ServiceAddress, parse_service, place
-from phalanx.plan.recovery.recipe import holders_needed, wanted_ranks
+from phalanx.plan.recovery.recipe import per_host, wanted_ranks
 from phalanx.train.recovery.run_hosts import RunHosts
 from phalanx.train.setup.run_folder import RunFolder
 
@@ -162,8 +162,8 @@ def test_settings_of_several_hosts_are_checked_together() -> None:
 
 def test_a_host_counts_as_one_holder() -> None:
     alone = Recipe(launch=LaunchConfig(ranks=4), resilience=ResilienceConfig(heal=True, f=2))
-    assert (wanted_ranks(alone), holders_needed(alone)) == (4, 2)
+    assert (wanted_ranks(alone), per_host(alone)) == (4, 1)
     several = Recipe(
         launch=LaunchConfig(ranks=4), resilience=ResilienceConfig(heal=True, f=3, service="n:1", wanted=16)
     )
-    assert (wanted_ranks(several), holders_needed(several)) == (16, 9)
+    assert (wanted_ranks(several), per_host(several)) == (16, 4)

@@ -114,8 +114,8 @@ def check(path: Path, words: dict[str, str]) -> Recipe:
 def test_elastic_where_the_mapping_allows_it_else_fixed_with_the_reason() -> None:
     elastic = launch_of(nodes=2, gpus=0, settings=(*ALLOWED, "--launch.ranks", "2"))
     assert elastic.elastic and (elastic.ranks, elastic.device, elastic.recipe.resilience.wanted) == (2, "cpu", 4)
-    narrow = launch_of(nodes=2, gpus=0, settings=("--folding.ep", "2", "--launch.ranks", "2"))
-    assert not narrow.elastic and "folding.ep = 2" in narrow.why and "use folding.ep = 1" in narrow.why
+    narrow = launch_of(nodes=2, gpus=0, settings=("--folding.ep", "4", "--launch.ranks", "2"))
+    assert not narrow.elastic and "folding.ep = 4" in narrow.why and "use folding.ep = 2" in narrow.why
     on_gpus = launch_of(nodes=2, gpus=8)
     assert (on_gpus.elastic, on_gpus.device, on_gpus.ranks) == (
         False,

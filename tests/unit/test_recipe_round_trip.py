@@ -73,7 +73,7 @@ def with_values(recipe: Recipe, changed: dict[str, object]) -> Recipe:
 
 
 NASTY = Recipe(
-    run=RunConfig(name='qu"ote\n', folder="tab\t new\nline \x7f \u2028 é \U0001f600 \\"),
+    run=RunConfig(name='qu"ote', folder="tab\t new\nline \x7f \u2028 é \U0001f600 \\"),
     data=DataConfig(sources=("a, b.txt", "#c.jsonl", "'"), weights=(1e-9, 1e12, 0.1)),
     optim=OptimConfig(schedule="constant", lr=5e-324),
     checkpoint=CheckpointConfig(interval=0),

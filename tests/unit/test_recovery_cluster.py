@@ -47,7 +47,7 @@ def planner_of(world: int, per_host: int, degrees: dict[str, int], zero: int) ->
     """As a run with `resilience.f` = 2 has it."""
     base = make_folding(world=world, **degrees)
     return RecoveryPlanner(
-        spec=SPEC, base=base, seq_len=32, floor=per_host + 1, zero=zero, shard_holders=2, bucket_elements=20_000
+        spec=SPEC, base=base, seq_len=32, floor=2, per_host=per_host, zero=zero, bucket_elements=20_000
     )  # fmt: skip
 
 

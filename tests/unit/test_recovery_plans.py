@@ -110,7 +110,7 @@ def test_losses_under_every_folding(base: Folding, zero: int) -> None:
 @pytest.mark.parametrize("base", FOLDINGS, ids=lambda f: f"{f.world}-{f.label()}")
 def test_any_one_may_be_lost_where_all_has_two_holders(base: Folding, zero: int) -> None:
     floor = min(base.dp * base.cp, base.edp)
-    assert bool(recovery_problems(base, floor=2)) == (floor < 2)
+    assert bool(recovery_problems(base, f=2)) == (floor < 2)
     if floor < 2:
         return
     run = planner(base, zero=zero)
@@ -651,11 +651,19 @@ def test_a_limit_that_the_runs_own_mapping_breaks_is_refused() -> None:
 
 
 def test_too_few_holders_are_told_in_ranks_and_in_hosts() -> None:
-    """On hosts of two ranks three must hold an expert so that two hosts do."""
-    (problem,) = recovery_problems(Folding(world=4, ep=4), floor=3, f=2)
-    assert problem.rule.endswith("it needs 3 (so that 2 hosts have it: resilience.f)")
-    (problem,) = recovery_problems(Folding(world=4, ep=4), floor=2, f=2)
-    assert problem.rule.endswith("it needs 2 (resilience.f)")
+    (problem,) = recovery_problems(Folding(world=4, ep=4), f=2, per_host=2)
+    assert (
+        problem.rule
+        == "leaves every expert on 1 of the hosts of 2 ranks, and with resilience.heal = true it needs 2 (resilience.f)"
+    )
+    (problem,) = recovery_problems(Folding(world=4, ep=4), f=2)
+    assert (
+        problem.rule
+        == "leaves every expert on 1 of the ranks, and with resilience.heal = true it needs 2 (resilience.f)"
+    )
+    (problem,) = recovery_problems(Folding(world=8, tp=2, pp=2), f=2, per_host=4)
+    assert (problem.where, problem.hint) == ("resilience.wanted", "use 12 ranks, or smaller folding.tp and folding.pp")
+    assert problem.rule.startswith("leaves every part of the dense tensors on 1 of the hosts of 4 ranks")
 
 
 def test_what_is_named_in_the_place_of_too_few_holders_is_legal() -> None:
@@ -667,14 +675,14 @@ def test_what_is_named_in_the_place_of_too_few_holders_is_legal() -> None:
         if folding_problems(base):
             continue
         for floor in (2, 3, 5):
-            found = {problem.where: problem for problem in recovery_problems(base, floor=floor)}
+            found = {problem.where: problem for problem in recovery_problems(base, f=floor)}
             assert bool(found.keys() - {"launch.ranks"}) == (ep * etp > 1 and base.edp < floor)
             for where, problem in found.items():
                 said = re.match(r"use (?:folding\.(\w+) = )?(\d+)", problem.hint)
                 assert said is not None
                 other = replace(base, **{said[1] or "world": int(said[2])})
                 assert not folding_problems(other)
-                assert where not in {p.where for p in recovery_problems(other, floor=floor)}
+                assert where not in {p.where for p in recovery_problems(other, f=floor)}
                 seen.add((where, said[1]))
     assert seen == {
         ("launch.ranks", None),

@@ -26,7 +26,7 @@ from phalanx.plan.moe.overlap import (
 )
 from phalanx.plan.pipeline import choose_schedule, pairing_problems, pipeline_problems, schedule_setting_problems
 from phalanx.plan.pipeline.schedule import schedules, splits_backward
-from phalanx.plan.recovery import holders_needed, recovery_problems, room_problems
+from phalanx.plan.recovery import per_host, recovery_problems, room_problems
 
 OF_EXPERTS = tuple(f"resilience.{key}" for key in ("slots_per_rank", "f", "loads", "expert_state"))
 """Settings about replicas."""
@@ -53,7 +53,7 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         problems += _scope_problems(recipe, spec, folding)
         if recipe.resilience.heal:
             problems += recovery_problems(
-                folding, floor=holders_needed(recipe), f=recipe.resilience.f, replicated=slots is not None
+                folding, f=recipe.resilience.f, per_host=per_host(recipe), replicated=slots is not None
             )
             problems += room_problems(recipe, spec, folding)
     except ConfigError as error:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from phalanx.plan.recovery.planner import RecoveryPlanner as RecoveryPlanner
     from phalanx.plan.recovery.recipe import (
-        holders_needed as holders_needed,
+        per_host as per_host,
         recovery_planner as recovery_planner,
         recovery_problems as recovery_problems,
         room_problems as room_problems,

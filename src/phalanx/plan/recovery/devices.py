@@ -2,7 +2,7 @@
 
 Decides both. The mapping keeps tp, cp and etp (then results stay bitwise what they were) and pp, and uses as many devices as make
 whole groups of them. Where nothing with these degrees fits the survivors, the nearest legal mapping of the same axes is taken. With replicas,
-ep is what is left: one expert-parallel group of all ranks of a stage.
+ep is what is left: one expert-parallel group of all ranks of a stage. Without, ep is such that every expert is on enough hosts, which take ranks in turn.
 
 Devices keep their coordinates where they can: a *block* (the tp x cp ranks of one data-parallel coordinate, or as many as share an
 expert) that lost nobody
@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from phalanx.plan.mapping import DEGREES, Folding, fit_problems, legal_foldings
 from phalanx.plan.model import ModelSpec
@@ -56,7 +58,9 @@ class Limits:
     """Replicas that an ep rank has room for; None: as many as it takes."""
     cp_method: str = "ring"
     floor: int = 1
-    """Ranks that hold each expert where experts have no replicas, as far as there are as many."""
+    """Hosts that hold each expert where experts have no replicas, as far as there are as many."""
+    hosts: Sequence[int] = ()
+    """That of each rank; empty: each rank stands for a host."""
     runs: Callable[[Folding], bool] | None = None
     """Whether the rest of the run can do with a mapping (its pipeline, say)."""
     room: Callable[[Folding], bool] | None = None
@@ -82,10 +86,19 @@ def choose_folding(old: Folding, num_devices: int, limits: Limits) -> FoldingCho
     return FoldingChoice(folding=near, idle=num_devices - near.world, reason=reason)
 
 
-def usable_devices(alive: Sequence[Device], etp: int) -> int:
-    """Devices that can be part of a mapping: the slices of an expert stay on one host, so a host counts whole groups of `etp`."""
-    hosts = [d.host for d in alive]
-    return sum(hosts.count(host) // etp * etp for host in set(hosts))
+def usable_devices(alive: Sequence[Device], etp: int) -> list[Device]:
+    """Devices that can be part of a mapping, those of a host together: the slices of an expert stay on one host, so a host counts whole groups of `etp`."""
+    of_host: dict[int, list[Device]] = {}
+    for device in alive:
+        of_host.setdefault(device.host, []).append(device)
+    return [device for _, of in sorted(of_host.items()) for device in of[: len(of) // etp * etp]]
+
+
+def num_holding(state: Literal["edp", "dp_cp"], folding: Folding, hosts: Sequence[int]) -> int:
+    """Hosts (of each rank of the mapping) that hold the same part of the experts ("edp") or of the dense tensors ("dp_cp"), of the part that the fewest hold."""
+    within = folding.ep * folding.etp if state == "edp" else folding.tp
+    table = np.sort(np.reshape(hosts[: folding.world], (folding.pp, -1, within)), axis=1)
+    return 1 + int((np.diff(table, axis=1) != 0).sum(axis=1).min())
 
 
 def is_exact(new: Folding, old: Folding) -> bool:
@@ -110,11 +123,14 @@ def _with_experts(folding: Folding, old: Folding, limits: Limits) -> Folding:
         return replace(folding, ep=1)
     if limits.replicated:
         return replace(folding, ep=blocks)
-    legal = [
-        d
+    hosts = limits.hosts or range(folding.world)
+    holding = {
+        d: num_holding("edp", replace(folding, ep=d), hosts)
         for d in range(1, blocks + 1)
-        if blocks % d == 0 and limits.spec.num_experts % d == 0 and blocks // d >= min(limits.floor, blocks)
-    ]
+        if blocks % d == 0 and limits.spec.num_experts % d == 0
+    }
+    ranks, most = min(limits.floor, blocks), min(limits.floor, holding[1])  # a rank may be lost alone, too
+    legal = [d for d, found in holding.items() if found >= most and blocks // d >= ranks]
     room = limits.room or (lambda _: True)
     return replace(
         folding, ep=min(legal, key=lambda d: (not room(replace(folding, ep=d)), abs(math.log2(d / old.ep)), d))

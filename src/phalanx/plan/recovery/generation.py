@@ -42,6 +42,8 @@ class GenerationPlan:
     """Parameters and buffers of which some part has no holder. Empty: training can continue."""
     exact: bool
     """tp, cp, etp and pp are those of the recipe: in exact mode not a bit changes."""
+    holders: int = 1
+    """Hosts that hold every part of the state, up to as many as are asked for."""
     reason: str = ""
     """Why members are idle, or degrees changed."""
     notes: tuple[str, ...] = ()

@@ -31,7 +31,15 @@ from phalanx.plan.mapping import Folding, LayerPlacements, StagePlan, fit_proble
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import make_pipeline, pipeline_problems
 from phalanx.plan.placement.search import Floats
-from phalanx.plan.recovery.devices import Device, FoldingChoice, Limits, choose_folding, is_exact, usable_devices
+from phalanx.plan.recovery.devices import (
+    Device,
+    FoldingChoice,
+    Limits,
+    choose_folding,
+    is_exact,
+    num_holding,
+    usable_devices,
+)
 from phalanx.plan.recovery.experts import ReplicaTerms, held_by_host, place_experts
 from phalanx.plan.recovery.generation import GenerationPlan, without_holder
 from phalanx.plan.recovery.memory import StateRoom, bytes_on_hosts, state_bytes
@@ -62,7 +70,9 @@ class RecoveryPlanner:
     """Folding of the run on as many ranks as its recipe names."""
     seq_len: int
     floor: int
-    """Holders that every expert has, as far as there are members."""
+    """Hosts that hold every part of the state, as far as there are as many; members of a single machine count as hosts."""
+    per_host: int = 1
+    """Members of each of several hosts, for what is asked before it is known who they are; 1: all are on one machine, or hosts of their own."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     cp_method: str = "ring"
     state_bytes: int = 4
@@ -71,8 +81,6 @@ class RecoveryPlanner:
     """Bytes of an element of a moment."""
     zero: int = 0
     """1: optimizer state is cut over dp x cp and edp, and each shard has `floor` holders."""
-    shard_holders: int = 0
-    """Hosts that keep each shard of sharded state; 0: `floor`, which counts ranks where several of them are on a host."""
     bucket_elements: int = 0
     """Elements of a gradient bucket, which decides where shards begin."""
     slots_per_rank: int | None = None
@@ -93,7 +101,7 @@ class RecoveryPlanner:
 
     def choose(self, size: int) -> FoldingChoice:
         """The mapping of so many members, and why some are idle. Raises `PlanError` where there is none."""
-        found = choose_folding(self.base, size, self._limits(size))
+        found = choose_folding(self.base, size, self._limits([i // self.per_host for i in range(size)]))
         if found is None:
             raise self._no_mapping(size, f"at least {self.least()}")
         return found
@@ -106,9 +114,11 @@ class RecoveryPlanner:
         """Slices of an expert stay on one machine, so each machine counts whole groups of them; of fewer slices only where there is no other way."""
         machines, base = machines_of(facts), self.base
         devices = [Device(i, machines.index(fact.machine)) for i, fact in enumerate(facts)]
+        host_of = domains_of(facts)
         for etp in (d for d in range(base.etp, 0, -1) if base.etp % d == 0):
-            usable = usable_devices(devices, etp)
-            choice = choose_folding(replace(base, etp=etp), usable, self._limits(usable))
+            hosts = [host_of[facts[device.id].uid] for device in usable_devices(devices, etp)]
+            usable = len(hosts)
+            choice = choose_folding(replace(base, etp=etp), usable, self._limits(hosts))
             if choice is not None:
                 return _with_etp(
                     choice, base.etp, etp, idle=len(facts) - choice.folding.world, alone=len(facts) - usable
@@ -125,22 +135,24 @@ class RecoveryPlanner:
         few, enough = 1, self.base.world
         while few < enough:  # a mapping of so many is one of any more, with the others idle
             size = (few + enough) // 2
-            if choose_folding(self.base, size, self._limits(size)) is None:
+            if choose_folding(self.base, size, self._limits(range(size))) is None:
                 few = size + 1
             else:
                 enough = size
         return enough
 
-    def _limits(self, size: int) -> Limits:
+    def _limits(self, hosts: Sequence[int]) -> Limits:
+        """`hosts`: that of each member."""
         replicated = self.slots_per_rank is not None and bool(self.spec.moe_layers)
         return Limits(
             spec=self.spec,
             seq_len=self.seq_len,
-            num_samples=size,  # a member without a micro-batch serves others' tokens
+            num_samples=len(hosts),  # a member without a micro-batch serves others' tokens
             replicated=replicated,
             slots_per_rank=self.slots_per_rank if replicated else None,
             cp_method=self.cp_method,
             floor=self.floor,
+            hosts=hosts if len(set(hosts)) > 1 else (),
             runs=lambda folding: not pipeline_problems(self.pipeline, self.spec, pp=folding.pp),
             room=None if math.isinf(self.room.limit) else self._has_room,
         )
@@ -154,7 +166,7 @@ class RecoveryPlanner:
         if folding not in self._bytes:
             self._bytes[folding] = state_bytes(
                 self.spec, folding, self.stages(folding), self.room, slots=self.slots_per_rank if self.spec.moe_layers else None,
-                holders=(self.shard_holders or self.floor) if self.zero else None,
+                holders=self.floor if self.zero else None,
             )  # fmt: skip
         return self._bytes[folding]
 
@@ -164,7 +176,7 @@ class RecoveryPlanner:
             return [self.bytes_of(folding)] * folding.world
         return bytes_on_hosts(
             self.spec, folding, self.stages(folding), self.room, slots=self.slots_per_rank if self.spec.moe_layers else None,
-            holders=self.shard_holders or self.floor, hosts=hosts, racks=racks,
+            holders=self.floor, hosts=hosts, racks=racks,
         )  # fmt: skip
 
     def room_problems(self) -> list[Problem]:
@@ -206,8 +218,7 @@ class RecoveryPlanner:
                 layouts = replace(layouts, placement=lambda _: placed)
             found = layouts.shards_of(
                 descriptor.rank, zero=self.zero, bucket_elements=self.bucket_elements,
-                holders=self.shard_holders or self.floor,
-                hosts=descriptor.hosts or None, racks=descriptor.racks,
+                holders=self.floor, hosts=descriptor.hosts or None, racks=descriptor.racks,
             )  # fmt: skip
             kept = ((name, boxes, shape) for name, (boxes, shape) in found.items() if boxes)
             self._held[kind] = found | {name: (self._alike.setdefault(h, h), shape) for name, h, shape in kept}
@@ -244,14 +255,28 @@ class RecoveryPlanner:
             racks=tuple(rack_of[host] for host in hosts) if rack_of else (), params=(), buffers=(), missing=(),
             exact=is_exact(new, self.base) and new.pp == self.base.pp, reason=choice.reason, notes=notes,
         )  # fmt: skip
-        if new.dp * new.cp < self.floor and len(facts) > 1:
-            text = f"parts of the dense tensors have {new.dp * new.cp} of the {self.floor} holders that resilience.f asks for, until more members come"
-            made = replace(made, notes=(*notes, text))
+        held_by = self._held_by(made)
+        made = replace(made, holders=min(self.floor, *held_by.values()))
+        if len(facts) > 1:
+            texts = (
+                f"parts of the {name} have {holders} of the {self.floor} holders that resilience.f asks for, until more members come"
+                for name, holders in held_by.items()
+                if holders < self.floor and not (name == "experts" and placement)
+            )
+            made = replace(made, notes=(*notes, *texts))
         params, buffers = self._params(made), self._buffers(made)
         moves = (*params, *buffers)
         return replace(
             made, params=params, buffers=buffers, waves=self._waves(moves, new), missing=without_holder(moves)
         )
+
+    def _held_by(self, plan: GenerationPlan) -> dict[str, int]:
+        """Hosts that hold the same part of each kind of state, at least. Those of replicas are as many as are asked for, or it is told in a note."""
+        found = {"dense tensors": num_holding("dp_cp", plan.folding, plan.hosts)}
+        if self.spec.moe_layers:
+            few, replicated = 1 if plan.notes else self.floor, bool(plan.placement)
+            found["experts"] = few if replicated else num_holding("edp", plan.folding, plan.hosts)
+        return found
 
     def _ranked(
         self, facts: Sequence[Fact], host_of: Mapping[str, int], rack_of: Mapping[int, int]
@@ -267,7 +292,8 @@ class RecoveryPlanner:
                 choice, ranked, idle = first
                 text = f"the state of {', '.join(f.uid for f in out)} needs more room than resilience.state_gb, and the others alone make no mapping"
                 return replace(choice, reason="; ".join(filter(None, (choice.reason, text)))), ranked, idle
-            ranked, idle = rank_members(left, choice.folding, self._lacks(choice.folding))
+            lacks = self._lacks(choice.folding)
+            ranked, idle = rank_members(left, choice.folding, lacks, host_of=host_of, floor=self.floor)
             full = self._full_hosts(choice.folding, [host_of[fact.uid] for fact in ranked], rack_of)
             if not full:
                 text = f"copies of state that other hosts leave {', '.join(f.uid for f in out)} need more room than resilience.state_gb"

@@ -1,7 +1,8 @@
 """Which member takes which rank of a new mapping, so that as little as can be has to travel.
 
 Decides the ranks and who is idle. `plan/recovery/devices.py: place_devices` says which members stay together (the tp x cp ranks of a data-parallel coordinate, or as
-many as share an expert) and in which stage; here such blocks, and the members inside one, change places until the bytes that are lacking are fewest (assignment).
+many as share an expert) and in which stage; here such blocks, and the members inside one, change places until the bytes that are lacking are fewest (assignment). Where that
+leaves state on fewer hosts than are asked for, hosts take ranks in turn instead, and only the members of a host change places.
 Must never change: a block of one machine stays one; equal facts give equal ranks, in whatever order the facts come.
 """
 
@@ -9,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from phalanx.plan.mapping import Folding
-from phalanx.plan.recovery.devices import Device, place_devices
+from phalanx.plan.recovery.devices import Device, num_holding, place_devices
 from phalanx.plan.recovery.state_descriptor import Fact, machines_of
 
 Ints = NDArray[np.int64]
@@ -26,8 +27,10 @@ Lacks = Callable[[Sequence[Fact]], Ints]
 _FAR = np.iinfo(np.int64).max
 
 
-def rank_members(facts: Sequence[Fact], new: Folding, lacks: Lacks) -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
-    """(member of rank 0, 1, ..., idle members)."""
+def rank_members(
+    facts: Sequence[Fact], new: Folding, lacks: Lacks, *, host_of: Mapping[str, int], floor: int
+) -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
+    """(member of rank 0, 1, ..., idle members). State is on `floor` hosts (by a member's uid), as far as hosts in turn would have it on as many."""
     listed = sorted(facts, key=lambda fact: fact.order)
     machines = machines_of(listed)
     devices = [Device(i, machines.index(fact.machine)) for i, fact in enumerate(listed)]
@@ -35,7 +38,15 @@ def rank_members(facts: Sequence[Fact], new: Folding, lacks: Lacks) -> tuple[tup
     placed, idle = place_devices(old, before, devices, new)
     order = [listed[device.id] for device in placed]
     width = math.lcm(new.tp * new.cp, new.etp)
-    return tuple(_exchanged(order, width, lacks)), tuple(listed[device.id] for device in idle)
+
+    def holding(ranked: Sequence[Fact]) -> int:
+        hosts = [host_of[fact.uid] for fact in ranked]
+        return min(floor, num_holding("edp", new, hosts)) + min(floor, num_holding("dp_cp", new, hosts))
+
+    ranked, in_turn = _exchanged(order, width, lacks), _in_turn(order, width, host_of)
+    if holding(ranked) < holding(in_turn):
+        ranked = _within_hosts(in_turn, lacks, host_of)
+    return tuple(ranked), tuple(listed[device.id] for device in idle)
 
 
 def _before(listed: Sequence[Fact], devices: Sequence[Device], new: Folding) -> tuple[Folding, list[Device]]:
@@ -74,6 +85,24 @@ def _exchanged(order: Sequence[Fact], width: int, lacks: Lacks) -> list[Fact]:
         for member, place in enumerate(inner.get((b, at), stay)):
             out[at * width + place] = order[b * width + member]
     return [fact for fact in out if fact is not None]
+
+
+def _in_turn(order: Sequence[Fact], width: int, host_of: Mapping[str, int]) -> list[Fact]:
+    """Blocks of `width` members, host by host."""
+    blocks = [order[first : first + width] for first in range(0, len(order), width)]
+    return [fact for block in sorted(blocks, key=lambda of: host_of[of[0].uid]) for fact in block]
+
+
+def _within_hosts(order: Sequence[Fact], lacks: Lacks, host_of: Mapping[str, int]) -> list[Fact]:
+    """The members of each host change places."""
+    table, out = lacks(order), list(order)
+    at: dict[int, list[int]] = {}
+    for place, fact in enumerate(order):
+        at.setdefault(host_of[fact.uid], []).append(place)
+    for places in at.values():
+        for row, column in enumerate(assigned(table[np.ix_(places, places)])):
+            out[places[column]] = order[places[row]]
+    return out
 
 
 def assigned(costs: ArrayLike) -> list[int]:

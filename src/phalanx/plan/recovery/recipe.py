@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
+from typing import Literal
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PlanError, Problem
@@ -11,7 +13,7 @@ from phalanx.plan.mapping import AnyFolding, Folding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import pipeline_problems
 from phalanx.plan.placement import ReplicaSettings, asked_of, replicas_of
-from phalanx.plan.recovery.devices import is_exact
+from phalanx.plan.recovery.devices import is_exact, num_holding
 from phalanx.plan.recovery.memory import FIXED_POINT_ITEM, ITEM, StateRoom, moment_bytes, optimizer_bytes
 from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.stragglers import StragglerRule
@@ -45,13 +47,13 @@ def _recovery_planner(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: 
         spec=spec,
         base=folding,
         seq_len=recipe.train.seq_len,
-        floor=asked.f if asked.slots_per_rank is not None else max(asked.f, holders_needed(recipe)),
+        floor=recipe.resilience.f,
+        per_host=per_host(recipe),
         pipeline=recipe.pipeline,
         cp_method=recipe.folding.cp_method,
         state_bytes=wide,
         moment_bytes=moment_bytes(recipe),
         zero=recipe.optim.zero,
-        shard_holders=recipe.resilience.shard_holders,
         bucket_elements=math.ceil(recipe.optim.bucket_mb * 1e6 / wide),
         slots_per_rank=asked.slots_per_rank,
         loads=asked.loads,
@@ -87,42 +89,45 @@ def wanted_ranks(recipe: Recipe) -> int:
     return recipe.launch.ranks if wanted is None else wanted
 
 
-def holders_needed(recipe: Recipe) -> int:
-    """Ranks that must hold an expert so that `resilience.f` hosts do: on one machine every rank counts as a host, on several a host has `launch.ranks`."""
-    per_host = 1 if recipe.resilience.service is None else recipe.launch.ranks
-    return (recipe.resilience.f - 1) * per_host + 1
+def per_host(recipe: Recipe) -> int:
+    """Ranks that are lost together: on one machine every rank counts as a host."""
+    return 1 if recipe.resilience.service is None else recipe.launch.ranks
 
 
-def recovery_problems(
-    folding: AnyFolding, *, floor: int, f: int | None = None, replicated: bool = False
-) -> list[Problem]:
-    """Whether all state of a run that is to be elastic has `floor` holders to begin with. `f`: the hosts that these are to be on. `replicated`: experts have replicas, and a placement that sees to them."""
+def recovery_problems(folding: AnyFolding, *, f: int, per_host: int = 1, replicated: bool = False) -> list[Problem]:
+    """Whether all state of a run that is to be elastic is on `f` hosts to begin with, each with `per_host` ranks in turn. `replicated`: experts have replicas, and a placement that sees to them."""
     if not isinstance(folding, Folding):
         return []
-    problems, holders, beside = [], folding.dp * folding.cp, "and with resilience.heal = true it needs"
-    why = "resilience.f" if f is None or floor <= f else f"so that {f} hosts have it: resilience.f"
-    if holders < floor:
-        rule = f"leaves every part of the dense tensors on {holders} of them, {beside} {floor} ({why})"
-        ranks = _ranks_for(folding, -(-floor // folding.cp) * folding.tp * folding.cp * folding.pp, replicated)
-        hint = f"use {ranks} ranks, or smaller folding.tp and folding.pp"
-        problems.append(Problem(where="launch.ranks", value=folding.world, rule=rule, hint=hint))
-    if not replicated and folding.ep * folding.etp > 1 and folding.edp < floor:
-        rule = f"leaves every expert on {folding.edp} of the ranks, {beside} {floor} ({why})"
+    problems, ep = list[Problem](), 1 if replicated else folding.ep
+    unit = math.lcm(per_host, folding.pp * math.lcm(folding.tp * folding.cp, ep * folding.etp))
+    where, of = ("launch.ranks", "ranks") if per_host == 1 else ("resilience.wanted", f"hosts of {per_host} ranks")
+    beside = f"and with resilience.heal = true it needs {f} (resilience.f)"
+
+    def holding(state: Literal["edp", "dp_cp"], other: Folding) -> int:
+        return num_holding(state, other, [rank // per_host for rank in range(other.world)])
+
+    def enough(state: Literal["edp", "dp_cp"]) -> int:
+        """The fewest ranks of whole hosts that the degrees tile."""
+        world = folding.world + unit - folding.world % unit
+        while holding(state, replace(folding, world=world, ep=ep)) < f:
+            world += unit
+        return world
+
+    holders = holding("dp_cp", folding)
+    if holders < f:
+        rule = f"leaves every part of the dense tensors on {holders} of the {of}, {beside}"
+        hint = f"use {enough('dp_cp')} ranks, or smaller folding.tp and folding.pp"
+        problems.append(Problem(where=where, value=folding.world, rule=rule, hint=hint))
+    holders = holding("edp", folding)
+    if not replicated and folding.ep * folding.etp > 1 and holders < f:
+        rule = f"leaves every expert on {holders} of the {of}, {beside}"
         ways = [
             f"folding.{axis} = {less}"
             for axis in ("ep", "etp")
             for less in range(folding.degree(axis) - 1, 0, -1)
-            if folding.degree(axis) % less == 0 and folding.edp * folding.degree(axis) // less >= floor
+            if folding.degree(axis) % less == 0 and holding("edp", replace(folding, **{axis: less})) >= f
         ]
-        ranks = _ranks_for(folding, floor * folding.ep * folding.etp * folding.pp, replicated)
-        hint = f"use {ways[0]}" if ways else f"use {ranks} ranks"
+        hint = f"use {ways[0]}" if ways else f"use {enough('edp')} ranks"
         axis = "ep" if folding.ep > 1 else "etp"
         problems.append(Problem(where=f"folding.{axis}", value=folding.degree(axis), rule=rule, hint=hint))
     return problems
-
-
-def _ranks_for(folding: Folding, least: int, replicated: bool) -> int:
-    """The fewest ranks from `least` on that the degrees tile. With replicas ep is what the others leave."""
-    ep = 1 if replicated else folding.ep
-    unit = folding.pp * math.lcm(folding.tp * folding.cp, ep * folding.etp)
-    return -(-least // unit) * unit

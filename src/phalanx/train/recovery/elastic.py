@@ -397,11 +397,7 @@ class ElasticMember:
 
     def _team(self, team: GroupEpoch, plan: GenerationPlan) -> Team:
         minimum = team.generation.minimum
-        return Team(members=plan.uids, hosts=plan.hosts, minimum=minimum, holders=self._least_holders(plan))
-
-    def _least_holders(self, plan: GenerationPlan) -> int:
-        """Hosts (on one machine: ranks) that hold each piece of state, at least."""
-        return 1 if plan.notes else self.run.planner.floor
+        return Team(members=plan.uids, hosts=plan.hosts, minimum=minimum, holders=plan.holders)
 
     def _rank(self, team: GroupEpoch, plan: GenerationPlan) -> Rank:
         """This member as a rank of the mapping."""
@@ -448,7 +444,7 @@ class ElasticMember:
         self.place_of = {uid: plan.state_descriptor(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
         self._idle, self._others_idle, self._entered = trainer is None, bool(plan.idle), plan
         self._pace.formed()
-        self._signs.holders = self._least_holders(plan)
+        self._signs.holders = plan.holders
         self.progress.step = step
         if trainer is None:
             return

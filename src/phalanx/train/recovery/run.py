@@ -204,7 +204,7 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     resolve_pipeline(recipe, spec, folding)  # or what is wrong with it
     planner, alone = recovery_planner(recipe, spec, folding), recipe.resilience.service is None
     problems = recovery_problems(
-        folding, floor=planner.floor, f=recipe.resilience.f, replicated=planner.slots_per_rank is not None
+        folding, f=planner.floor, per_host=planner.per_host, replicated=planner.slots_per_rank is not None
     )
     problems += planner.room_problems()
     raise_if(problems, ConfigError, subject="the recipe")
