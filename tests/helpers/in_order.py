@@ -20,7 +20,7 @@ import itertools
 import json
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,6 +166,8 @@ class _Place:
     """Whether the messages at `at` are; each has been connected."""
     left: list[list[tuple[int, int]]] = field(default_factory=list)
     """What has not come of them, as (from, to): what goes at the same time together."""
+    turn: Callable[[tuple[int, int]], int] = lambda pair: 0
+    """What has a lower one goes before."""
 
     def __post_init__(self) -> None:
         self.posted = [entry for entry in self.posted if entry["op"] != "connect"]
@@ -189,13 +191,12 @@ class _Place:
 
     def _begin(self) -> None:
         self.is_posted, self.left = False, []
-        times = Counter[tuple[int, int]]()
+        times, turns = Counter[tuple[int, int]](), dict[tuple[int, int], list[tuple[int, int]]]()
         for way, peer, _ in self.entry["ends"] if self.entry is not None and self.has_messages else ():
             pair = (self.rank, peer) if way == "send" else (peer, self.rank)
-            if times[pair] == len(self.left):
-                self.left.append([])
-            self.left[times[pair]].append(pair)
+            turns.setdefault((times[pair], self.turn(pair)), []).append(pair)
             times[pair] += 1
+        self.left = [turns[when] for when in sorted(turns)]
 
 
 def _stuck(group: Path) -> list[str]:
@@ -208,9 +209,28 @@ def _stuck(group: Path) -> list[str]:
     return [f"{group.name}: rank {rank} waits in {entry['op']} [{entry['id']}]" for rank, entry in left.items()]
 
 
-def unfinished(posted: Mapping[int, list[Entry]], *, connected: bool) -> dict[int, Entry]:
+def rounds_of_nccl(world: int, of_host: int) -> Callable[[tuple[int, int]], int]:
+    """When a message (from, to) travels of those that are posted together: the eight rounds of NCCL's schedule that it is in, where all messages take one channel. Hosts are that far apart after so many rounds
+    of `of_host` ranks each (`ncclP2pSchedule` in src/init.cc of v2.28.9)."""
+    hosts, round_of, apart = world // of_host, dict[tuple[int, int], int](), 0
+    steps = 1 << (hosts - 1).bit_length()
+    for step in range(1, steps + 1):
+        if apart < hosts:
+            round_of |= {(apart, ranks): len(round_of) + ranks for ranks in range(of_host)}
+        apart = (apart + step) % steps
+
+    def turn(pair: tuple[int, int]) -> int:
+        (host, rank), (to_host, to_rank) = (divmod(end, of_host) for end in pair)
+        return round_of[(to_host - host) % hosts, (to_rank - rank) % of_host] // 8
+
+    return turn
+
+
+def unfinished(
+    posted: Mapping[int, list[Entry]], *, connected: bool, turn: Callable[[tuple[int, int]], int] = lambda pair: 0
+) -> dict[int, Entry]:
     """Where each rank of a communicator that does not come to its end stands. `connected`: all ranks have exchanged messages before."""
-    places = {rank: _Place(rank, entries) for rank, entries in posted.items()}
+    places = {rank: _Place(rank, entries, turn=turn) for rank, entries in posted.items()}
     pairs = set(itertools.permutations(posted, 2)) if connected else set()
     while _moves(places, pairs):
         pass

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from in_order import Entry, rounds_of_nccl, unfinished
 from pipeline_help import PIPELINES
 
 from phalanx.core.config import PipelineConfig
@@ -264,16 +265,46 @@ def test_a_device_gets_neighbouring_transfers_in_one_batch(config: PipelineConfi
     plan = make_pipeline(config, SPEC, pp=2, seq_len=32).plan(5)
     orders: list[list[str]] = []
     for rank in range(2):
-        comms = _Recorded()
-        boundary = _OnHost(
-            position=rank, edges=direct_edges(plan, (ROWS, HIDDEN), (0, 1)), dtype=torch.float64,
-            device=torch.device("cuda"), axis=Axis("pp", (0, 1), rank, None), comms=comms,
-        )  # fmt: skip
-        run_pipeline(plan, Numbers(plan.schedule.num_stages), boundary)
+        posted = on_device(plan, rank)
         wanted = [len(step) for step in batches(plan.programs[rank]) if not isinstance(step, Run)]
-        assert [len(messages) for messages, _ in comms.posted] == wanted
-        orders.append([name for _, names in comms.posted for name in _names(names)])
+        assert [len(messages) for messages, _ in posted] == wanted
+        orders.append([name for _, names in posted for name in _names(names)])
     assert orders[0] == orders[1] == [str(t) for t in plan.sent]
+
+
+def on_device(plan: PipelinePlan, rank: int) -> list[tuple[list[tuple[str, int]], str]]:
+    """What a rank of a pipeline of GPUs posts."""
+    ranks, comms = tuple(range(plan.schedule.pp)), _Recorded()
+    boundary = _OnHost(
+        position=rank, edges=direct_edges(plan, (ROWS, HIDDEN), ranks), dtype=torch.float64,
+        device=torch.device("cuda"), axis=Axis("pp", ranks, rank, None), comms=comms,
+    )  # fmt: skip
+    run_pipeline(plan, Numbers(plan.schedule.num_stages), boundary)
+    return comms.posted
+
+
+@pytest.mark.parametrize("of_host", [1, 4, 12])
+def test_pipelines_of_more_ranks_than_nccl_carries_at_once_come_to_their_end(of_host: int) -> None:
+    """In batches those of several virtual stages do not: what is posted together travels in rounds, and two ranks have two transfers in other batches."""
+    turn, stuck = rounds_of_nccl(12, of_host), []
+    for config in PIPELINES:
+        plan = make_pipeline(config, dataclasses.replace(SPEC, num_layers=24), pp=12, seq_len=32).plan(24)
+        alone, together = ({rank: [] for rank in range(12)} for _ in range(2))
+        for rank in range(12):
+            alone[rank] = [_entry(messages) for messages, _ in on_device(plan, rank)]
+            steps = [step for step in batches(plan.programs[rank]) if not isinstance(step, Run)]
+            together[rank] = [_entry([_way(op) for op in step]) for step in steps]
+        assert not unfinished(alone, connected=True, turn=turn), config
+        stuck += [config.schedule] if unfinished(together, connected=True, turn=turn) else []
+    assert set(stuck) == {"interleaved_1f1b", "dualpipev"}
+
+
+def _way(op: Send | Recv) -> tuple[str, int]:
+    return ("send", op.transfer.dst_rank) if isinstance(op, Send) else ("recv", op.transfer.src_rank)
+
+
+def _entry(messages: list[tuple[str, int]]) -> Entry:
+    return {"op": "messages", "id": "", "ends": [(way, peer, "") for way, peer in messages]}
 
 
 def _names(joined: str) -> list[str]:

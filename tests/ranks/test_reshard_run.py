@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from in_order import in_order, stuck, unfinished
+from in_order import in_order, rounds_of_nccl, stuck, unfinished
 from reshard_help import equal_hosts
 from tiers import ALL, times
 
@@ -18,6 +18,7 @@ from phalanx.plan.layout.tensors import whole_layout
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move
 from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.exchange import travels_together
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.reshard.executor import batches
 from phalanx.runtime.reshard.program import rank_program
@@ -130,16 +131,16 @@ def any_messages(program, window):
     return runs
 
 
-def ends(case, runs_of, *, connected):
+def ends(case, runs_of, *, connected, world=WORLD, together=True, **turns):
     """Whether a case comes to its end, by what NCCL carries at once and how it connects ranks."""
     plan = plan_reshard(case.moves, case.hosts, **options_of(case).words())
     posted = {}
-    for rank in range(WORLD):
+    for rank in range(world):
         program = rank_program(plan, rank)
         ways = [("send" if step.sends else "receive", step.peer, "") for step in program.steps]
-        runs = runs_of(program, plan.open_hops)
+        runs = runs_of(program, plan.open_hops if together else 0)
         posted[rank] = [{"op": "messages", "id": "", "ends": ways[first:last]} for first, last in runs]
-    return not unfinished(posted, connected=connected)
+    return not unfinished(posted, connected=connected, **turns)
 
 
 def test_moves_come_to_their_end_on_nccl_only_as_they_are_posted():
@@ -148,6 +149,17 @@ def test_moves_come_to_their_end_on_nccl_only_as_they_are_posted():
     assert all(ends(case, batches, connected=True) for case in cases)
     assert not all(ends(case, batches, connected=False) for case in cases)
     assert not all(ends(case, any_messages, connected=True) for case in cases)
+    turn = rounds_of_nccl(WORLD, WORLD)
+    assert travels_together(WORLD) and all(ends(case, batches, connected=True, turn=turn) for case in cases)
+
+
+@pytest.mark.parametrize(("world", "of_host"), [(12, 12), (24, 4)])
+def test_moves_between_more_ranks_than_nccl_carries_at_once_post_each_message_alone(world, of_host):
+    """Else those of a later round of its schedule wait for others, and ranks for each other."""
+    cases, turn = [random_case(seed, world=world) for seed in range(40)], rounds_of_nccl(world, of_host)
+    assert not travels_together(world)
+    assert all(ends(case, batches, connected=True, world=world, turn=turn, together=False) for case in cases)
+    assert not all(ends(case, batches, connected=True, world=world, turn=turn) for case in cases)
 
 
 def test_the_oracle_sees_a_wrong_element():

@@ -10,7 +10,8 @@ that one order. From this follows that no executor which keeps to the order can 
   and who computes wants nothing; this makes nobody wait longer);
 - blocking, even with sends that wait for their receiver (rendezvous): the first transfer of the order that is not complete has both
   of its ranks waiting at it;
-- in batches (`batches`: neighbouring sends and receives posted at once, then waited for): the same, some ranks being ahead.
+- in batches (`batches`: neighbouring sends and receives posted at once, then waited for): the same, some ranks being ahead; only where all of a batch
+  travels at the same time (`runtime/comm: travels_together`).
 
 Messages between two ranks come in the same order on both sides, so that a transport without tags matches them too (NCCL); `tag` is
 unique within a step for one that matches by tag (gloo). A transfer whose two stages share a rank (the bottom of a V, one rank) is
@@ -242,13 +243,13 @@ def _receives_by_place(program: Sequence[RankOp]) -> deque[tuple[int, Recv]]:
     return out
 
 
-def batches(program: Sequence[RankOp]) -> tuple[Run | tuple[Send | Recv, ...], ...]:
-    """A program with its neighbouring sends and receives put together, to be posted at once."""
+def batches(program: Sequence[RankOp], *, together: bool = True) -> tuple[Run | tuple[Send | Recv, ...], ...]:
+    """A program with its neighbouring sends and receives put together, to be posted at once; not `together`: each alone."""
     out: list[Run | tuple[Send | Recv, ...]] = []
     for op in program:
         if isinstance(op, Run):
             out.append(op)
-        elif out and isinstance(out[-1], tuple):
+        elif together and out and isinstance(out[-1], tuple):
             out[-1] = (*out[-1], op)
         else:
             out.append((op,))

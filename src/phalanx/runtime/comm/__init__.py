@@ -23,7 +23,11 @@ if TYPE_CHECKING:
         nccl_backends as nccl_backends,
         synchronize as synchronize,
     )
-    from phalanx.runtime.comm.exchange import Exchange as Exchange, Message as Message
+    from phalanx.runtime.comm.exchange import (
+        Exchange as Exchange,
+        Message as Message,
+        travels_together as travels_together,
+    )
     from phalanx.runtime.comm.groups import (
         DEFAULT_TIMEOUT_S as DEFAULT_TIMEOUT_S,
         Axis as Axis,

@@ -30,6 +30,16 @@ class Counter:
     """Seconds for which waits for them blocked this rank."""
 
 
+AT_ONCE = 8
+"""Rounds of NCCL's schedule whose messages its kernel carries at the same time (`NCCL_MAX_DEV_WORK_P2P_PER_BATCH`; src/enqueue.cc of v2.28.9, `addP2pToPlan`)."""
+
+
+def travels_together(num_ranks: int) -> bool:
+    """Whether messages that are posted together over a communicator of so many ranks travel at the same time. With more ranks than rounds at once those of later rounds wait for the others,
+    whatever their order was: what two ranks post in different places, and not all ranks at the same one, may wait in a circle."""
+    return num_ranks <= AT_ONCE
+
+
 @dataclass(frozen=True, eq=False)
 class Message:
     """A contiguous tensor that goes to, or comes from, the rank at position `peer` of an axis.

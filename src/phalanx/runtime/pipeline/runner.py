@@ -34,7 +34,7 @@ import torch
 from phalanx.core.errors import RunError
 from phalanx.plan.pipeline import AHEAD, Direction, PipelinePlan, Recv, Run, Send, Transfer, batches
 from phalanx.plan.pipeline.schedule import Edge
-from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
+from phalanx.runtime.comm import Axis, Collectives, Exchange, Message, travels_together
 from phalanx.runtime.moe import CoScheduler
 from phalanx.runtime.pipeline.boundary import (
     LEAST_OPEN,
@@ -156,7 +156,8 @@ class _Executor:
                 self._receive(op.transfer)
 
     def _run_in_batches(self) -> None:
-        for step in batches(self.plan.programs[self.boundary.position]):
+        together = travels_together(self.boundary.axis.size)
+        for step in batches(self.plan.programs[self.boundary.position], together=together):
             if isinstance(step, Run):
                 self._pass(step)
             else:

@@ -28,7 +28,7 @@ import torch
 from phalanx.core.errors import PeerError
 from phalanx.plan.program import message_id
 from phalanx.plan.reshard import MovePart
-from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
+from phalanx.runtime.comm import Axis, Collectives, Exchange, Message, travels_together
 from phalanx.runtime.reshard.program import Plan, RankProgram, Step
 from phalanx.runtime.reshard.staging import Staging
 from phalanx.runtime.reshard.tensors import RankTensors, Tensors
@@ -252,7 +252,7 @@ class _Batched(_Run):
 
     def all(self) -> None:
         self._connect()
-        for first, last in batches(self.program, self.window):
+        for first, last in batches(self.program, self.window if travels_together(self.lane.axis.size) else 0):
             self._batch(first, last)
             self.tensors.copy_some()
         while self.tensors.copy_some():
@@ -288,7 +288,10 @@ class _Batched(_Run):
 
 
 def batches(program: RankProgram, window: int) -> list[tuple[int, int]]:
-    """The runs, as first step and the one after the last: one ends where a message would carry what comes in it, at the second message one way with a rank, and where the window is full."""
+    """The runs, as first step and the one after the last: one ends where a message would carry what comes in it, at the second message one way with a rank, and where the window is full. With no
+    window each message is alone: then the first one in the plan's order that has not come is what both of its ranks are at."""
+    if not window:
+        return [(number, number + 1) for number in range(len(program.steps))]
     runs, first = [], 0
     peers: tuple[set[int], set[int]] = set(), set()
     for number, step in enumerate(program.steps):
