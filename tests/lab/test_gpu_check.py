@@ -68,8 +68,10 @@ def test_ranks_share_a_card_only_where_there_are_too_few(
 @pytest.mark.parametrize("stages", [pytest.param("A", marks=pytest.mark.core), "B C D"])
 def test_each_check_runs_here_without_tyro(tmp_path: Path, stages: str) -> None:
     file = tmp_path / "lines.json"
-    done = program("--self-test", "--json", str(file), "--stage", *stages.split())
+    done = program("--self-test", "--json", str(file), "--keep", str(tmp_path / "kept"), "--stage", *stages.split())
     assert done.returncode == 0, done.stdout + done.stderr
+    recorded = {path.name.partition("-")[0] for path in tmp_path.glob("kept/*")}
+    assert recorded >= ({"host.jsonl", "member", "killed", "printed"} if "C" in stages else set())
     lines = [json.loads(text) for text in file.read_text().splitlines()]
     assert [x["check"] for x in lines] == [c.name for c in CHECKS if c.stage in stages.split()]
     assert {x["check"] for x in lines if x["status"] != "pass"} <= ONLY_ON_A_GPU
@@ -172,10 +174,11 @@ def test_a_name_of_no_check_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_run_that_stands_still_is_killed_and_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     debugger = tmp_path / "debugger"
     debugger.write_text(
-        "#!/bin/sh\necho 'Thread 1 (LWP 7)'; echo '#0 in commReclaim (ncclComm*)'; echo \"#1 main of $2\"\n"
+        "#!/bin/sh\necho 'Thread 1 (LWP 7)'; echo '#0 in commReclaim (ncclComm*)'; echo \"#1 main of $2\"; exec sleep 60\n"
     )
     debugger.chmod(0o755)
     monkeypatch.setattr(whole_runs, "DEBUGGERS", ("no-such-debugger", str(debugger)))
+    monkeypatch.setattr(whole_runs, "DEBUGGER_S", 2.0)  # which it does not end in
 
     def stand_still() -> int:
         time.sleep(60)
@@ -193,6 +196,7 @@ def test_a_run_that_stands_still_is_killed_and_says_where(tmp_path: Path, monkey
     ended = whole_runs.run_bounded(program, folder=tmp_path, marks=lambda: 0, still_s=1.0)
     assert ended.code is None and ended.seconds < 30 and "in stand_still" in ended.words
     assert "#0 in commReclaim (ncclComm*)" in ended.native and "#1 main" not in ended.native
+    assert all("#1 main" in path.read_text() for path in tmp_path.glob("native-*"))
 
 
 def test_other_losses_and_missing_steps_are_found() -> None:

@@ -19,7 +19,6 @@ APART = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
     "NCCL_MAX_NCHANNELS": "2",
-    "NCCL_DEBUG": "WARN",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
 """Of ranks on one card: messages go over sockets; symmetric memory may lie on the same device."""
@@ -35,6 +34,7 @@ def own_card(info: WorldInfo) -> WorldInfo:
     """Where a rank is, in its own process."""
     if torch.cuda.device_count() >= info.local_world:
         return info
+    os.environ.setdefault("NCCL_DEBUG", "WARN")
     os.environ.update(APART, NCCL_HOSTID=f"rank-{info.rank}")
     return replace(info, local_rank=0, local_world=1)
 

@@ -46,7 +46,7 @@ def main(args: list[str]) -> int:
         importlib.import_module(name)
     torch.set_num_threads(1)
     device = torch.device("cpu" if options.self_test else "cuda")
-    here = Here(device=device, told=Path(os.devnull))
+    here = Here(device=device, told=Path(os.devnull), keep=options.keep)
     lines = run_all(checks, here, out=options.json, limit_s=options.limit_s)
     print(table(lines, checks), flush=True)
     return 0 if all(line.is_good for line in lines) else 1
@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stage", nargs="+", choices=list(STAGES), metavar="STAGE", help="A, B, C, D; default: A")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="checks whose names begin so")
     parser.add_argument("--json", type=Path, metavar="FILE", help="lines are appended to it")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="C3 leaves there what its members recorded")
     parser.add_argument(
         "--limit-s",
         type=float,

@@ -11,6 +11,7 @@ import faulthandler
 import json
 import math
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -182,7 +183,11 @@ def check_healing(here: Here) -> None:
         watched = folder / "watched"
         watched.mkdir()
         still_s, limit_s = here.pick((WATCHDOG_S, KILLED_S), (PATIENCE_S, math.inf))
-        ended = _train_killed(hurt, watched, kills, still_s=still_s, limit_s=limit_s)
+        try:
+            ended = _train_killed(hurt, watched, kills, still_s=still_s, limit_s=limit_s)
+        finally:
+            if here.keep is not None:
+                shutil.copytree(watched, here.keep, dirs_exist_ok=True)
         tell_end(here, "killed", ended)
         here.tell("printed", ended.words if ended.code == 0 else "")
         told = [record for file in sorted(watched.glob("*.jsonl")) for record in _records(file)]

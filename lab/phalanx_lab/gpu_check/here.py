@@ -27,6 +27,8 @@ class Here:
 
     device: torch.device
     told: Path
+    keep: Path | None = None
+    """Where a check leaves what its processes recorded; None: nowhere."""
 
     @property
     def on_gpu(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import math
 import os
@@ -36,8 +35,8 @@ STATE = 1e-3
 """Difference of a tensor at the end of a run, relative to its largest element, at most: other numbers of ranks round otherwise."""
 SHOWN, FRAMES = 6000, 5
 """Characters of what a run printed, and innermost calls of each of its threads where it stood still."""
-DEBUGGERS, DEBUGGER_S, ASKED = ("gdb", "cuda-gdb"), 12.0, 2
-"""Asked for native frames of so many processes where a run stood still, each so long at most."""
+DEBUGGERS, DEBUGGER_S = ("gdb", "cuda-gdb"), 25.0
+"""Asked for native frames of all processes at once where a run stood still, so long at most."""
 OF_DEVICES = re.compile(r"^Thread \d|nccl|Nccl|NCCL|c10d|libcuda|cuda[A-Z]|cu[A-Z]\w+ \(|pthread_join|clockjoin")
 SETTINGS: Mapping[str, object] = {
     "data.validation_fraction": 0.2,
@@ -109,24 +108,32 @@ def run_bounded(
             for pid in cluster.processes("run"):
                 send(pid, signal.SIGUSR1)
                 time.sleep(0.5)  # one after the other
-            native = native_frames(cluster.processes("run"))
+            native = native_frames(cluster.processes("run"), folder)
     text = printed.read_text(errors="replace")
     words = where_threads_stand(text) if stuck else text[-SHOWN:]
     return Ended(code=cluster.codes.get("run"), seconds=time.monotonic() - begin_s, words=words, native=native)
 
 
-def native_frames(pids: Sequence[int]) -> str:
-    """The frames within CUDA, NCCL and torch's groups of the last processes, by the first debugger that is installed; empty where none is."""
+def native_frames(pids: Sequence[int], folder: Path) -> str:
+    """The frames within CUDA, NCCL and torch's groups of processes, by the first debugger that is installed, as far as it came; empty where none is. All that it said is in `folder/native-PID`."""
     debugger = next(filter(None, map(shutil.which, DEBUGGERS)), None)
     if debugger is None:
         return ""
-    found = []
-    for pid in pids[-ASKED:]:
+    asked, found, end_s = dict[Path, subprocess.Popen[bytes]](), [], time.monotonic() + DEBUGGER_S
+    for pid in pids:
         line = [debugger, "-p", str(pid), "-batch", "-ex", "set pagination off", "-ex", "thread apply all bt 14"]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=DEBUGGER_S)
-            found += [f"process {pid}", *(x[:120] for x in done.stdout.splitlines() if OF_DEVICES.search(x))]
-    return "\n".join(found)[:SHOWN]
+        path = folder / f"native-{pid}"
+        with path.open("wb") as file:
+            asked[path] = subprocess.Popen(line, stdout=file, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+    for path, process in asked.items():
+        try:
+            process.wait(timeout=max(0.0, end_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        frames = [x[:120] for x in path.read_text(errors="replace").splitlines() if OF_DEVICES.search(x)]
+        found.append("\n".join([f"process {path.name.removeprefix('native-')}", *frames])[: SHOWN // len(asked)])
+    return "\n".join(found)
 
 
 def where_threads_stand(text: str) -> str:
