@@ -13,8 +13,8 @@ import pytest
 from checkpoint_help import Mapping, fill, make_state, run_state
 from membership_help import MemoryService
 
-from phalanx.core.errors import CheckpointError, PeerError
-from phalanx.runtime.checkpoint.folder import CheckpointFolder, Writer, file_entry, with_files
+from phalanx.core.errors import CheckpointError, PeerError, Problem
+from phalanx.runtime.checkpoint.folder import CheckpointFolder, Writer, file_entry, with_files, write_flushed
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.membership.membership import Generation, Member, Membership
@@ -71,6 +71,83 @@ def write(folder: CheckpointFolder, text: str, *, step: int = STEP) -> Any:
     path = folder.begin(step)
     (path / "__0_0.distcp").write_text(text)
     return with_files(run_state(step), [{"__0_0.distcp": file_entry(path / "__0_0.distcp")}], created="now")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_going_back_that_is_cut_short_leaves_no_later_checkpoint_the_newest(
+    moved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rename, moves = CheckpointFolder(tmp_path), os.rename, iter(range(9))
+    for step in (10, 20, 30, 40):
+        folder.commit(write(folder, "sound", step=step))
+
+    def failing(*words: Any) -> None:
+        if next(moves) == moved:
+            raise KeyboardInterrupt
+        rename(*words)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "rename", failing)
+        folder.go_back(10)
+    assert folder.newest() == 10 and folder.steps() == [10, 20, 30, 40][: 4 - moved]
+    folder.go_back(10)
+    assert folder.steps() == [10] and len(folder.set_aside()) == 3
+
+
+@pytest.mark.unit
+def test_of_two_sound_checkpoints_the_earlier_one_is_the_way_out(tmp_path: Path) -> None:
+    """The later one is of a history that the run may have gone back behind."""
+    folder = CheckpointFolder(tmp_path)
+    for step in (10, 20, 21):
+        folder.commit(write(folder, "sound", step=step))
+    assert folder.way_out(20).startswith("--checkpoint.step 10 resumes from a sound one")
+    assert folder.way_out(10).startswith("--checkpoint.step 20 ")
+
+
+@pytest.mark.unit
+def test_a_start_falls_back_from_the_latest_and_takes_no_file_for_a_checkpoint(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in (10, 30, 20):
+        folder.commit(write(folder, "sound", step=step))
+    (tmp_path / "step-00000040").touch()
+    assert folder.steps() == [10, 20, 30] and folder.candidates() == [20, 10]
+    (tmp_path / "latest").write_text("step-00000050\n")
+    assert folder.candidates() == [30, 20, 10]
+
+
+@pytest.mark.unit
+def test_a_problem_without_advice_gets_the_way_out_beside_one_that_has_some(tmp_path: Path) -> None:
+    problems = [Problem(where=name, value=1, rule="is damaged", hint=hint) for name, hint in (("a", "do this"), ("b", ""))]  # fmt: skip
+    told, untold = CheckpointFolder(tmp_path).with_way_out(20, problems)
+    assert told.hint == "do this" and untold.hint.startswith("no other checkpoint here is sound")
+
+
+@pytest.mark.unit
+def test_what_a_deletion_left_does_not_stand_in_the_way_of_the_next(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in (10, 20):
+        folder.commit(write(folder, "sound", step=step))
+    left = tmp_path / ".deleting-step-00000010"
+    left.mkdir()
+    (left / "__0_0.distcp").touch()
+    assert folder.prune(current=20, keep=1) == [10]
+    assert folder.steps() == [20] and not left.exists()
+
+
+@pytest.mark.unit
+def test_a_file_that_could_not_be_replaced_is_as_it_was_and_has_no_draft_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "latest").write_text("before")
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched, pytest.raises(PermissionError):
+        patched.setattr(os, "replace", refuse)
+        write_flushed(tmp_path / "latest", "after")
+    assert [p.name for p in tmp_path.iterdir()] == ["latest"] and (tmp_path / "latest").read_text() == "before"
 
 
 @pytest.mark.unit

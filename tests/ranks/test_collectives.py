@@ -16,7 +16,16 @@ from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.events import Collective
 from phalanx.plan.mapping.folding import GROUP_AXES, make_folding
 from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.exchange import Counter, Message
+from phalanx.runtime.comm.exchange import (
+    Counter,
+    Exchange,
+    Message,
+    _Several,
+    check_own,
+    check_splits_of,
+    check_summed,
+    is_departure,
+)
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.comm.row_collectives import backward_id
 from phalanx.runtime.comm.sums import MessageSums
@@ -643,3 +652,53 @@ def pid(rank, cache):
 
 def test_counter_is_plain():
     assert Counter() == Counter(calls=0, sent_bytes=0)
+
+
+# ---- one collective, without ranks
+
+
+TWO = Axis("ep", (4, 6), 0, None)
+
+
+@pytest.mark.parametrize("splits", [(3,), (1, 1, 1), (1, 1), (2, 2), (4, -1)])
+def test_splits_that_are_no_shares_of_the_rows_are_refused_before_anything_is_sent(splits):
+    check_splits_of(torch.zeros(3, 2), (1, 2), TWO, "all_to_all_rows")
+    with pytest.raises(ValueError, match="do not divide 3 rows among 2 ranks"):
+        check_splits_of(torch.zeros(3, 2), splits, TWO, "all_to_all_rows")
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 3), (3, 1, 1)])
+def test_sizes_that_give_a_rank_other_rows_are_refused_before_anything_is_sent(sizes):
+    check_own(torch.zeros(3, 2), (3, 1), TWO)
+    with pytest.raises(ValueError, match="give rank 0 of 2 another number of rows than its 3"):
+        check_own(torch.zeros(3, 2), sizes, TWO)
+
+
+def test_truths_are_carried_and_not_summed():
+    with pytest.raises(ValueError, match=r"all_reduce over ep: reduction is not supported for torch\.bool"):
+        check_summed(torch.zeros(2, dtype=torch.bool), TWO, "all_reduce")
+    check_summed(torch.zeros(2, dtype=torch.uint8), TWO, "all_reduce")
+
+
+@pytest.mark.parametrize(("text", "is_one"), [("connection reset by peer", True), ("no route to host", True), ("network is unreachable", True), ("broken pipe", True), ("out of memory", False)])  # fmt: skip
+def test_an_error_about_the_other_end_is_told_from_others(text, is_one):
+    assert is_departure(text) is is_one
+
+
+def test_an_exchange_is_there_once_it_was_waited_for_and_finishes_once():
+    done = []
+    exchange = Exchange(lambda: done.append("finish"), again=lambda: done.append("again"))
+    assert not exchange.is_there
+    exchange.wait()
+    assert exchange.is_there
+    exchange.wait()
+    assert done == ["finish", "again"]
+    assert Exchange(lambda: None, poll=lambda: True).is_there
+
+
+def test_messages_that_are_waited_for_together_are_there_with_the_last_of_them():
+    works = [SimpleNamespace(is_completed=lambda i=i: i in there) for i in range(2)]
+    there = {0}
+    assert not _Several(works).is_completed()
+    there.add(1)
+    assert _Several(works).is_completed() and _Several([]).is_completed()

@@ -252,6 +252,7 @@ def test_a_recipe_that_it_can_carry_has_no_problem() -> None:
         ({"resilience__heal": "true", "resilience__mode": "fast"}, "waits on the device for a lost rank", "resilience.heal = false"),
         ({"resilience__check": "sums"}, "moves tokens by itself", 'resilience.check = "off"'),
         ({"folding__ep": "4", "folding__etp": "2"}, "folding.etp = 2 cuts them", "folding.etp = 1"),
+        ({"folding__ep": "1", "folding__etp": "2"}, "folding.etp = 2 cuts them", "folding.etp = 1"),
         ({"folding__ep": "6", "model__num_experts": "126", "model__top_k": "6"}, "and folding.ep = 6", "folding.ep = 2, or"),
         ({"model__hidden": "2056"}, "carries widths up to 8176 that 16 divides, and the model's is 2056", "model.hidden = 2048"),
         ({"model__top_k": "40"}, "takes 32 choices of a token, and the model has 40", "model.top_k = 32"),
@@ -296,6 +297,8 @@ def test_each_eight_ranks_are_a_host() -> None:
     assert "on hosts 0, 0, 0, 0, 1, 1, 1, 1" in problem.rule and "folding.ep = 4, or" in problem.hint
     (problem,) = problems((0, 0, 0, 0, 0, 0, 1, 1))
     assert problem.hint.startswith("folding.ep = 2, or")  # 6 is no size of it, and 4 would lie on both hosts
+    (problem,) = problems((0, 0, 0, 0, 1, 1))
+    assert problem.hint.startswith("folding.ep = 2, or")  # 4 would lie as it must, and does not divide 6
     (problem,) = problems((0,) * 12 + (1,) * 12)
     assert problem.hint.startswith("folding.ep = 4, or")
     (problem,) = problems((0, 1))

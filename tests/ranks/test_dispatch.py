@@ -552,6 +552,8 @@ def test_kept_pairs_equal_the_loop(by):
 def test_stable_order_of_many_experts():
     keys = torch.randint(0, 40000, (500,), generator=torch.Generator().manual_seed(0))
     assert torch.equal(stable_order(keys, 40000), torch.sort(keys, stable=True).indices)
+    for most in (2**15 - 1, 2**15):  # the last one of 16 bits with a sign, and the first that is none
+        assert stable_order(torch.tensor([most, 5, 0, most]), most).tolist() == [2, 1, 0, 3]
     small = keys % 7
     assert torch.equal(stable_order(small, 7), torch.sort(small, stable=True).indices)
 

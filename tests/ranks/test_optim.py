@@ -6,11 +6,14 @@ import gc
 import itertools
 import math
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from phalanx.core.config import OptimConfig
+from phalanx.core.errors import PeerError
 from phalanx.kernels.ops.square_sum import square_sums
 from phalanx.plan.layout.parameters import FlatLayout, flat_layouts, local_param
 from phalanx.plan.mapping.folding import make_folding
@@ -19,7 +22,7 @@ from phalanx.plan.model.model import ParamSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, Groups, build_groups
 from phalanx.runtime.state.gradients import GradientBuffers, borrowable
-from phalanx.runtime.state.optimizer import ShardedState
+from phalanx.runtime.state.optimizer import ShardedState, _decay_runs
 from phalanx.train.step.optim import AdamW, clip_scale, learning_rate
 from ranks import run_ranks
 
@@ -273,6 +276,51 @@ def _restored(rank: int, cache: GroupCache, zero: int) -> bool:
 @pytest.mark.parametrize("zero", [0, 1])
 def test_restore_publishes_what_was_loaded(zero: int) -> None:
     assert run_ranks(2, _restored, zero) == [True, True]
+
+
+def test_parameters_whose_way_broke_off_are_not_published() -> None:
+    """Who goes on publishes them before anything reads them."""
+
+    def lost(name: str) -> None:
+        raise PeerError("a rank is lost")
+
+    layout = SimpleNamespace(num_shards=2, rule=SimpleNamespace(shard_over="dp_cp"))
+    families = {"dense": SimpleNamespace(rounded=None, layout=layout)}
+    state: Any = SimpleNamespace(
+        families=families, groups=SimpleNamespace(step_axis=lost), is_published=True, sums=None
+    )
+    with pytest.raises(PeerError):
+        ShardedState.publish(state, SimpleNamespace())  # type: ignore[arg-type]
+    assert not state.is_published
+    state.families = {}
+    ShardedState.publish(state, SimpleNamespace())  # type: ignore[arg-type]
+    assert state.is_published
+
+
+def test_runs_of_one_decay_end_with_their_shard_and_at_padding_and_those_of_replicas_with_each() -> None:
+    def runs(kept: list[tuple[int, int]], *, starts: tuple[int, ...] = (0, 4, 8), holders: Any = None) -> list[Any]:
+        params = [SimpleNamespace(num_elements=4, param=SimpleNamespace(decay=decay)) for decay in (True, True, False)]
+        layout: Any = SimpleNamespace(params=params, starts=starts, kept_runs=kept, held_whole=None, holders=holders)
+        return [(run.start, run.stop, run.decay) for run in _decay_runs(layout)]
+
+    assert runs([(0, 12)]) == [(0, 8, True), (8, 12, False)]
+    assert runs([(0, 12)], starts=(0, 6, 12)) == [(0, 4, True), (6, 10, True)]
+    assert runs([(0, 12)], holders="some") == [(0, 4, True), (4, 8, True), (8, 12, False)]
+    assert runs([(4, 8), (0, 4)]) == [(0, 4, True), (4, 8, True)]  # the own shard, then the copy of another
+
+
+def test_restored_state_is_compared_with_nothing_that_was_before_it() -> None:
+    said: list[str] = []
+
+    def saying(name: str) -> Any:
+        return lambda *_: said.append(name)
+
+    family = SimpleNamespace(round_masters=saying("round"))
+    state: Any = SimpleNamespace(
+        sums=SimpleNamespace(forget=saying("forget")), families={"dense": family}, look_at_rest=saying("look"), publish=saying("publish")
+    )  # fmt: skip
+    ShardedState.restore(state, SimpleNamespace())  # type: ignore[arg-type]
+    assert said == ["forget", "round", "look", "publish"]
 
 
 def test_padding_belongs_to_nobody() -> None:

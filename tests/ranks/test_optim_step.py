@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiers import some
@@ -25,6 +27,8 @@ from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.comm.sums import MessageSums
 from phalanx.runtime.state.gradients import NORM_BITS, GradientBuffers
 from phalanx.train.assembly import assemble
+from phalanx.train.step import passes, transaction
+from phalanx.train.step.check import Findings
 from phalanx.train.step.loss import LossShare
 from phalanx.train.step.passes import StageRunner
 from phalanx.train.step.transaction import (
@@ -361,3 +365,127 @@ def test_result_speaks_of_loads() -> None:
     assert result.tokens == 64 and result.dropped == 0 and 0 < result.entropy <= math.log(8)
     assert all(1 <= load <= 8 for load in result.load_max_over_mean)
     assert result.dead_experts == int((result.counts_LE == 0).sum())
+
+
+# ---- one function at a time, with all around it made up
+
+
+def test_empty_micro_batches_have_numbers_of_their_own() -> None:
+    """Else two micro-batches of a step would have messages of one name."""
+
+    def numbers(replica: int) -> list[int]:
+        groups = SimpleNamespace(folding=SimpleNamespace(replicas=2, replica_of=lambda rank: rank), rank=replica)
+        parts: Any = SimpleNamespace(groups=groups, samples=3)
+        infos = transaction._infos(parts, [None, None], step=0)  # type: ignore[list-item]
+        return [info.microbatch for info in infos]
+
+    assert [numbers(replica) for replica in range(2)] == [[0, 1], [2, 4]]
+
+
+@pytest.mark.parametrize(("samples", "tokens"), [(None, 4 * 64), (4, 4 * 64), (3, 3 * 64)])
+def test_empty_micro_batches_are_no_tokens_of_a_step(samples: int | None, tokens: int) -> None:
+    groups = SimpleNamespace(axis=lambda name: SimpleNamespace(size=4), folding=SimpleNamespace(replicas=2))
+    parts: Any = SimpleNamespace(groups=groups, samples=samples)
+    batch: Any = SimpleNamespace(num_tokens=32)  # the other half is another rank's, of cp
+    assert transaction._tokens_of_step(parts, [batch, batch]) == tokens
+
+
+def test_the_time_of_a_step_is_without_the_waits_that_fall_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, escape = [10.0], SimpleNamespace(waited_s=500.0)
+    monkeypatch.setattr(transaction, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    parts: Any = SimpleNamespace(comms=SimpleNamespace(escape=escape))
+    own_s = transaction._own_clock(parts)
+    now[0], escape.waited_s = 14.0, 501.0
+    assert own_s() == 3.0
+    escape.waited_s = 600.0
+    assert own_s() == 0.0
+    parts.comms.escape = None
+    assert transaction._own_clock(parts)() is None
+
+
+@pytest.mark.parametrize(("count", "end"), [(1, "p0 on rank 0, 1"), (8, "p7 on rank 0, 1"), (9, "; and 1 more parameters")])  # fmt: skip
+def test_of_many_parameters_with_a_bad_gradient_eight_are_named(count: int, end: str) -> None:
+    names = [f"p{i}" for i in range(count)]
+    comms = SimpleNamespace(doubts=[], escape=None, gather_objects=lambda mine, axis: [mine, mine])
+    groups = SimpleNamespace(axis=lambda name: SimpleNamespace(ranks=(0, 1)))
+    buffers = SimpleNamespace(non_finite=lambda: names)
+    parts: Any = SimpleNamespace(fused=None, groups=groups, comms=comms, buffers=buffers)
+    tally: Any = SimpleNamespace(loss=1.0, aux_loss=0.0, z_loss=0.0)
+    _, text, _ = transaction._why_not_finite(parts, tally)
+    assert text.endswith(end)
+
+
+def test_biases_of_the_layers_that_this_stage_has_follow_their_counts() -> None:
+    """Also where its layers are not the first ones."""
+    biases = {f"layers.{layer}.moe.router.expert_bias": torch.zeros(2) for layer in (2, 3)}
+    spec = SimpleNamespace(router=SimpleNamespace(bias_rate=0.5), moe_layers=(0, 1, 2, 3))
+    parts: Any = SimpleNamespace(
+        spec=spec, runner=SimpleNamespace(device=torch.device("cpu")), state=SimpleNamespace(buffers=biases)
+    )
+    transaction._update_expert_biases(parts, np.array([[4, 0], [4, 0], [0, 4], [4, 0]]))
+    assert [bias.tolist() for bias in biases.values()] == [[0.5, -0.5], [-0.5, 0.5]]
+
+
+def test_a_step_that_is_wrong_and_not_finite_again_is_a_matter_of_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+    tally = SimpleNamespace(finite=False)
+    monkeypatch.setattr(transaction, "is_checked", lambda parts: True)
+    monkeypatch.setattr(transaction, "look", lambda parts: Findings(products={0: ["a product"]}))
+    monkeypatch.setattr(transaction, "_compute_with_room", lambda *_, **__: (tries.append(1), tally))
+    monkeypatch.setattr(transaction, "_why_not_finite", lambda *_: (RunError, "the gradient is not finite", ""))
+    with pytest.raises(RunError, match="step 4: the gradient is not finite; nothing was changed") as info:
+        reduce_step(SimpleNamespace(), [], step=3, lr=0.1)  # type: ignore[arg-type]
+    assert type(info.value) is RunError and len(tries) == 2
+
+
+def test_a_step_of_text_without_labels_is_one_of_the_router_alone() -> None:
+    batch = microbatch(setup(), 0)
+    blank = TokenBatch(batch.tokens_BS, torch.full_like(batch.labels_BS, IGNORE), batch.positions_BS, batch.segments)
+    result = train_step(one(setup()), [blank], step=0, lr=0.02)
+    assert result.loss == 0.0 and result.aux_loss > 0 and math.isfinite(result.grad_norm)
+
+
+def test_what_a_step_borrowed_is_free_once_it_is_committed() -> None:
+    parts = one(setup(), dtype=torch.bfloat16)
+    reduced = reduce_step(parts, [microbatch(setup(), 0)], step=0, lr=0.02)
+    lent = [weakref.ref(part.tensor.untyped_storage()) for of in reduced.gradients.segments.values() for part in of]
+    commit_step(parts, reduced)
+    del reduced
+    assert parts.buffers.borrowed and not any(found() is not None for found in lent)
+
+
+def test_exchanges_of_what_came_before_a_step_are_not_counted_with_it() -> None:
+    parts = one(setup())
+    for layer in parts.spec.moe_layers:
+        op_id = f"mb0.L{layer}.fwd.dispatch.rows"
+        parts.comms.layers.posted(op_id, 0.0)
+        parts.comms.layers.ended(op_id, 1000.0, 1000.0)
+    exchange = _results(parts, setup()).exchange
+    assert max(exchange.exposed_forward_s) < 1000 > max(exchange.hidden_forward_s)
+
+
+def test_nothing_of_a_forward_pass_is_held_behind_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+
+    class Counted(passes._TrainingPasses):
+        def backward(self, *given: Any) -> Any:
+            made = super().backward(*given)
+            held.append(len(self._live))
+            return made
+
+    monkeypatch.setattr(passes, "_TrainingPasses", Counted)
+    train_step(one(setup(), each=3), [microbatch(setup(), j) for j in range(3)], step=0, lr=0.02)
+    assert held == [0, 0, 0]
+
+
+def test_a_pass_of_weights_alone_makes_their_gradients_alone_and_keeps_nothing_of_them() -> None:
+    said: list[Any] = []
+    runner = SimpleNamespace(
+        model=SimpleNamespace(deferred=frozenset({"w"})), comms=SimpleNamespace(offer_turn=lambda: None)
+    )
+    me: Any = SimpleNamespace(
+        runner=runner, buffers=SimpleNamespace(pass_ends=lambda: said.append("ends")), _owed={(1, 0): [], (1, 2): []},
+        _announce=lambda action: said.append(action.kind), _pass_begins=lambda index, of: said.append((index, set(of or ()))),
+    )  # fmt: skip
+    passes._TrainingPasses.weight_gradient(me, 1, 2)
+    assert said == ["W", (1, {"w"}), "ends"] and list(me._owed) == [(1, 0)]

@@ -396,7 +396,7 @@ def test_forced_workload_depends_on_its_arguments_alone(mode):
     first = make()
     np.random.default_rng(0).random(3)
     assert (make() == first).all()
-    for change in ({"seed": 2}, {"step": 3}, {"layer": 4}):
+    for change in ({"seed": 2}, {"step": 3}, {"layer": 4}, {"step": 3, "layer": 2}, {"step": 1, "layer": 4}):
         assert (make(**change) != first).any()
     assert first.shape == (96, 3) and first.dtype == np.int64
     assert all(len(set(row)) == 3 for row in first.tolist())
@@ -407,6 +407,12 @@ def test_forced_workload_depends_on_its_arguments_alone(mode):
         assert counts.max() > 2 * counts.min()
         flat = np.bincount(make(skew=0.0).ravel(), minlength=8)
         assert flat.max() - flat.min() < counts.max() - counts.min()
+
+
+def test_forced_imbalance_has_the_weights_that_it_names():
+    """Two experts with skew 1: weights 1 and 1/2."""
+    chosen = forced_experts("imbalanced", num_tokens=6000, num_experts=2, top_k=1, seed=0, step=0, layer=0)
+    assert np.bincount(chosen.ravel()).max() == pytest.approx(4000, abs=150)
 
 
 def forced_counts(rank, cache, tp):

@@ -9,8 +9,10 @@ import os
 import pickle
 import pickletools
 import random
+import threading
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from phalanx.core.errors import CheckpointError
 from phalanx.plan.layout import Box
 from phalanx.runtime.checkpoint import planner, table_reader
+from phalanx.runtime.checkpoint.failures import WriteFailure
 from phalanx.runtime.checkpoint.folder import file_entry
 from phalanx.runtime.checkpoint.planner import SavedShare, write_table
 from phalanx.runtime.checkpoint.table import BoxTable, SavedBox, SavedTensor, decode, encode, joined
@@ -248,6 +251,54 @@ def test_a_file_with_another_tensor_than_its_table_says_is_refused(
     box = BoxTensor("a", (4,), Box((0,), (4,)), torch.zeros(4), True)
     with pytest.raises(ValueError, match=rf"a: .*{rule}.* is saved, and \(4,\) of torch.float32 is told"):
         planner.CheckpointReader(tmp_path).fill([box])
+
+
+def test_a_table_of_the_same_size_in_the_place_of_another_is_read(tmp_path: Path) -> None:
+    reader = planner.CheckpointReader(tmp_path)
+    for name in "ab":
+        write_table(tmp_path, [SavedShare.of([BOX._replace(tensor=SavedTensor(name, "float32", (4,)))], {})])
+        assert [tensor.name for tensor in reader.table().tensors] == [name]
+
+
+def test_saved_boxes_are_read_in_the_order_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {"a": ("__1_0.distcp", 0, 10), "b": ("__0_0.distcp", 20, 10), "c": ("__0_0.distcp", 0, 10)}
+    saved = [SavedBox(SavedTensor(name, "float32", (4,)), (0,), (4,), *place) for name, place in places.items()]
+    write_table(tmp_path, [SavedShare.of(saved, {})])
+    read: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(planner.CheckpointReader, "_read", lambda self, place, parts: read.append(place))
+    boxes = [BoxTensor(name, (4,), Box((0,), (4,)), torch.zeros(4), True) for name in places]
+    planner.CheckpointReader(tmp_path).fill(boxes)
+    assert read == sorted(places.values())
+
+
+def test_parts_are_handed_out_as_they_and_those_before_may_have_been_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits = [100.0], list[float]()
+
+    class Hurry(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            now[0] += waits[-1]
+            return False
+
+    monkeypatch.setattr(planner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    boxes = [BoxTensor(name, (4,), Box((0,), (4,)), torch.zeros(4), True) for name in "abcd"]  # of 16 bytes
+    planned = planner.BoxSavePlanner(boxes, bytes_per_s=16.0, hurry=Hurry())
+    for item, written_s in zip(planned.create_local_plan().items, (0.25, 0.25, 1.5, 0.0), strict=True):
+        planned.resolve_data(item)
+        now[0] += written_s
+    assert waits == [1.0, 0.75, 0.75, 0.0]  # a file that is slower than the limit is not slowed further
+
+
+def test_a_save_that_was_abandoned_hands_out_nothing_and_boxes_of_others_are_never_its() -> None:
+    boxes = [BoxTensor(name, (n,), Box((0,), (n,)), torch.zeros(n), mine) for name, n, mine in (("a", 4, True), ("b", 0, True), ("c", 4, False))]  # fmt: skip
+    over = threading.Event()
+    planned = planner.BoxSavePlanner(boxes, over=over)
+    assert [part.name for part in planned.parts] == ["a"]
+    (item,) = planned.create_local_plan().items
+    assert planned.resolve_data(item).shape == (4,)
+    over.set()
+    with pytest.raises(WriteFailure, match="the save was abandoned"):
+        planned.resolve_data(item)
 
 
 def test_a_box_outside_of_its_tensor_is_not_saved(tmp_path: Path) -> None:

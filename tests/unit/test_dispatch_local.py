@@ -87,7 +87,7 @@ def test_a_chunk_cut_in_two_is_found():
     plan = plan_local_dispatch([[10], [0]], [0, 0], ep=2, etp=1, unit_rows=4)
     assert plan.rows_PG.tolist() == [[8, 2], [0, 0]]
     cut = replace(plan, rows_PG=np.array([[7, 3], [0, 0]]))
-    with pytest.raises(PlanError, match="whole chunks of 4 rows of expert 0"):
+    with pytest.raises(PlanError, match=r"rows\[0\]\[0\] = 7: source 0 sends whole chunks of 4 rows of expert 0"):
         cut.check([[10], [0]])
     with pytest.raises(PlanError, match="unit_rows = 0"):
         plan_local_dispatch([[1]], [0], ep=1, etp=1, unit_rows=0)
@@ -142,6 +142,17 @@ def test_an_example_by_hand():
     assert plan.hash == plan_local_dispatch([[7], [0], [3]], [0, 0, 0], ep=3, etp=1).hash
 
 
+def test_odd_rows_that_are_nowhere_at_home_go_to_the_lower_slots():
+    plan = plan_local_dispatch([[5], [0], [0]], [0, 0, 0], ep=3, etp=1)
+    assert plan.rows_PG.tolist() == [[2, 2, 1], [0, 0, 0], [0, 0, 0]]
+
+
+def test_an_odd_row_of_one_slot_is_no_wish_of_the_next_one_on_its_rank():
+    """5 rows over 3 replicas, of which rank 0 has two and 3 rows of its own: it serves those, and rank 1 its 2."""
+    plan = plan_local_dispatch([[3, 0], [2, 0]], [0, 0, 0, 1], ep=2, etp=1)
+    assert plan.rows_PG.tolist() == [[2, 1, 0, 0], [0, 0, 2, 0]]
+
+
 def test_host_before_the_rest():
     """Ranks 0 and 3 share a host, and 1 and 2: what rank 0 cannot serve goes to rank 3, though rank 1 has room and comes first."""
     counts = [[8], [0], [8], [0]]
@@ -168,10 +179,14 @@ def test_wrong_input_is_named_all_at_once():
         plan_local_dispatch([[1, -2], [3, 4]], [0, 0, 5], ep=2, etp=1, host_of_ep=[0])
     text = str(error.value)
     assert all(word in text for word in ("not negative", "each of the 2 ep ranks", "experts are 0 ... 1", "host_of_ep"))
+    with pytest.raises(PlanError, match=r"slots = \[2\]: experts are 0 ... 1"):
+        plan_local_dispatch([[1, 0], [1, 0]], [0, 2], ep=2, etp=1)
     with pytest.raises(PlanError, match="with rows needs a slot"):
         plan_local_dispatch([[1, 1]], [0, 0], ep=1, etp=1)
     with pytest.raises(PlanError, match="2 x 2 sources"):
         plan_local_dispatch([[1]], [0, 0], ep=2, etp=2)
+    with pytest.raises(PlanError, match="slots = 0: the same number on each of the 1 ep ranks"):
+        plan_local_dispatch(np.zeros((1, 0)), [], ep=1, etp=1)
 
 
 @pytest.mark.parametrize("fault", ["round_down", "wrong_circle", "all_odd_to_the_first"])

@@ -154,6 +154,31 @@ def test_check_names_every_problem():
         DispatchPlan((0, 1, 0), 2, 1, rows).check()
 
 
+def test_replicas_that_differ_by_two_rows_are_uneven():
+    counts = [[4, 0], [0, 0]]
+    DispatchPlan((0, 1, 0), 1, 2, np.array([[2, 0, 2], [0, 0, 0]])).check(counts)
+    with pytest.raises(PlanError, match="differ by 1 row at most"):
+        DispatchPlan((0, 1, 0), 1, 2, np.array([[3, 0, 1], [0, 0, 0]])).check(counts)
+
+
+def test_slots_of_one_expert_on_a_rank_are_one_list_of_rows():
+    plan = DispatchPlan((0, 0, 1, 0), 2, 2, np.arange(16).reshape(4, 4))
+    assert plan.expert_source_counts(ep=0) == ((0, 8, 4, 12, 1, 9, 5, 13),)
+    assert plan.expert_source_counts(ep=1) == ((2, 10, 6, 14), (3, 11, 7, 15))
+
+
+@pytest.mark.parametrize(
+    ("overlap", "transport", "over"),
+    [
+        ("serial", "all_to_all", "ep"), ("coarse:4", "all_to_all", "ep"), ("fused", "all_to_all", "ep"),
+        ("tiles:parts=2", "all_to_all", "ep_etp"), ("fine", "all_to_all", "ep_etp"),
+        ("serial", "all_gather", "ep_etp"), ("serial", "deepep", ""),
+    ],
+)  # fmt: skip
+def test_rows_travel_over_the_group_of_their_way(overlap, transport, over):
+    assert DispatchSpec(overlap=overlap, transport=transport).rows_over == over
+
+
 def test_plan_prints_and_hashes():
     counts = [[2, 0, 1, 1], [4, 0, 0, 0]]
     plan = plan_dispatch(counts, range(4), ep=2, etp=1)
@@ -164,6 +189,17 @@ def test_plan_prints_and_hashes():
     assert json.loads(plan.to_json())["rows"] == counts
     assert plan.hash == plan_dispatch(counts, range(4), ep=2, etp=1).hash
     assert plan.hash != plan_dispatch([[2, 0, 1, 1], [4, 0, 0, 1]], range(4), ep=2, etp=1).hash
+
+
+def test_what_stays_is_counted_on_every_rank_of_a_coordinate():
+    plan = plan_dispatch([[2, 0], [1, 3], [0, 1], [4, 5]], range(2), ep=2, etp=2)
+    assert "; 9 stay where they are\n" in plan.explain()
+
+
+def test_plans_whose_rows_stay_together_otherwise_are_other_plans():
+    rows = np.array([[8, 4], [0, 0]])
+    plans = [DispatchPlan((0, 0), 2, 1, rows, unit_rows) for unit_rows in (1, 4)]
+    assert plans[0].hash != plans[1].hash and json.loads(plans[1].to_json())["unit_rows"] == 4
 
 
 def test_capacity():

@@ -101,6 +101,13 @@ def test_what_is_left_of_own_rows_runs_while_results_travel():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("share", "before"), [(0.0, 0), (0.15, 0), (0.4, 1), (0.5, 2), (0.8, 2), (0.9, 3)])
+def test_the_share_of_own_parts_before_the_first_wait_is_the_nearest(share, before):
+    dispatch = plan_dispatch([[192, 192], [192, 192]], range(2), ep=2, etp=1)
+    plan = plan_overlap(dispatch, TileSchedule(parts=3, order="arrival", own_before=share), rank=0, tile_rows=64)
+    assert text(plan)[3:].index("wait 1.0") == before
+
+
 def even(ep, **rest):
     return plan_dispatch(np.full((ep, ep), 64), range(ep), ep=ep, etp=1), rest
 

@@ -12,7 +12,7 @@ import pytest
 from checkpoint_help import run_state
 
 from phalanx.core.config import CheckpointConfig, LaunchConfig, Recipe
-from phalanx.core.errors import RunError
+from phalanx.core.errors import CheckpointError, FinalError, Problem, RunError
 from phalanx.core.events import CheckpointSaved, Note, RunEnded
 from phalanx.plan.mapping.stage_foldings import parse_stages
 from phalanx.runtime.checkpoint.folder import CheckpointFolder, parse_state
@@ -24,7 +24,15 @@ from phalanx.runtime.processes.world import WorldInfo
 from phalanx.train import run as fixed
 from phalanx.train.recovery import run as recovery_run
 from phalanx.train.recovery.elastic import ElasticMember
-from phalanx.train.resume import recipe_to_keep, set_later_aside, start_candidates
+from phalanx.train.resume import (
+    load_newest,
+    load_start,
+    open_checkpoints,
+    recipe_to_keep,
+    set_later_aside,
+    start_candidates,
+    trained_text,
+)
 from phalanx.train.saving import Saving
 from phalanx.train.setup.run_folder import RunFolder
 
@@ -120,6 +128,80 @@ def test_going_back_moves_later_checkpoints_or_warns(tmp_path: Path, monkeypatch
     monkeypatch.setattr(CheckpointFolder, "go_back", refuse)
     assert set_later_aside(me, manager, 3) == ()
     assert [e.level for e in me.sinks] == ["warning"] and "stay where they are" in me.sinks[0].text
+
+
+def damaged(step: int) -> CheckpointError:
+    return CheckpointError([Problem(where=f"step-{step}", value="gone", rule="is whole")], subject="checkpoint")
+
+
+def with_steps(path: Path, *steps: int, **config: Any) -> tuple[Any, CheckpointManager]:
+    me = rank(path, Recipe(checkpoint=CheckpointConfig(**config)))
+    for step in steps:
+        me.folder.checkpoints.of(step).mkdir(parents=True)
+    return me, CheckpointManager(me.folder.checkpoints.path)
+
+
+@pytest.mark.parametrize(("interval", "asynchronous", "beside"), [(4, True, True), (4, False, False), (0, True, False)])
+def test_checkpoints_that_the_end_of_a_run_alone_makes_are_written_at_once(
+    interval: int, asynchronous: bool, beside: bool, tmp_path: Path
+) -> None:
+    me, _ = with_steps(tmp_path, interval=interval, asynchronous=asynchronous)
+    assert open_checkpoints(me, group=None)._asynchronous is beside
+
+
+def test_a_step_that_is_named_has_no_other_to_fall_back_to(tmp_path: Path) -> None:
+    me, manager = with_steps(tmp_path, 3, 5, 7, step=5, fall_back=True)
+    assert start_candidates(me.recipe, manager.folder) == [5]
+    assert start_candidates(Recipe(checkpoint=CheckpointConfig(fall_back=True)), manager.folder) == [7, 5, 3]
+    assert start_candidates(Recipe(), manager.folder) == [7]
+
+
+def test_of_checkpoints_that_cannot_be_read_the_first_one_is_named() -> None:
+    class Folder:
+        def trained_text(self, step: int) -> str:
+            if step > 1:
+                raise damaged(step)
+            return "text"
+
+    folder: Any = Folder()
+    assert trained_text(folder, [7, 5, 1]) == "text" and trained_text(folder, []) is None
+    with pytest.raises(CheckpointError, match="step-7"):
+        trained_text(folder, [7, 5])
+
+
+def test_checkpoints_that_were_passed_over_are_told_from_the_newest_down() -> None:
+    def load(step: int) -> int:
+        if step > 3:
+            raise damaged(step)
+        return step
+
+    found = load_newest([7, 5, 3], load, why="x")
+    assert found is not None and found.step == 3 and found.damaged_steps == (7, 5)
+    assert ["step-7" in str(found.damaged[0]), "step-5" in str(found.damaged[1])] == [True, True]
+    with pytest.raises(FinalError, match=r"(?s)^nothing is left, and no checkpoint.*step-7.*step-5"):
+        load_newest([7, 5], load, why="nothing is left")
+    assert load_newest([], load, why="x") is None
+
+
+def test_a_start_that_goes_back_sets_aside_what_is_later(tmp_path: Path) -> None:
+    me, manager = with_steps(tmp_path, 3, 5, 7, step=3)
+    assert load_start(me, manager, [3], lambda step: step) == 3
+    assert manager.folder.steps() == [3] and manager.folder.set_aside() == ["step-00000005", "step-00000007"]
+    assert [e.level for e in me.sinks] == ["info"] and "checkpoints after step 3 are now" in me.sinks[0].text
+
+
+def test_a_start_behind_damaged_checkpoints_sets_them_aside_and_says_why(tmp_path: Path) -> None:
+    me, manager = with_steps(tmp_path, 3, 5, 7, fall_back=True)
+
+    def load(step: int) -> int:
+        if step > 3:
+            raise damaged(step)
+        return step
+
+    assert load_start(me, manager, [7, 5, 3], load) == 3
+    assert manager.folder.steps() == [3] and manager.folder.set_aside() == ["step-00000005", "step-00000007"]
+    (note,) = me.sinks
+    assert note.level == "warning" and "step-7" in note.text and "resumes from that of step 3" in note.text
 
 
 def test_the_recipe_that_is_kept_goes_back_nowhere_and_names_no_host() -> None:
