@@ -70,6 +70,17 @@ def test_scripts_parse(name: str) -> None:
     parses((LAUNCH / name).read_text())
 
 
+@pytest.mark.parametrize(("name", "address", "found"), [
+    ("here", "", "here"), ("n1", "10.0.0.7", "10.0.0.7"), ("n1", "fd00::7", "[fd00::7]"),
+])  # fmt: skip
+def test_a_node_whose_name_does_not_resolve_is_called_by_its_address(name: str, address: str, found: str) -> None:
+    function = re.search(r"^address_of\(\) \{.*?^\}", (LAUNCH / "slurm.sh").read_text(), re.M | re.S)
+    assert function is not None
+    stand_ins = f'getent() {{ [ "$2" = here ]; }}\nscontrol() {{ printf "NodeName=$3\\n   NodeAddr={address} NodeHostName=$3\\n"; }}'
+    line = f"{stand_ins}\n{function[0]}\naddress_of {name}"
+    assert subprocess.run(["bash", "-c", line], capture_output=True, text=True).stdout == f"{found}\n"
+
+
 def test_a_host_that_was_put_out_is_started_again() -> None:
     script = (LAUNCH / "slurm.sh").read_text()
     ends = re.search(r"case \$code in\n\s+([0-9 |]+)\) exit .*\n\s+([0-9]+)\).*scontrol requeue", script)

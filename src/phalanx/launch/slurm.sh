@@ -47,8 +47,8 @@ export PHALANX_CREDENTIALS="${PHALANX_CREDENTIALS:-$HOME/.phalanx-credentials.pe
 # InfiniBand locks memory, and the limit may come from the node that the job was submitted on. Without it NCCL fails, or uses TCP and says so with NCCL_DEBUG=INFO alone (NET/Socket in the place of NET/IB).
 [ "$DEVICE" = cpu ] || ulimit -l unlimited 2> /dev/null || echo "locked memory is limited to $(ulimit -l) KiB, which InfiniBand may not do with" >&2
 
-address_of() { # of a node: its name where that resolves, else what SLURM calls it by
-    if getent hosts "$1" > /dev/null; then echo "$1"; else scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'; fi
+address_of() { # of a node: its name where that resolves, else what SLURM calls it by, of IPv6 in brackets
+    if getent hosts "$1" > /dev/null; then echo "$1"; else scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p' | sed 's/.*:.*/[&]/'; fi
 }
 
 # The membership service lies beside the ranks, not inside one of them, on the first node of the run's first job, at a port of that job's.
