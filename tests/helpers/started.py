@@ -227,11 +227,12 @@ class _Hosts:
         """Nothing is held."""
 
 
-class _Groups:
+class _Groups(GroupCache):
     """Of a team: those that the pool has already."""
 
     def __init__(self, cache: GroupCache) -> None:
-        self.get = cache.get
+        super().__init__()
+        vars(self).update(vars(cache))
 
     def all(self) -> tuple[Any, ...]:
         return ()
