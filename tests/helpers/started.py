@@ -50,7 +50,7 @@ from phalanx.train.step import warmup
 Seen = dict[str, str]
 
 MEASURED = re.compile(
-    r"_s$|mfu|memory|seconds|bytes$|waited|clock|slowness|streaks|recipe_hash|^reused$|_outcomes|_owner$|_at$|_checkpoint$|^kept$"
+    r"(?<!wait)_s$|mfu|memory|seconds|bytes$|waited|clock|slowness|streaks|recipe_hash|^reused$|_outcomes|_owner$|_at$|_checkpoint$|^kept$"
 )
 """Fields of events and attributes that differ from run to run: they hold what a machine took, or (`kept`, of an `ElasticRun`) whether another rank of the pool had written the recipe by then."""
 TAKEN = re.compile("_s$")
