@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import numpy
 import pytest
 
 import phalanx
-from phalanx.api.programs import ProgramError
+from phalanx.api import training
+from phalanx.api.programs import Program, ProgramError, start
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.events import Event, StepEnded
 
@@ -60,6 +62,26 @@ def test_what_a_callback_raises_comes_back_when_the_run_has_saved() -> None:
         phalanx.train_model("recipes/tiny.toml", {**SMALL, "train.steps": 500}, callbacks=[wrong], show=False)
     status = phalanx.open_run("runs/tiny").status
     assert status["status"] == "interrupted" and status["checkpoint_step"] == status["step"] >= 3
+
+
+def test_callbacks_that_cannot_be_called_are_refused_before_anything_starts() -> None:
+    for wrong in (print, "print", [print, 3], None):
+        with pytest.raises(ConfigError, match=r"callbacks.*: must be a list of functions.*use callbacks=\[print\]"):
+            phalanx.train_model("recipes/tiny.toml", SMALL, callbacks=wrong)  # type: ignore[arg-type]
+    assert not Path("runs").exists()
+
+
+def test_a_run_that_cannot_be_followed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    started: list[Program] = []
+    monkeypatch.setattr(training, "start", lambda words: started.append(start(words)) or started[0])
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        phalanx.train_model("recipes/tiny.toml", {**SMALL, "train.steps": 100_000})
+    monkeypatch.undo()
+    assert started[0].communicate(timeout=60) and started[0].returncode != 0
 
 
 @pytest.mark.core

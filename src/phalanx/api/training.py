@@ -42,15 +42,22 @@ def train_model(
     rule, hint = "has no effect: a program gets the events of its run", "use callbacks, or show"
     taken = [n for n in ("observe.console", "observe.log_interval") if n in (settings or {})]
     problems = [Problem(where=n, value=(settings or {})[n], rule=rule, hint=hint) for n in taken]
+    if not (isinstance(callbacks, Iterable) and all(map(callable, callbacks := tuple(callbacks)))):
+        rule, hint = "must be a list of functions, each of which takes an event", "use callbacks=[print]"
+        problems.append(Problem(where="callbacks", value=callbacks, rule=rule, hint=hint))
     raise_if(problems, ConfigError, subject="the arguments")
+    told = (*callbacks, *([_Shown()] if show else []))
     with recipe_words(recipe, settings) as given:
         trusted = trust or given.is_own
         quiet = ("--observe.console=json", "--observe.log_interval=none")
         checked = _checked(given.path, (*given.overrides, *quiet), trust=trusted)
         flags = ["--trust"] if trusted else []
         program = start(["train", *given.words, *quiet, *flags])
-        watch = _Watch(callbacks=(*callbacks, *([_Shown()] if show else [])), program=program)
-        watch.follow()
+        try:
+            _Watch(callbacks=told, program=program).follow()
+        except BaseException:
+            program.terminate()  # it has ended, but where nobody could follow it
+            raise
     return open_run(Path(checked.run.folder) / checked.run.name)
 
 
