@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import phalanx
+from phalanx.api.recipe_words import recipe_words
 from phalanx.cli.launching import Request, read_recipe
-from phalanx.core.config import LaunchConfig, Recipe
-from phalanx.core.errors import ConfigError
+from phalanx.core.config import LaunchConfig, PipelineConfig, Recipe, TrainConfig
+from phalanx.core.errors import ConfigError, PhalanxError
 from phalanx.core.recipe import Device, dump_recipe, load_recipe
 from phalanx.plan import run_problems
 from phalanx.runtime.processes import device_here
@@ -58,6 +61,26 @@ def test_a_launcher_says_how_many_ranks_are_here(monkeypatch: pytest.MonkeyPatch
     for name, value in world.items():
         monkeypatch.setenv(name, value)
     assert read_recipe(Request(recipe_path=None, overrides=(), dry_run=False), world=4).launch.device == "cuda"
+
+
+def test_a_recipe_of_a_program_goes_to_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = phalanx.load_recipe("tiny")
+    assert recipe.launch.device == "auto" and phalanx.predict(recipe, "h100x4").step.seconds > 0
+    monkeypatch.setattr("phalanx.cli.launching.request._device_here", lambda recipe: "cuda")
+    with recipe_words(recipe, {"run.name": "here"}) as words:
+        read = read_recipe(Request(recipe_path=words.path, overrides=words.overrides, dry_run=False), world=None)
+    assert (read.launch.device, read.run.name) == ("cuda", "here")
+    assert '# pair_passes: no effect where launch.device = "cuda"' in dump_recipe(recipe)
+
+
+def test_what_is_wrong_with_a_recipe_of_a_program_names_no_file_of_ours() -> None:
+    wrong = Recipe(train=TrainConfig(steps=0), pipeline=PipelineConfig(virtual=3))
+    for work in (phalanx.load_recipe, partial(phalanx.predict, cluster="h100x4"), phalanx.train_model):
+        with pytest.raises(ConfigError, match=r"recipe: pipeline.virtual = 3: has no effect") as caught:
+            work(wrong)
+        assert {p.where for p in caught.value.problems} == {"recipe: train.steps", "recipe: pipeline.virtual"}
+    with pytest.raises(PhalanxError, match=r"recipe: train.steps = 0: must be at least 1"):
+        phalanx.verify_mapping(wrong)
 
 
 def test_its_problem_comes_with_the_others() -> None:

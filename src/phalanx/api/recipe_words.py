@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.api.programs import ProgramError
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError, Problem, ProblemsError
 from phalanx.core.reading import toml_value
 from phalanx.core.recipe import dump_recipe
 
@@ -44,7 +45,13 @@ def recipe_words(recipe: RecipeLike, settings: Settings | None) -> Iterator[Reci
     with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
         path = Path(folder) / "recipe.toml"
         path.write_text(dump_recipe(recipe), encoding="utf-8")
-        yield RecipeWords(path=str(path), overrides=overrides, is_own=True)
+        try:
+            yield RecipeWords(path=str(path), overrides=overrides, is_own=True)
+        except ProblemsError as error:  # the file is nothing that its user knows
+            problems = [replace(p, where=p.where.replace(str(path), "recipe")) for p in error.problems]
+            raise type(error)(problems, subject=error.subject) from None
+        except ProgramError as error:
+            raise ProgramError(str(error).replace(str(path), "recipe"), exit_code=error.exit_code) from None
 
 
 def as_word(value: object) -> str:

@@ -310,9 +310,13 @@ def _read_overrides(reading: _Reading, overrides: Sequence[str]) -> None:
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as TOML with the meaning of each setting beside it.
 
-    Left out (as comments): settings that are not set, and defaults that have no effect in this run.
+    Left out (as comments): settings that are not set, and defaults that have no effect in this run, or on one of the devices that "auto" may be.
     """
-    inert = inert_settings(recipe)
+    devices: tuple[Device, ...] = ("cuda", "cpu") if recipe.launch.device == "auto" else ()
+    either = [inert_settings(replace(recipe, launch=replace(recipe.launch, device=d))) for d in devices]
+    now = inert_settings(recipe)
+    inert = {name: f"because {effect.reason}" for name, effect in now.items()}
+    inert |= {n: f"where {effect.reason}" for found in either for n, effect in found.items() if n not in now}
     docs = section_docs()
     lines = ["# Everything that decides this run. `phalanx train` with this file gives the same run again."]
     for setting in describe_settings():
@@ -323,7 +327,7 @@ def dump_recipe(recipe: Recipe) -> str:
         if value is None:
             lines.append(f"# {setting.key}: not set. {setting.doc}")
         elif setting.name in inert and value == setting.default:
-            lines.append(f"# {setting.key}: no effect because {inert[setting.name].reason}")
+            lines.append(f"# {setting.key}: no effect {inert[setting.name]}")
         else:
             lines += [f"# {setting.doc}", f"{setting.key} = {toml_value(value)}"]
     return "\n".join(lines) + "\n"
