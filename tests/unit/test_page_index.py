@@ -504,11 +504,14 @@ def test_ends_of_members_do_not_end_the_run(tmp_path: Path) -> None:
     assert read(tmp_path).course.ended is None
 
 
-def test_a_start_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    refused = RunEnded(step=0, reason="ConfigError: 1 problem with the recipe:", seconds=1.0)
+@pytest.mark.parametrize("error", ["ConfigError", "CheckpointError", "DataError", "FinalError"])
+def test_a_start_that_is_refused_leaves_the_run_as_it_was(error: str, tmp_path: Path) -> None:
+    refused = RunEnded(step=0, reason=f"{error}: 1 problem with what it found:", seconds=1.0)
     log(tmp_path, refused)
     assert read(tmp_path).course.ended["reason"] == read_history(tmp_path).ended["reason"] == refused.reason  # type: ignore[index]
     log(tmp_path, started(), ended(1), RunEnded(step=1, reason="finished", seconds=1.0), refused)
     assert read(tmp_path).course.ended["reason"] == read_history(tmp_path).ended["reason"] == "finished"  # type: ignore[index]
+    log(tmp_path, started(), ended(2), refused)  # not at its start
+    assert read(tmp_path).course.ended["reason"] == read_history(tmp_path).ended["reason"] == refused.reason  # type: ignore[index]
     log(tmp_path, RunEnded(step=1, reason="RunError: no room", seconds=1.0))
     assert read(tmp_path).course.ended["reason"] == read_history(tmp_path).ended["reason"] == "RunError: no room"  # type: ignore[index]

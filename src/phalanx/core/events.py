@@ -441,8 +441,8 @@ class RunEnded(Event):
 
 
 def was_refused(reason: str) -> bool:
-    """Whether `RunEnded` tells of a start that was refused, as for a wrong setting: what the run was before, it is still."""
-    return reason.startswith("ConfigError:")
+    """Whether `RunEnded`, after another end, tells of a start that was refused, as for a wrong setting or checkpoint: what the run was before, it is still."""
+    return reason.startswith(("ConfigError:", "CheckpointError:", "DataError:", "FinalError:"))
 
 
 class Emit(Protocol):
