@@ -212,8 +212,10 @@ def _problems(message: str, parser: argparse.ArgumentParser) -> list[Problem]:
         return [_missing(name, parser, also) for name in re.findall(r"^(--[\w-]+|[A-Z][A-Z_-]+)\b", message, re.M)]
     if found := re.search(r"argument (\S+?):\s*invalid (\w+) value:\s*'(.*)'", message, re.S):
         return [_of_type(found[1].split("/")[-1], found[3], found[2], parser)]
-    if found := re.search(r"Error parsing (\S+):.*?(int|float)\b.*?'(.*?)'", message, re.S):
-        return [_of_type(found[1], found[3], found[2], parser)]
+    if found := re.search(
+        r"Error parsing (\S+):.*?\b(?:for|to)\s+(int|float)\b[^'\"]*(['\"])(.*?)\3$", message, re.S | re.M
+    ):
+        return [_of_type(found[1], found[4], found[2], parser)]
     if found := re.search(r"argument (\S+?):\s*invalid choice:\s*'(.*)'\s*\(choose from (.+)\)", message, re.S):
         return [_not_of(found[1], found[2], re.findall(r"[^\s',]+", found[3]))]
     if found := re.search(r"invalid choice '(.*)' for argument\s+'(\S+)'.*?\((.+?)\)", message, re.S):
@@ -242,7 +244,7 @@ def _as_in(name: str, parser: argparse.ArgumentParser) -> str:
     action = _action(name, parser)
     if action is None or not isinstance(action.help, str):
         return ""
-    shape = action.metavar if isinstance(action.metavar, str) and name.startswith("-") else ""
+    shape = action.metavar.removeprefix("{None}|") if isinstance(action.metavar, str) and name.startswith("-") else ""
     text = re.sub(r"\s*\((?:required|default[^)]*)\)", "", " ".join(action.help.split())).partition(". ")[0].rstrip(".")
     return f"write {name}{f' {shape}' if shape else ''}: {text[:1].lower()}{text[1:]}"
 
