@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -16,6 +17,7 @@ import pytest
 import phalanx
 from phalanx.api import training
 from phalanx.api.programs import Program, ProgramError, start
+from phalanx.api.runs import RunHandle
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.events import Event, StepEnded
 
@@ -84,6 +86,30 @@ def test_a_run_that_cannot_be_followed_ends(monkeypatch: pytest.MonkeyPatch) -> 
     assert started[0].communicate(timeout=60) and started[0].returncode != 0
 
 
+@pytest.mark.parametrize(
+    ("work", "says"),
+    [
+        (lambda: phalanx.load_recipe(3), "recipe = 3: must be a Recipe, a file"),
+        (lambda: phalanx.load_recipe("tiny", ["train.steps"]), r"settings = \['train.steps'\]: must be a dict"),
+        (lambda: phalanx.make_plan("tiny", "train.steps"), "settings = 'train.steps': must be a dict"),
+        (lambda: phalanx.train_model("tiny", 3), "settings = 3: must be a dict"),
+        (lambda: phalanx.predict("tiny", 64), 'cluster = 64: must be text; use "h100x64"'),
+        (lambda: phalanx.search(None, "h100x8"), "model: must be text; use"),
+        (lambda: phalanx.search(phalanx.Recipe(), 8), "2 problems with the arguments"),
+        (lambda: phalanx.verify_mapping("tiny", ranks="two"), "ranks = 'two': must be a whole number, at least 1"),
+        (lambda: phalanx.verify_mapping("tiny", dtype=64), "dtype = 64: is not known; legal: bfloat16, float32"),
+        (lambda: phalanx.open_run(None), 'folder: must be the folder of a run; use "runs/laptop"'),
+        (lambda: RunHandle(Path("x")).generate(5), 'prompt = 5: must be text; use "import "'),
+        (lambda: RunHandle(Path("x")).generate(tokens="5", temperature="hot"), "tokens = '5': must be a whole number"),
+        (lambda: RunHandle(Path("x")).export(None), 'folder: must be a path; use "exported"'),
+        (lambda: RunHandle(Path("x")).export("y", dtype=16), 'dtype = 16: must be text or None; use "bfloat16"'),
+    ],
+)
+def test_arguments_of_another_kind_are_named(work: Callable[[], object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        work()
+
+
 @pytest.mark.core
 def test_errors_come_before_anything_starts_or_with_what_the_program_said() -> None:
     with pytest.raises(ConfigError) as found:
@@ -130,7 +156,7 @@ def test_plans_and_predictions_start_nothing() -> None:
     assert plan.to_dict()["parameters"] == plan.spec.num_params
     best = phalanx.search("olmoe-1b-7b", "h100x8", global_batch=64).best[0]
     predicted = phalanx.predict("recipes/tiny.toml", "h100x4", {"train.global_batch": 32})
-    assert best.fits and predicted.step.seconds > 0
+    assert best.fits and predicted.step.seconds > 0 and phalanx.predict(None, "h100x4").step.seconds > 0
     with pytest.raises(ConfigError) as found:
         phalanx.search("olmoe-1b-8b", "h100y8")
     assert len(found.value.problems) == 2 and "olmoe-1b-7b" in str(found.value)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from phalanx.api.recipe_words import RecipeLike, Settings, recipe_words
+from phalanx.api.recipe_words import RecipeLike, Settings, count_problems, recipe_words
 from phalanx.cli.launching import Request, read_recipe
 from phalanx.cli.predicting.arguments import model_named, precision_problems
 from phalanx.cli.predicting.dry_run import describe, machine_here, rank_estimates, tokenizer_vocab
 from phalanx.cli.predicting.recipe import predict_recipe
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
+from phalanx.core.errors import ConfigError, Problem, nearest, of_kind, raise_if
 from phalanx.core.recipe import no_device
 from phalanx.plan import resolve_shape
 from phalanx.plan.mapping import AnyFolding
@@ -33,7 +32,7 @@ def load_recipe(recipe: RecipeLike = None, settings: Settings | None = None, *, 
 
     Raises `ConfigError` with every problem.
     """
-    raise_if([] if ranks is None else _count_problems({"ranks": ranks}), ConfigError, subject="the arguments")
+    raise_if([] if ranks is None else count_problems({"ranks": ranks}), ConfigError, subject="the arguments")
     with recipe_words(recipe, settings) as words:
         request = Request(recipe_path=words.path, overrides=words.overrides, dry_run=True, trust=words.is_own)
         return read_recipe(request, world=ranks, auto_device=no_device)  # it may go to a machine of another kind
@@ -87,10 +86,8 @@ def make_plan(recipe: RecipeLike = None, settings: Settings | None = None, *, ra
 def predict(recipe: RecipeLike, cluster: str, settings: Settings | None = None) -> Prediction:
     """Time, memory and rates of a step of `recipe` on a cluster that need not be here, such as `h100x64` or `FILE.toml:64`. Raises `ConfigError` or `PlanError`."""
     with recipe_words(recipe, settings) as words:
-        if words.path is None:
-            problem = Problem(where="recipe", value=None, rule="must be given", hint='use "laptop", or a file')
-            raise ConfigError([problem], subject="the arguments")
-        return predict_recipe(Path(words.path), cluster, words.overrides)
+        raise_if(_name_problems(cluster=cluster), ConfigError, subject="the arguments")
+        return predict_recipe(None if words.path is None else Path(words.path), cluster, words.overrides)
 
 
 def search(
@@ -107,7 +104,7 @@ def search(
 
     `seq_len` is tokens, `global_batch` sequences of a step, `routing` how tokens meet experts (`balanced`: evenly, as in benchmarks), `keep` how many are timed exactly. Raises `ConfigError`, or `PlanError` where nothing is legal or fits.
     """
-    problems = _count_problems({"seq_len": seq_len, "global_batch": global_batch, "keep": keep})
+    problems = count_problems({"seq_len": seq_len, "global_batch": global_batch, "keep": keep})
     if routing not in (kinds := get_args(Routing)):
         problems.append(Problem(where="routing", value=routing, rule="is not known", hint=nearest(routing, kinds)))
     spec, found = _named(model, cluster, precision, problems)
@@ -115,18 +112,20 @@ def search(
     return search_mappings(job, found, precision=precision, keep=keep, base=base_mapping(RouterModel(kind=routing)))
 
 
-def _count_problems(counts: Mapping[str, object]) -> list[Problem]:
+def _name_problems(**names: object) -> list[Problem]:
+    """Of arguments that must be text."""
+    legal = {"model": "olmoe-1b-7b", "cluster": "h100x64"}
     return [
-        Problem(where=name, value=value, rule="must be a whole number, at least 1", hint="use 1 or more")
-        for name, value in counts.items()
-        if type(value) is not int or value < 1
+        p for name, value in names.items() for p in of_kind(name, value, str, "must be text", f'use "{legal[name]}"')
     ]
 
 
 def _named(model: str, cluster: str, precision: str, problems: list[Problem]) -> tuple[ModelSpec, GpuCluster]:
     """Raises `ConfigError` with `problems` and its own."""
     found: list[Any] = []
-    for read, name in ((model_named, model), (parse_cluster, cluster)):
+    strange = _name_problems(model=model, cluster=cluster)
+    problems += strange
+    for read, name in () if strange else ((model_named, model), (parse_cluster, cluster)):
         try:
             found.append(read(name))
         except ConfigError as error:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.api.programs import ProgramError, complaint, start
-from phalanx.api.recipe_words import RecipeLike, Settings, recipe_words
+from phalanx.api.recipe_words import RecipeLike, Settings, count_problems, recipe_words
+from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.reading import load_json
 
 
@@ -42,6 +43,11 @@ def verify_mapping(
 
     Without a recipe and settings: every legal mapping of the ranks. Raises `ConfigError` or `ProgramError` where it cannot be run; what differs is in the result.
     """
+    problems = [] if ranks is None else count_problems({"ranks": ranks})
+    legal = ("float64", "float32", "bfloat16")
+    if dtype not in legal:
+        problems.append(Problem(where="dtype", value=dtype, rule="is not known", hint=nearest(str(dtype), legal)))
+    raise_if(problems, ConfigError, subject="the arguments")
     with recipe_words(recipe, settings) as given, tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
         out = Path(folder) / "proof.json"
         more = ["--ranks", str(ranks)] if ranks is not None else []

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.api.programs import ProgramError
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, Problem, ProblemsError
+from phalanx.core.errors import ConfigError, Problem, ProblemsError, of_kind, raise_if
 from phalanx.core.reading import toml_value
 from phalanx.core.recipe import dump_recipe
 
@@ -37,7 +37,12 @@ class RecipeWords:
 
 @contextlib.contextmanager
 def recipe_words(recipe: RecipeLike, settings: Settings | None) -> Iterator[RecipeWords]:
-    """The words of a command line for `recipe` with `settings` changed. A `Recipe` lies in a file of its own meanwhile."""
+    """The words of a command line for `recipe` with `settings` changed. A `Recipe` lies in a file of its own meanwhile. Raises `ConfigError` for what is neither."""
+    one, rule = 'use "laptop"', "must be a Recipe, a file, a name that comes with Phalanx, or None"
+    problems = of_kind("recipe", recipe, Recipe | str | Path | None, rule, one)
+    rule = "must be a dict of settings by name"
+    problems += of_kind("settings", settings, Mapping | None, rule, 'use {"train.steps": 30}')
+    raise_if(problems, ConfigError, subject="the arguments")
     overrides = tuple(f"--{name}={as_word(value)}" for name, value in (settings or {}).items())
     if not isinstance(recipe, Recipe):
         yield RecipeWords(path=None if recipe is None else str(recipe), overrides=overrides, is_own=False)
@@ -59,6 +64,15 @@ def as_word(value: object) -> str:
     if isinstance(value, str | Path):
         return str(value)
     return "none" if value is None else toml_value(value, default=_plain)
+
+
+def count_problems(counts: Mapping[str, object]) -> list[Problem]:
+    """Of arguments by name."""
+    return [
+        Problem(where=name, value=value, rule="must be a whole number, at least 1", hint="use 1 or more")
+        for name, value in counts.items()
+        if type(value) is not int or value < 1
+    ]
 
 
 def _plain(value: object) -> object:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.launching import is_run_of
 from phalanx.core.config import RECIPE_FILE, STATUS_FILE, Recipe
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError, Problem, of_kind, raise_if
 from phalanx.core.events import Event
 from phalanx.core.reading import load_json
 from phalanx.observe import METRICS, event_of, samples
@@ -79,6 +80,11 @@ class RunHandle:
         """The prompt and how the model of the newest checkpoint goes on, in this process. Raises `ConfigError` or `CheckpointError`."""
         from phalanx.cli.generate import GenerateArgs, continuation
 
+        problems = of_kind("prompt", prompt, str, "must be text", 'use "import "')
+        problems += of_kind("temperature", temperature, Real, "must be a number", "use 0.8")
+        for name, value, usual in (("tokens", tokens, 200), ("top_k", top_k, 50), ("seed", seed, 0)):
+            problems += of_kind(name, value, Integral, "must be a whole number", f"use {usual}")
+        raise_if(problems, ConfigError, subject="the arguments")
         options = GenerateArgs(
             run=self.folder, prompt=prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
         )
@@ -89,11 +95,17 @@ class RunHandle:
         """Write the model as a Hugging Face checkpoint into a new folder, and return that. Raises `ConfigError` or `CheckpointError`."""
         from phalanx.cli.export_hf import ExportArgs, export
 
+        problems = of_kind("folder", folder, str | Path, "must be a path", 'use "exported"')
+        problems += of_kind("dtype", dtype, str | None, "must be text or None", 'use "bfloat16"')
+        problems += of_kind("family", family, str | None, "must be text or None", 'use "mixtral"')
+        raise_if(problems, ConfigError, subject="the arguments")
         return export(ExportArgs(run=self.folder, dir=Path(folder), dtype=dtype, family=family)).target
 
 
 def open_run(folder: str | Path) -> RunHandle:
     """The run in `folder`, such as `runs/laptop`. Raises `ConfigError` where there is none."""
+    wrong = of_kind("folder", folder, str | Path, "must be the folder of a run", 'use "runs/laptop"')
+    raise_if(wrong, ConfigError, subject="the arguments")
     found = Path(folder)
     if not (found / RECIPE_FILE).is_file():
         rule, hint = f"is not the folder of a run: it has no {RECIPE_FILE}", "give one such as runs/laptop"

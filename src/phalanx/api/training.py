@@ -6,7 +6,7 @@ import json
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,15 +39,15 @@ def train_model(
 
     What a callback raises stops the run, which saves, and is raised again; so is KeyboardInterrupt. Raises `ConfigError` before anything starts, `ProgramError` where the run ends with an error.
     """
-    rule, hint = "has no effect: a program gets the events of its run", "use callbacks, or show"
-    taken = [n for n in ("observe.console", "observe.log_interval") if n in (settings or {})]
-    problems = [Problem(where=n, value=(settings or {})[n], rule=rule, hint=hint) for n in taken]
-    if not (isinstance(callbacks, Iterable) and all(map(callable, callbacks := tuple(callbacks)))):
-        rule, hint = "must be a list of functions, each of which takes an event", "use callbacks=[print]"
-        problems.append(Problem(where="callbacks", value=callbacks, rule=rule, hint=hint))
-    raise_if(problems, ConfigError, subject="the arguments")
-    told = (*callbacks, *([_Shown()] if show else []))
     with recipe_words(recipe, settings) as given:
+        rule, hint = "has no effect: a program gets the events of its run", "use callbacks, or show"
+        taken = [n for n in ("observe.console", "observe.log_interval") if n in (settings or {})]
+        problems = [Problem(where=n, value=(settings or {})[n], rule=rule, hint=hint) for n in taken]
+        if not (isinstance(callbacks, Collection) and all(map(callable, callbacks))):
+            rule, hint = "must be a list of functions, each of which takes an event", "use callbacks=[print]"
+            problems.append(Problem(where="callbacks", value=callbacks, rule=rule, hint=hint))
+        raise_if(problems, ConfigError, subject="the arguments")
+        told = (*callbacks, *([_Shown()] if show else []))
         trusted = trust or given.is_own
         quiet = ("--observe.console=json", "--observe.log_interval=none")
         checked = _checked(given.path, (*given.overrides, *quiet), trust=trusted)

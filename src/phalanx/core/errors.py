@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import UnionType
 from typing import Any
 
 MOST_SHOWN = 1000
@@ -133,6 +134,11 @@ def raise_if(problems: Sequence[Problem], error: type[ProblemsError], *, subject
     """Raise ``error`` with all ``problems``, if there are any."""
     if problems:
         raise error(problems, subject=subject)
+
+
+def of_kind(where: str, value: object, kind: type | UnionType, rule: str, hint: str) -> list[Problem]:
+    """A problem where an argument of a Python program is of no such kind."""
+    return [] if isinstance(value, kind) else [Problem(where=where, value=value, rule=rule, hint=hint)]
 
 
 def few(problems: Sequence[Problem]) -> list[Problem]:

@@ -21,7 +21,7 @@ from phalanx.simulate.step import Prediction, predict
 
 
 def predict_recipe(
-    path: Path,
+    path: Path | None,
     cluster_name: str,
     overrides: Sequence[str],
     *,
@@ -33,7 +33,7 @@ def predict_recipe(
 
 
 def read_and_predict(
-    path: Path,
+    path: Path | None,
     cluster_name: str,
     overrides: Sequence[str],
     *,
