@@ -47,7 +47,7 @@ def train_model(
             rule, hint = "must be a list of functions, each of which takes an event", "use callbacks=[print]"
             problems.append(Problem(where="callbacks", value=callbacks, rule=rule, hint=hint))
         raise_if(problems, ConfigError, subject="the arguments")
-        told = (*callbacks, *([_Shown()] if show else []))
+        told: Sequence[Callback] = (*callbacks, *([_Shown()] if show else []))
         trusted = trust or given.is_own
         quiet = ("--observe.console=json", "--observe.log_interval=none")
         checked = _checked(given.path, (*given.overrides, *quiet), trust=trusted)
