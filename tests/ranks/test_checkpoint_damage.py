@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,37 @@ def test_other_model_names_the_fields(two: CheckpointManager) -> None:
     assert {p.where for p in info.value.problems} == {"model.hidden", "model.top_k"}
     assert "model.hidden = 64: the checkpoint was written with 32" in str(info.value)
     assert "--run.name" in str(info.value)
+
+
+def test_what_only_training_reads_of_a_model_may_change(two: CheckpointManager) -> None:
+    """What must stay is told by the names of settings."""
+
+    def fields(**router: object) -> dict[str, Any]:
+        return FIELDS | {"router": FIELDS["router"] | router}
+
+    assert two.read_state(2, model=fields(aux_loss=0.5, z_loss=0.5)).step == 2
+    with pytest.raises(CheckpointError, match="1 problem with settings that must stay") as info:
+        two.read_state(2, model=fields(aux_loss=0.5, scale=2.0))
+    assert [p.where for p in info.value.problems] == ["router.scale"]
+    rate = FIELDS["router"]["bias_rate"]
+    with pytest.raises(CheckpointError, match=r"router.bias_rate = .* with 0 there are no biases of experts"):
+        two.read_state(2, model=fields(bias_rate=0.0 if rate else 0.1))
+    with pytest.raises(CheckpointError) as info:
+        two.read_state(2, model=FIELDS | {"name": "other", "yarn": {"factor": 2.0}})
+    assert [p.where for p in info.value.problems] == ["model.preset", "model.yarn_factor"]
+
+
+def test_another_type_of_state_is_one_problem_of_its_setting(two: CheckpointManager) -> None:
+    wide = make_state(0, GroupCache(), Mapping(1), dtype=torch.float64).boxes()
+    plain = make_state(0, GroupCache(), Mapping(1)).boxes()
+    narrow = [replace(b, tensor=b.tensor.bfloat16()) if b.name.startswith("exp_avg") else b for b in plain]
+    for boxes, where, says in (
+        (wide, "train.dtype", f"in {len(wide)} tensors, such as master/embedding.weight; state is never converted; use train.dtype = float32 or"),
+        (narrow, "optim.state_dtype", "has torch.bfloat16 and the checkpoint has torch.float32 in"),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError) as info:
+            two.load(boxes, step=2)
+        assert [p.where for p in info.value.problems] == [where] and says in str(info.value)
 
 
 def test_other_tensors_are_named(two: CheckpointManager) -> None:

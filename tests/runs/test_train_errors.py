@@ -1,6 +1,7 @@
 """Whatever goes wrong with a run ends in one clear message, exit code 2, and nothing saved before is damaged."""
 
 import os
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -131,6 +132,19 @@ def test_other_model_in_the_same_folder(run: CheckpointFolder, base: Path, recov
     assert "model.hidden = 64: the checkpoint was written with 32" in done.stderr and "--run.name" in done.stderr
     assert checkpoints(base).steps() == [2, 4]
     assert kept == {p: p.read_text() for p in (base / "runs" / "run").glob("recipe*.toml")}, "the recipe of the run"
+
+
+def test_settings_that_may_change_under_way_and_those_that_must_stay(run: CheckpointFolder, base: Path) -> None:
+    """Which also says that the run is still as it was."""
+    shutil.copytree(base / "runs" / "run", base / "runs" / "other")
+    done = again(base, run__name="other", router__scale=2, router__aux_loss=0.5)
+    assert done.returncode == 2 and "router.scale = 2.0: the checkpoint was written with 1.0" in done.stderr
+    assert "aux_loss" not in done.stderr and "settings that must stay" in done.stderr
+    (line,) = [line for line in phalanx("runs", str(base / "runs")).stdout.splitlines() if " other " in f" {line} "]
+    assert "finished" in line and "failed" not in line
+    done = again(base, run__name="other", router__aux_loss=0.5, observe__console="plain")
+    assert done.returncode == 0 and "router.aux_loss = 0.5 (was" in done.stdout
+    assert CheckpointFolder(base / "runs" / "other" / "checkpoints").newest() == 6
 
 
 def test_other_samples_in_the_same_folder(run: CheckpointFolder, base: Path) -> None:

@@ -381,7 +381,7 @@ class CheckpointManager:
         return self._first(lambda: self.folder.go_back(step))
 
     def read_state(self, step: int, *, model: Mapping[str, Any]) -> RunState:
-        """The run state of `step`, checked: every file is as it was written and the model is this run's.
+        """The run state of `step`, checked: every file is as it was written and the model is this run's, but for what only training reads of it.
 
         Raises `CheckpointError` naming damaged files with a way out, or the fields that differ. The ranks share the reading.
         """
@@ -390,12 +390,11 @@ class CheckpointManager:
 
         def work() -> None:
             state = self.folder.read_state(step)
-            strangers = differences(state.model, model, prefix="model")
             hint = f"go on with the recipe in {self.folder.path.parent}, or give this run another --run.name"
             raise_if(
-                [Problem(where=p.where, value=p.value, rule=p.rule, hint=hint) for p in strangers],
+                [replace(p, hint=hint) for p in _must_stay(state.model, model)],
                 CheckpointError,
-                subject=f"the checkpoint {self.folder.of(step)}, which belongs to another run",
+                subject=f"settings that must stay as they are in the checkpoint {self.folder.of(step)}",
             )
             damage = self.folder.damage(step, state, index=self._peers.rank, count=self._peers.size)
             raise_if(
@@ -441,6 +440,26 @@ class CheckpointManager:
         reader = known if known is not None and known.path == path else CheckpointReader(path)
         self._reader = reader if keep else None
         return reader
+
+
+TRAINING_ONLY = ("router.aux_loss", "router.z_loss", "router.bias_rate")
+"""Coefficients of a model that change none of its values: they may change under way, as learning rates may."""
+
+
+def _must_stay(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Problem]:
+    """What differs of two models and must not, by the names of settings."""
+    problems = []
+    for problem in differences(saved, current, prefix="model"):
+        name = problem.where.removeprefix("model.")
+        section, _, key = name.rpartition(".")
+        prefix = {"router": "router.", "yarn": "model.yarn_"}.get(section, "model.")
+        where = {"name": "model.preset", "yarn": "model.yarn_factor"}.get(name, prefix + key)
+        if where == "router.bias_rate" and not (saved["router"].get(key) and current["router"].get(key)):
+            problem = replace(problem, rule=f"{problem.rule}, and with 0 there are no biases of experts")
+        elif where in TRAINING_ONLY:
+            continue
+        problems.append(replace(problem, where=where))
+    return problems
 
 
 def _on_disk(work: Callable[[], T], path: Path) -> T:

@@ -363,7 +363,24 @@ def _misfits(
     out = [_misfit(boxes[0], saved.get(name)) for name, boxes in wanted.items()]
     extra = [] if names is None else sorted(saved.keys() - set(names))
     unknown = [Problem(where=n, value=saved[n].shape, rule="this model has no such tensor") for n in extra]
-    return few([p for p in out if p is not None]) + few(unknown)
+    return few([p for p in out if p is not None]) + few(unknown) + _other_types(saved, wanted)
+
+
+def _other_types(saved: Mapping[str, SavedTensor], wanted: Mapping[str, Sequence[BoxTensor]]) -> list[Problem]:
+    """A problem for each setting that gives tensors another type than the checkpoint has, not for each tensor."""
+    alike: dict[tuple[str, torch.dtype, torch.dtype], list[str]] = {}
+    for name, (box, *_) in wanted.items():
+        there, here = saved[name].torch_dtype if name in saved else box.tensor.dtype, box.tensor.dtype
+        if there != here:
+            is_moment = name.startswith("exp_avg") and torch.float64 not in (there, here)
+            alike.setdefault(("optim.state_dtype" if is_moment else "train.dtype", there, here), []).append(name)
+    problems = []
+    for (where, there, here), names in alike.items():
+        legal = "torch.float32 or bfloat16" if (where, there) == ("train.dtype", torch.float32) else str(there)
+        rule = f"this run has {here} and the checkpoint has {there} in {len(names)} tensors, such as {names[0]}; state is never converted"
+        hint = f"use {where} = {legal.removeprefix('torch.')}"
+        problems.append(Problem(where=where, value=None, rule=rule, hint=hint))
+    return problems
 
 
 def _misfit(box: BoxTensor, saved: SavedTensor | None) -> Problem | None:
@@ -371,10 +388,6 @@ def _misfit(box: BoxTensor, saved: SavedTensor | None) -> Problem | None:
         return Problem(where=box.name, value=box.shape, rule="is not in the checkpoint")
     if saved.shape != tuple(box.shape):
         return Problem(where=box.name, value=box.shape, rule=f"the checkpoint has shape {saved.shape}")
-    if saved.torch_dtype != box.tensor.dtype:
-        rule = f"the checkpoint has {saved.torch_dtype}; state is never converted"
-        hint = "use the train.dtype and optim.state_dtype it was saved with"
-        return Problem(where=box.name, value=str(box.tensor.dtype), rule=rule, hint=hint)
     return None
 
 
