@@ -13,7 +13,16 @@ from phalanx.cli import train as command
 from phalanx.cli.launching import Request, read_args, read_recipe
 from phalanx.cli.predicting import room
 from phalanx.cli.train import changed_settings, with_learning_rate
-from phalanx.core.config import MOST_LR, FoldingConfig, LaunchConfig, Recipe, RunConfig, TrainConfig
+from phalanx.core.config import (
+    MOST_LR,
+    DispatchConfig,
+    FoldingConfig,
+    LaunchConfig,
+    Recipe,
+    RouterConfig,
+    RunConfig,
+    TrainConfig,
+)
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.core.rules import recipe_problems
@@ -137,6 +146,26 @@ def test_what_changed_since_the_last_start_is_told_and_the_recipe_of_before_is_t
     assert load_recipe(tmp_path / "a" / "recipe-2.toml").train.steps == 7
     told = changed_settings(replace(first, train=TrainConfig(steps=400), launch=LaunchConfig(host="n2")))
     assert told == ["changed since the run was started last: train.steps = 400 (was 300)"]
+
+
+def test_what_depends_on_the_micro_batch_is_told_where_that_changed(tmp_path: Path) -> None:
+    from phalanx.data import ByteTokenizer
+
+    first = Recipe(run=RunConfig(name="a", folder=str(tmp_path)))
+    folder = RunFolder(tmp_path / "a")
+    folder.create()
+    folder.write_recipe(first, ByteTokenizer())
+    drops, other = DispatchConfig(policy="drop"), TrainConfig(micro_batch=4)
+    for router, dispatch, said in (
+        (RouterConfig(), DispatchConfig(), ["router.aux_scope"]),
+        (RouterConfig(), drops, ["router.aux_scope", "dispatch.policy"]),
+        (RouterConfig(aux_scope="global_batch"), DispatchConfig(), []),
+        (RouterConfig(aux_loss=0.0), DispatchConfig(), []),
+    ):
+        again = replace(first, router=router, dispatch=dispatch)
+        for train, right in ((other, said), (TrainConfig(), [])):
+            told = [line for line in changed_settings(replace(again, train=train)) if "with another" in line]
+            assert [line.partition(" = ")[0] for line in told] == right
 
 
 @pytest.mark.parametrize("text", ["", "[train]\nsteps = 'x'", "\0"])

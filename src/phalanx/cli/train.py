@@ -150,16 +150,26 @@ OF_A_START = ("launch.device", "launch.host", "launch.rack", "launch.keep_servic
 
 
 def changed_settings(recipe: Recipe) -> list[str]:
-    """A line for each setting that is not as it was when the run was started last."""
+    """A line for each setting that is not as it was when the run was started last, and for what follows from another micro-batch."""
     kept = _kept_recipe(recipe)
     if kept is None:
         return []
+    lines = []
+    if recipe.train.micro_batch != kept.train.micro_batch:
+        spec = resolve_model(recipe.model, recipe.router)
+        if spec.moe_layers and spec.router.aux_loss and spec.router.aux_scope == "micro_batch":
+            lines.append(
+                'router.aux_scope = "micro_batch": with another train.micro_batch the balancing loss is another'
+            )
+        if spec.moe_layers and recipe.dispatch.policy == "drop":
+            lines.append('dispatch.policy = "drop": with another train.micro_batch other rows are dropped')
     both = [(s.name, value_of(recipe, s.name), value_of(kept, s.name)) for s in describe_settings()]
-    return [
+    changed = [
         f"changed since the run was started last: {name} = {_word(now)} (was {_word(before)})"
         for name, now, before in both
         if now != before and name not in OF_A_START
     ]
+    return changed + lines
 
 
 def _word(value: object) -> str:
