@@ -1,6 +1,7 @@
 """Whatever goes wrong with a run ends in one clear message, exit code 2, and nothing saved before is damaged."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -145,6 +146,8 @@ def test_settings_that_may_change_under_way_and_those_that_must_stay(run: Checkp
     done = again(base, run__name="other", router__aux_loss=0.5, observe__console="plain")
     assert done.returncode == 0 and "router.aux_loss = 0.5 (was" in done.stdout
     assert CheckpointFolder(base / "runs" / "other" / "checkpoints").newest() == 6
+    (shown,) = re.findall(r"phalanx (train .*/other/recipe.toml --trust --train.steps 12)\s", done.stdout)
+    assert phalanx(*shown.split()).returncode == 0, "data.cache lies elsewhere, which the file alone may not say"
 
 
 def test_other_samples_in_the_same_folder(run: CheckpointFolder, base: Path) -> None:

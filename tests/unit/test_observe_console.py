@@ -426,6 +426,14 @@ def test_summary_of_a_run_that_talks() -> None:
     assert ("phalanx generate runs/laptop Hello --chat", "let it answer") in next_commands(summary(talks=True))
 
 
+def test_a_run_whose_recipe_needs_trust_is_gone_on_with_by_what_is_shown() -> None:
+    for done, word in ((300, " --train.steps 600"), (8, "")):
+        assert (
+            next_commands(summary(needs_trust=True, step=done))[0][0]
+            == f"phalanx train runs/laptop/recipe.toml --trust{word}"
+        )
+
+
 def test_summary_of_a_validation_that_is_older() -> None:
     console = pipe()
     print_summary(summary(step=92, validation_loss=4.1, validation_step=50, unigram_loss=6.0), console=console)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +26,7 @@ from phalanx.core.config import (
     RunConfig,
     TrainConfig,
 )
-from phalanx.core.errors import ConfigError
+from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.core.rules import recipe_problems
 from phalanx.plan import choose_recovery, default_lr
@@ -146,6 +149,28 @@ def test_what_changed_since_the_last_start_is_told_and_the_recipe_of_before_is_t
     assert load_recipe(tmp_path / "a" / "recipe-2.toml").train.steps == 7
     told = changed_settings(replace(first, train=TrainConfig(steps=400), launch=LaunchConfig(host="n2")))
     assert told == ["changed since the run was started last: train.steps = 400 (was 300)"]
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_full_disk_is_told_with_the_folder_that_cannot_be_claimed(
+    has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of any size are refused, as a full disk refuses them; so too where the file system has no locks."""
+
+    def none(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", none)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder = RunFolder(tmp_path / "a")
+    folder.create()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(RunError, match=r"/a: the run folder cannot be written \(File too large\).*run.folder"):
+            folder.lock()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_what_depends_on_the_micro_batch_is_told_where_that_changed(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from phalanx.core.process import say
 from phalanx.core.processor import Processor, this_processor
 from phalanx.core.reading import MOST_TOML, MalformedError, parse_toml, read_text, toml_value
 from phalanx.core.rules import EFFECTS, LIMITS, Effect, Limit, inert_settings, recipe_problems, value_of
+from phalanx.core.service_address import is_loopback
 from phalanx.core.settings import (
     IllegalValueError,
     Setting,
@@ -29,7 +30,7 @@ from phalanx.core.settings import (
 
 __all__ = [
     "EFFECTS", "LIMITS", "Effect", "Limit", "Setting", "describe_settings", "dump_recipe", "inert_settings",
-    "load_recipe", "native_dtype", "recipe_file", "recipe_problems", "value_of",
+    "load_recipe", "native_dtype", "recipe_file", "recipe_problems", "untrusted", "value_of",
 ]  # fmt: skip
 
 Check = Callable[[Recipe], Sequence[Problem]]
@@ -305,6 +306,32 @@ def _read_overrides(reading: _Reading, overrides: Sequence[str]) -> None:
             reading.add(where, "", f"needs a value, which {setting.rule}", f"write {where} {example}")
         else:
             reading.take(name, where, raw=text, text=True)
+
+
+def untrusted(recipe: Recipe, *, its_own: bool) -> list[tuple[str, Value, str]]:
+    """(setting, value, what it does) of what a recipe file alone may not decide. `its_own`: the file is that of the run folder that the recipe names."""
+    run, observe = recipe.run, recipe.observe
+    named, place = (
+        ("run.name", run.name) if _is_below(run.folder) else ("run.folder", run.folder)
+    )  # a name may be a link
+    listens = observe.prometheus_port is not None and not is_loopback(observe.prometheus_address or "localhost")
+    sends = observe.wandb_project is not None and observe.wandb_mode != "offline"
+    writes, joins = "writes outside of the present folder", "joins or keeps a run of several hosts"
+    rows: tuple[tuple[str, Value, bool, str], ...] = (
+        (named, place, not its_own and not _is_below(str(Path(run.folder) / run.name)), writes),
+        ("data.cache", recipe.data.cache, not _is_below(recipe.data.cache), writes),
+        ("resilience.service", recipe.resilience.service, recipe.resilience.service is not None, joins),
+        ("launch.keep_service", recipe.launch.keep_service, recipe.launch.keep_service, joins),
+        ("observe.prometheus_address", observe.prometheus_address, listens, "listens to other machines"),
+        ("observe.wandb_project", observe.wandb_project, sends, "sends this run to Weights & Biases"),
+        ("observe.sinks", observe.sinks, observe.sinks is not None, "gives this run to programs of other packages"),
+    )
+    return [(name, value, does) for name, value, wrong, does in rows if wrong]
+
+
+def _is_below(folder: str) -> bool:
+    """Whether a path of a recipe stays below the present folder."""
+    return Path(folder).resolve().is_relative_to(Path.cwd().resolve())
 
 
 def dump_recipe(recipe: Recipe) -> str:

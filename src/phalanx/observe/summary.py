@@ -43,6 +43,8 @@ class RunSummary:
     """What the model made of the prompt."""
     talks: bool = False
     """Whether it was trained on conversations."""
+    needs_trust: bool = False
+    """Whether its recipe file alone may not go on with it."""
 
     @property
     def finished(self) -> bool:
@@ -53,9 +55,10 @@ def next_commands(summary: RunSummary) -> tuple[tuple[str, str], ...]:
     """(command, what it does) that make sense after this run."""
     run, recipe = shlex.quote(str(summary.folder)), shlex.quote(str(summary.folder / RECIPE_FILE))
     name = summary.program
-    go_on = (f"{name} train {recipe}", f"go on from step {summary.step}")
+    train = f"{name} train {recipe}{' --trust' if summary.needs_trust else ''}"
+    go_on = (train, f"go on from step {summary.step}")
     said = ("Hello --chat", "let it answer") if summary.talks else (_beginning(summary.prompt), "let it write")
-    longer = (f"{name} train {recipe} --train.steps {2 * summary.total_steps}", "train twice as long")
+    longer = (f"{train} --train.steps {2 * summary.total_steps}", "train twice as long")
     return (
         longer if summary.finished else go_on,
         (f"{name} watch {run}", "its charts"),

@@ -29,6 +29,7 @@ from phalanx.core.events import (
 )
 from phalanx.core.messages import message
 from phalanx.core.process import flush_or_drop_output, say
+from phalanx.core.recipe import untrusted
 from phalanx.data import MicroBatch, PreparedData
 from phalanx.observe import RunSummary, print_summary, program_name
 from phalanx.plan.mapping import AnyFolding, LayerPlacements, StagePlan
@@ -71,6 +72,8 @@ class Outcome:
     sample: Sampled | None
     talks: bool
     """Trained on conversations."""
+    needs_trust: bool = False
+    """Its own recipe file goes on with it only where the command line trusts it."""
 
 
 LOADS_S = 5.0
@@ -270,6 +273,7 @@ class Reporter:
             unigram_loss=self.prepared.unigram_loss,
             sample=sample,
             talks=self.rank.recipe.data.chat_template is not None,
+            needs_trust=any(n != "launch.keep_service" for n, _, _ in untrusted(self.rank.recipe, its_own=True)),
         )
 
 
@@ -325,4 +329,5 @@ def _summary(folder: Path, outcome: Outcome, *, seconds: float) -> RunSummary:
         prompt=outcome.sample.prompt if outcome.sample is not None else "",
         text=outcome.sample.text if outcome.sample is not None else None,
         talks=outcome.talks,
+        needs_trust=outcome.needs_trust,
     )

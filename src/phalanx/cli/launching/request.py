@@ -18,8 +18,7 @@ from phalanx.core.config import RECIPE_FILE, STATUS_FILE, Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.process import say
 from phalanx.core.reading import toml_value
-from phalanx.core.recipe import AutoDevice, AutoDtype, Device, Dtype, load_recipe, native_dtype
-from phalanx.core.service_address import is_loopback
+from phalanx.core.recipe import AutoDevice, AutoDtype, Device, Dtype, load_recipe, native_dtype, untrusted
 from phalanx.plan import run_problems
 from phalanx.plan.recovery import wanted_ranks
 
@@ -148,36 +147,14 @@ def trust_problems(request: Request, recipe: Recipe) -> list[Problem]:
     if request.recipe_path is None or request.trust:
         return []
     given = _given(request)
-    run, observe = recipe.run, recipe.observe
-    home = Path(run.folder) / run.name
-    its_own = is_run_of(Path(request.recipe_path).parent, recipe)
-    named, place = (
-        ("run.name", run.name) if _is_below(run.folder) else ("run.folder", run.folder)
-    )  # a name may be a link
-    listens = observe.prometheus_port is not None and not is_loopback(observe.prometheus_address or "localhost")
-    sends = observe.wandb_project is not None and observe.wandb_mode != "offline"
-    writes, joins = "writes outside of the present folder", "joins or keeps a run of several hosts"
     found = []
-    for name, value, wrong, does in (
-        (named, place, not its_own and not _is_below(str(home)), writes),
-        ("data.cache", recipe.data.cache, not _is_below(recipe.data.cache), writes),
-        ("resilience.service", recipe.resilience.service, recipe.resilience.service is not None, joins),
-        ("launch.keep_service", recipe.launch.keep_service, recipe.launch.keep_service, joins),
-        ("observe.prometheus_address", observe.prometheus_address, listens, "listens to other machines"),
-        ("observe.wandb_project", observe.wandb_project, sends, "sends this run to Weights & Biases"),
-        ("observe.sinks", observe.sinks, observe.sinks is not None, "gives this run to programs of other packages"),
-    ):
-        if wrong and name not in given:
+    for name, value, does in untrusted(recipe, its_own=is_run_of(Path(request.recipe_path).parent, recipe)):
+        if name not in given:
             rule = f"{does}, which a recipe file alone may not decide"
             word = shlex.quote(toml_value(value) if isinstance(value, tuple) else f"{value}")
             hint = f"repeat it on the command line (--{name} {word}), or add --trust if the file is your own"
             found.append(Problem(where=name, value=value, rule=rule, hint=hint))
     return found
-
-
-def _is_below(folder: str) -> bool:
-    """Whether a path of a recipe stays below the present folder."""
-    return Path(folder).resolve().is_relative_to(Path.cwd().resolve())
 
 
 def _launch_problems(request: Request, recipe: Recipe, world: int | None) -> list[Problem]:

@@ -144,10 +144,12 @@ class RunFolder:
             ) from None
         except OSError:
             file.close()
-            return self._hold()
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+            with self._writing():
+                return self._hold()
+        with self._writing():
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
         return file
 
     def _hold(self) -> RunLock:
