@@ -386,6 +386,22 @@ def test_the_status_says_what_is_known(
     assert head["left_s"] == pytest.approx(99 * 0.73)
 
 
+@pytest.mark.parametrize("has_log", [True, False])
+def test_a_run_that_was_killed_before_its_first_event_is_not_starting_for_ever(has_log: bool, tmp_path: Path) -> None:
+    events = tmp_path / "run" / "events"
+    events.mkdir(parents=True)
+    if has_log:
+        (events / "rank-0.jsonl").touch()
+    for ago_s, status in ((60, "starting"), (3600, "silent")):
+        at_s = time.time() - ago_s
+        for path in (events, *events.iterdir()):
+            os.utime(path, (at_s, at_s))
+        (row,) = runs_command.list_runs(tmp_path)
+        assert (row["status"], row["reason"]) == (status, "no event was logged yet")
+        assert row["heard_s"] == pytest.approx(at_s, abs=1)
+        assert RunView(tmp_path / "run", id="r1").summary()["status"] == status
+
+
 def test_every_answer_is_json_of_finite_numbers(tmp_path: Path) -> None:
     folder = log(
         tmp_path / "run",

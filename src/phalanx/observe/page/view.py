@@ -28,6 +28,8 @@ GROUPS = 400
 MOST_VALIDATIONS = 1000
 SLICE_S = 0.1
 SILENT_S = 30.0
+STARTS_S = 600.0
+"""Of text that is prepared before the first event nothing is heard for minutes."""
 PEEK_BYTES = 1 << 18
 MOST_RUNS = 1000
 SAME_S = 5.0
@@ -187,6 +189,7 @@ class RunView:
 
     def _head(self) -> dict[str, Any]:
         course, now_s = self.index.course, time.time()
+        heard_s = course.heard_s or written_s(self.folder)
         last, started = course.last, course.started
         width, _, _, mean, _, _ = self.index.curves.joined(64, first=max(1, self.index.last_step - 63))
         told = mean[:, COLUMNS.index("step_s")][-64 // min(64, width) :] if len(mean) else mean[:, 0]
@@ -200,20 +203,21 @@ class RunView:
             **{k: last.get(k) for k in ("loss", "tokens_per_s", "mfu", "peak_memory_bytes", "grad_norm", "lr")},
             "begun_s": min((s["at"] for s in course.starts), default=None),
             "folding_now": team.get("folding"), "members": team.get("members", started.get("world")),
-            "step": step, "left_s": left_s, "step_s": step_s, "tokens": self.index.tokens if self.tokens is None else self.tokens, "heard_s": course.heard_s, "now_s": now_s,
+            "step": step, "left_s": left_s, "step_s": step_s, "tokens": self.index.tokens if self.tokens is None else self.tokens, "heard_s": heard_s, "now_s": now_s,
             "validation": validated.get("loss"), "validation_step": validated.get("step"), "broken": course.broken,
-            **self._status(now_s, step_s or 0.0),
+            **self._status(now_s - (heard_s or now_s), step_s or 0.0),
         }  # fmt: skip
 
-    def _status(self, now_s: float, step_s: float) -> dict[str, Any]:
+    def _status(self, unheard_s: float, step_s: float) -> dict[str, Any]:
         course, ended = self.index.course, self.index.course.ended
         if ended is not None:
             reason = ended["reason"] if isinstance(ended["reason"], str) else ""
             words = {"finished": "finished", "interrupted": "stopped"}
             return {"status": words.get(reason, "failed"), "reason": "" if reason in words else reason}
         if not course.started and not course.last:
-            return {"status": "starting", "reason": "no event was logged yet"}
-        if now_s - course.heard_s > max(SILENT_S, 20 * step_s):
+            status = "starting" if unheard_s <= STARTS_S else "silent"
+            return {"status": status, "reason": "no event was logged yet"}
+        if unheard_s > max(SILENT_S, 20 * step_s):
             return {"status": "silent", "reason": ""}
         return {"status": "training" if course.last else "starting", "reason": ""}
 
@@ -262,9 +266,9 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def written_s(folder: Path) -> float:
-    """When the newest of its logs was written last; 0 where there is none."""
+    """When the newest of its logs was written last, or the folder that they are to lie in; 0 where there is none."""
     try:
-        return max(LogFiles(folder).times().values(), default=0.0)
+        return max(LogFiles(folder).times().values(), default=0.0) or os.stat(folder / "events").st_mtime
     except OSError:
         return 0.0
 
