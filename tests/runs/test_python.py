@@ -50,6 +50,7 @@ def test_a_program_trains_stops_goes_on_and_reads_its_run(tmp_path: Path, capsys
     table = again.metrics()
     assert again.status["status"] == "finished" and table["step"].to_pylist() == list(range(1, more + 1))
     assert table["validation/loss"].null_count == more - 1 and len(table["experts/load_of"][0]) > 0
+    assert table["checkpoint/bytes"].to_pylist()[-1] > 0 and not any(n.startswith("team/") for n in table.column_names)
     assert phalanx.open_run("runs/tiny").recipe.train.steps == more
     assert again.generate("import ", tokens=3).startswith("import ")
     assert (again.export(tmp_path / "exported") / "config.json").is_file()

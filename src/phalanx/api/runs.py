@@ -14,7 +14,7 @@ from phalanx.core.config import RECIPE_FILE, STATUS_FILE, Recipe
 from phalanx.core.errors import ConfigError, Problem, of_kind, raise_if
 from phalanx.core.events import Event
 from phalanx.core.reading import load_json
-from phalanx.observe import METRICS, event_of, samples
+from phalanx.observe import METRICS, History, event_of, samples
 from phalanx.observe.recorded import read_run
 
 if TYPE_CHECKING:
@@ -50,19 +50,17 @@ class RunHandle:
 
     def events(self) -> Iterator[Event]:
         """The steps and validations that count, by step: those that training later went back behind are left out."""
-        history = read_run(self.folder).history
-        for step in sorted({*history.steps, *history.validations}):
-            for records in (history.steps, history.validations):
-                event = event_of(records[step]) if step in records else None
-                if event is not None:
-                    yield event
+        yield from _counting(read_run(self.folder).history)
 
     def metrics(self) -> pa.Table:
-        """A row for each step: `step` (int64) and the metrics of docs/reference/metrics.md by name (float64; a list where there is one for each MoE layer). Null where a step has none."""
+        """A row for each step: `step` (int64) and the metrics of docs/reference/metrics.md by name (float64; a list where there is one for each MoE layer), but for `team/*` and `recovery/*`,
+        which are no step's. Null where a step has none."""
         import pyarrow as pa
 
         rows: dict[int, dict[str, Any]] = {}
-        for event in self.events():
+        history = read_run(self.folder).history
+        saved = (event_of(record) for record in history.checkpoints if record["step"] in history.steps)
+        for event in (*_counting(history), *filter(None, saved)):
             for sample in samples(event):
                 row = rows.setdefault(sample.step, {})
                 if sample.layer is None:
@@ -100,6 +98,15 @@ class RunHandle:
         problems += of_kind("family", family, str | None, "must be text or None", 'use "mixtral"')
         raise_if(problems, ConfigError, subject="the arguments")
         return export(ExportArgs(run=self.folder, dir=Path(folder), dtype=dtype, family=family)).target
+
+
+def _counting(history: History) -> Iterator[Event]:
+    """Steps and validations, by step."""
+    for step in sorted({*history.steps, *history.validations}):
+        for records in (history.steps, history.validations):
+            event = event_of(records[step]) if step in records else None
+            if event is not None:
+                yield event
 
 
 def open_run(folder: str | Path) -> RunHandle:
