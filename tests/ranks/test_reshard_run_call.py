@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 import phalanx
-from phalanx.core.errors import PeerError, PhalanxError, PlanError
+from phalanx.core.errors import ConfigError, PeerError, PhalanxError, PlanError
 from phalanx.plan.layout.mesh.placements import Partial as Sum, mesh_layout
 from phalanx.plan.layout.tensors import whole_layout
 from phalanx.runtime.reshard.call import ONE
@@ -195,6 +195,23 @@ def test_other_placements_are_named(placement, text):
     assert (
         text in str(info.value) and "x.placements[0]" in str(info.value) and "use Shard, Replicate" in str(info.value)
     )
+
+
+def test_placements_are_a_list():
+    with pytest.raises(PlanError, match=r"x.placements = Shard\(dim=1\): must be a list.*use \[S\(1\)\]"):
+        layout_of((4, 4), FakeMesh([0, 1]), Shard(1), where="x")
+
+
+def test_a_resharder_is_opened_with_what_it_can_use():
+    for words, text in (
+        ({"group": 3}, "group = 3: must be a process group or None"),
+        ({"hosts": [0, 1, 2]}, r"hosts = \[0, 1, 2\]: must be phalanx.plan.reshard.Hosts or None; leave it out"),
+        ({"options": {"x": 1}}, "options = {'x': 1}: must be phalanx.runtime.reshard.PlanOptions or None"),
+        ({"timeout_s": -1}, "timeout_s = -1: must be a number above 0; use 20"),
+        ({"timeout_s": "5"}, "timeout_s = '5': must be a number above 0"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            phalanx.open_resharder(**words)
 
 
 def test_alone_without_a_process_group():

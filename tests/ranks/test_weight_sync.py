@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from reshard_help import equal_hosts
@@ -99,6 +101,24 @@ def refusing(rank, cache):
 
 def test_a_delivery_that_fails_leaves_the_last_version():
     assert all(run_ranks(5, refusing))
+
+
+def test_what_is_no_layout_is_named():
+    src, dst = layouts()
+    resharder = Resharder(Collectives(), Axis("weights", (0,), 0, None), hosts=equal_hosts([0]))
+    for changes, text in (
+        (
+            {"src": src | {"up": ("mesh", ["placement"])}},
+            "src['up'] = 'tuple': must be a TensorLayout; give src={NAME: TensorLayout}",
+        ),
+        (
+            {"dst": dst["up"]},
+            "dst = 'TensorLayout': must be a dict by name, each a TensorLayout; give dst={NAME: TensorLayout}",
+        ),
+        ({"dtypes": DTYPES | {"up": "float32"}}, "dtypes['up'] = 'str': must be a dtype; give dtypes={NAME: dtype}"),
+    ):
+        with pytest.raises(PlanError, match=re.escape(text)):
+            WeightSync(resharder, **({"src": src, "dst": dst, "dtypes": DTYPES} | changes))
 
 
 def test_names_must_agree():

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.errors import PlanError, Problem, of_kind, raise_if
 from phalanx.plan.layout import TensorLayout, mesh as words
 
 MeshPlacements = tuple[DeviceMesh, Sequence[Placement]]
@@ -25,6 +25,8 @@ def layout_of(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], *, where: str = "layout"
 ) -> TensorLayout:
     """The layout of a tensor of global `shape`. Raises `PlanError` naming every placement that cannot be expressed."""
+    rule, one = "must be a list, with a placement for each axis of the mesh", f"use [{placements}]"
+    raise_if(of_kind(f"{where}.placements", placements, Sequence, rule, one), PlanError, subject="a layout of torch")
     problems, plain = [], []
     for axis, placement in enumerate(placements):
         word = _word(placement, len(shape))

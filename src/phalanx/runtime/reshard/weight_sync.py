@@ -72,7 +72,18 @@ class WeightSync:
 def _name_problems(
     src: Mapping[str, TensorLayout], dst: Mapping[str, TensorLayout], dtypes: Mapping[str, torch.dtype]
 ) -> list[Problem]:
-    problems = []
+    problems: list[Problem] = []
+    kinds = (("src", src, TensorLayout), ("dst", dst, TensorLayout), ("dtypes", dtypes, torch.dtype))
+    for which, given, kind in kinds:
+        entries = {f"{which}[{n!r}]": x for n, x in given.items()} if isinstance(given, Mapping) else {which: given}
+        wrong = {where: x for where, x in entries.items() if not isinstance(x, kind) or where == which}
+        rule, hint = (
+            f"must be a {'dict by name, each a ' if which in wrong else ''}{kind.__name__}",
+            f"give {which}={{NAME: {kind.__name__}}}",
+        )
+        problems += [Problem(where=w, value=type(x).__name__, rule=rule, hint=hint) for w, x in wrong.items()]
+    if problems:
+        return problems
     for which, given in (("dst", dst), ("dtypes", dtypes)):
         for name in sorted(set(src) ^ set(given)):
             there = "has no source layout" if name in given else f"is not in {which}"
