@@ -489,3 +489,24 @@ def test_a_pass_of_weights_alone_makes_their_gradients_alone_and_keeps_nothing_o
     )  # fmt: skip
     passes._TrainingPasses.weight_gradient(me, 1, 2)
     assert said == ["W", (1, {"w"}), "ends"] and list(me._owed) == [(1, 0)]
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_table_of_both_ends_leaves_behind_the_passes_of_a_first_step(
+    in_turn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There a transfer is waited for before the next is posted, and the sum over both ends would be waited for by the end that the transfers come from."""
+    left: list[str] = []
+    boundary = StageRunner.boundary
+    monkeypatch.setattr(
+        StageRunner, "boundary", lambda *given, **more: dataclasses.replace(boundary(*given, **more), in_turn=in_turn)
+    )
+    final = GradientBuffers.final
+    monkeypatch.setattr(
+        GradientBuffers, "final", lambda me, names, *more: (left.extend(names), final(me, names, *more))[1]
+    )
+    tied = dataclasses.replace(setup(), spec=dataclasses.replace(setup().spec, tied_embeddings=True))
+    parts = one(tied)
+    train_step(parts, [microbatch(tied, 0)], step=0, lr=0.02)
+    tables = {p.name for p in parameters(parts.spec) if p.family == "dense_tied"}
+    assert tables and (not tables & {*left} if in_turn else tables <= {*left}) and len(left) > 5

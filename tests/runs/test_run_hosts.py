@@ -162,7 +162,7 @@ def test_settings_of_several_hosts_are_checked_together() -> None:
 
 def test_a_host_counts_as_one_holder() -> None:
     alone = Recipe(launch=LaunchConfig(ranks=4), resilience=ResilienceConfig(heal=True, f=2))
-    assert (wanted_ranks(alone), per_host(alone)) == (4, 1)
+    assert (wanted_ranks(alone), per_host(alone)) == (4, None)
     several = Recipe(
         launch=LaunchConfig(ranks=4), resilience=ResilienceConfig(heal=True, f=3, service="n:1", wanted=16)
     )

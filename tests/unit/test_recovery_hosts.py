@@ -141,3 +141,48 @@ def test_where_hosts_are_too_few_members_of_one_are_holders() -> None:
         f"parts of the {name} have 1 of the 2 holders that resilience.f asks for"
         for name in ("dense tensors", "experts")
     ]
+
+
+@pytest.mark.parametrize(
+    ("base", "per_host", "lost", "hosts"),
+    [
+        (Folding(world=6, tp=2, ep=2), 3, (4,), [0, 0, 1, 1]),
+        (Folding(world=12, tp=4), 6, (3,), [0, 0, 0, 0, 1, 1, 1, 1]),
+    ],
+)
+def test_a_block_of_two_hosts_is_not_kept_where_state_would_be_on_one(
+    base: Folding, per_host: int, lost: tuple[int, ...], hosts: list[int]
+) -> None:
+    run = planner(base, floor=2)
+    plan = run.plan(members(base, per_host))
+    found = run.plan(after(plan, lost=[plan.uids[rank] for rank in lost]))
+    assert (list(found.hosts), found.holders, hosts_with(run, found)) == (hosts, 2, 2) and found.missing == ()
+    assert len(found.idle) == len(found.members) - len(hosts) and len(set(found.uids)) == len(found.uids)
+
+
+def test_an_idle_member_of_another_machine_takes_no_copies_from_those_of_one() -> None:
+    run = planner(Folding(world=4, tp=2), floor=2, zero=1)
+    plan = run.plan([new_member(i) for i in range(4)])
+    found = run.plan([*after(plan), new_member(9, machine=1)])
+    assert found.idle == ("host1.9.x",) and found.hosts == plan.hosts == (0, 1, 2, 3) and found.holders == 2
+    for lost in found.uids[:4]:
+        assert run.plan(after(found, lost=[lost])).missing == ()
+
+
+def test_holders_of_replicas_are_counted() -> None:
+    """Though a note says something else of them."""
+    run = planner(Folding(world=4), slots=5, floor=2)
+    plan = run.plan([new_member(i, machine=i // 2) for i in range(4)])
+    assert plan.notes and plan.holders == 2 == hosts_with(run, plan)
+    three = planner(Folding(world=6), slots=6, floor=4)
+    plan = three.plan([new_member(i, machine=i // 2) for i in range(6)])
+    assert plan.notes and plan.holders == 3 == hosts_with(three, plan)
+
+
+def test_what_hosts_cannot_have_is_told_of_their_settings() -> None:
+    (problem,) = recovery_problems(Folding(world=12, tp=4, etp=2), f=3, per_host=3)
+    assert (problem.where, problem.hint) == ("launch.ranks", "use 4") and "multiple of folding.etp = 2" in problem.rule
+    (problem,) = recovery_problems(Folding(world=2, tp=2), f=2, per_host=1)
+    assert (problem.where, problem.value) == ("resilience.wanted", 2) and "use 4 ranks" in problem.hint
+    (problem,) = recovery_problems(Folding(world=2, tp=2), f=2)
+    assert problem.where == "launch.ranks"

@@ -124,13 +124,13 @@ def _with_experts(folding: Folding, old: Folding, limits: Limits) -> Folding:
     if limits.replicated:
         return replace(folding, ep=blocks)
     hosts = limits.hosts or range(folding.world)
+    ranks = min(limits.floor, blocks)  # one may be lost alone, too
     holding = {
         d: num_holding("edp", replace(folding, ep=d), hosts)
-        for d in range(1, blocks + 1)
+        for d in range(1, blocks // ranks + 1)
         if blocks % d == 0 and limits.spec.num_experts % d == 0
     }
-    ranks, most = min(limits.floor, blocks), min(limits.floor, holding[1])  # a rank may be lost alone, too
-    legal = [d for d, found in holding.items() if found >= most and blocks // d >= ranks]
+    legal = [d for d, found in holding.items() if found >= min(limits.floor, holding[1])]
     room = limits.room or (lambda _: True)
     return replace(
         folding, ep=min(legal, key=lambda d: (not room(replace(folding, ep=d)), abs(math.log2(d / old.ep)), d))

@@ -75,6 +75,19 @@ def place_experts(
     return made, counts.notes
 
 
+def num_with_replicas(placed: LayerPlacements, host_of_ep: Sequence[int]) -> int:
+    """Hosts that hold the same expert, of the one that the fewest hold."""
+    found = []
+    for placement in placed.layers.values():
+        (ranks,) = placement.slots
+        on = [set[int]() for _ in range(placement.num_experts)]
+        for host, held in zip(host_of_ep, ranks, strict=True):
+            for expert in held:
+                on[expert].add(host)
+        found.append(min(map(len, on)))
+    return min(found)
+
+
 def _placed(
     asked: ReplicaTerms, counts: ReplicaCounts, pool: HostPool, loads: Floats, present: HostPlacement | None
 ) -> HostPlacement:

@@ -40,7 +40,7 @@ from phalanx.plan.recovery.devices import (
     num_holding,
     usable_devices,
 )
-from phalanx.plan.recovery.experts import ReplicaTerms, held_by_host, place_experts
+from phalanx.plan.recovery.experts import ReplicaTerms, held_by_host, num_with_replicas, place_experts
 from phalanx.plan.recovery.generation import GenerationPlan, without_holder
 from phalanx.plan.recovery.memory import StateRoom, bytes_on_hosts, state_bytes
 from phalanx.plan.recovery.ranks import rank_members
@@ -248,6 +248,8 @@ class RecoveryPlanner:
         host_of, rack_of = domains_of(facts), racks_of(facts)
         choice, ranked, idle = self._ranked(facts, host_of, rack_of)
         new, members = choice.folding, (*ranked, *idle)
+        if len({fact.machine for fact in ranked}) == 1:  # each stands for a host, though there is an idle one elsewhere
+            host_of, rack_of = {fact.uid: number for number, fact in enumerate(members)}, {}
         hosts = tuple(host_of[fact.uid] for fact in ranked)
         placement, notes = self._placement(new, hosts, facts, host_of, rack_of)
         made = GenerationPlan(
@@ -271,11 +273,15 @@ class RecoveryPlanner:
         )
 
     def _held_by(self, plan: GenerationPlan) -> dict[str, int]:
-        """Hosts that hold the same part of each kind of state, at least. Those of replicas are as many as are asked for, or it is told in a note."""
-        found = {"dense tensors": num_holding("dp_cp", plan.folding, plan.hosts)}
-        if self.spec.moe_layers:
-            few, replicated = 1 if plan.notes else self.floor, bool(plan.placement)
-            found["experts"] = few if replicated else num_holding("edp", plan.folding, plan.hosts)
+        """Hosts that hold the same part of each kind of state, at least."""
+        new, found = plan.folding, {"dense tensors": num_holding("dp_cp", plan.folding, plan.hosts)}
+        if self.spec.moe_layers and not plan.placement:
+            found["experts"] = num_holding("edp", new, plan.hosts)
+        if plan.placement:
+            per_stage = new.world // new.pp
+            stages = (plan.hosts[first : first + per_stage : new.etp] for first in range(0, new.world, per_stage))
+            few = [num_with_replicas(of, hosts) for of, hosts in zip(plan.placement, stages, strict=True) if of.layers]
+            found["experts"] = min(few)
         return found
 
     def _ranked(
@@ -307,7 +313,9 @@ class RecoveryPlanner:
         """Hosts with a rank that has no room for its state. Copies of shards are where the hosts are, and `choose` knows only how many ranks there are."""
         if not self.zero or math.isinf(self.room.limit):
             return set()
-        found = self.bytes_of_ranks(new, hosts, racks=[rack_of[host] for host in hosts] if rack_of else ())
+        racks = [rack_of[host] for host in hosts] if rack_of else []
+        alone = len(set(hosts)) == 1  # each stands for a host, as in `plan`
+        found = self.bytes_of_ranks(new, range(len(hosts)) if alone else hosts, racks=() if alone else racks)
         return {host for host, taken in zip(hosts, found, strict=True) if taken > self.room.limit}
 
     def _check(self, facts: Sequence[Fact]) -> None:

@@ -35,18 +35,21 @@ def rank_members(
     machines = machines_of(listed)
     devices = [Device(i, machines.index(fact.machine)) for i, fact in enumerate(listed)]
     old, before = _before(listed, devices, new)
-    placed, idle = place_devices(old, before, devices, new)
-    order = [listed[device.id] for device in placed]
+    order = [listed[device.id] for device in place_devices(old, before, devices, new)[0]]
     width = math.lcm(new.tp * new.cp, new.etp)
 
     def holding(ranked: Sequence[Fact]) -> int:
         hosts = [host_of[fact.uid] for fact in ranked]
         return min(floor, num_holding("edp", new, hosts)) + min(floor, num_holding("dp_cp", new, hosts))
 
-    ranked, in_turn = _exchanged(order, width, lacks), _in_turn(order, width, host_of)
-    if holding(ranked) < holding(in_turn):
-        ranked = _within_hosts(in_turn, lacks, host_of)
-    return tuple(ranked), tuple(listed[device.id] for device in idle)
+    ranked = _exchanged(order, width, lacks)
+    if holding(ranked) < 2 * floor:
+        nobody = [Device(-1 - rank, 0) for rank in range(new.world)]
+        anew = [listed[device.id] for device in place_devices(new, nobody, devices, new)[0]]
+        best = max(ranked, *(_in_turn(of, width, host_of) for of in (order, anew)), key=holding)
+        ranked = ranked if best is ranked else _within_hosts(best, lacks, host_of)
+    taken = {fact.uid for fact in ranked}
+    return tuple(ranked), tuple(fact for fact in listed if fact.uid not in taken)
 
 
 def _before(listed: Sequence[Fact], devices: Sequence[Device], new: Folding) -> tuple[Folding, list[Device]]:

@@ -48,7 +48,7 @@ def _recovery_planner(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: 
         base=folding,
         seq_len=recipe.train.seq_len,
         floor=recipe.resilience.f,
-        per_host=per_host(recipe),
+        per_host=per_host(recipe) or 1,
         pipeline=recipe.pipeline,
         cp_method=recipe.folding.cp_method,
         state_bytes=wide,
@@ -89,22 +89,29 @@ def wanted_ranks(recipe: Recipe) -> int:
     return recipe.launch.ranks if wanted is None else wanted
 
 
-def per_host(recipe: Recipe) -> int:
-    """Ranks that are lost together: on one machine every rank counts as a host."""
-    return 1 if recipe.resilience.service is None else recipe.launch.ranks
+def per_host(recipe: Recipe) -> int | None:
+    """Ranks of each of several hosts; None on one machine, where every rank counts as a host."""
+    return None if recipe.resilience.service is None else recipe.launch.ranks
 
 
-def recovery_problems(folding: AnyFolding, *, f: int, per_host: int = 1, replicated: bool = False) -> list[Problem]:
-    """Whether all state of a run that is to be elastic is on `f` hosts to begin with, each with `per_host` ranks in turn. `replicated`: experts have replicas, and a placement that sees to them."""
+def recovery_problems(
+    folding: AnyFolding, *, f: int, per_host: int | None = None, replicated: bool = False
+) -> list[Problem]:
+    """Whether all state of a run that is to be elastic is on `f` hosts to begin with, each with `per_host` ranks in turn (None: all ranks are on one machine). `replicated`: experts have replicas, and a placement that sees to them."""
     if not isinstance(folding, Folding):
         return []
-    problems, ep = list[Problem](), 1 if replicated else folding.ep
-    unit = math.lcm(per_host, folding.pp * math.lcm(folding.tp * folding.cp, ep * folding.etp))
-    where, of = ("launch.ranks", "ranks") if per_host == 1 else ("resilience.wanted", f"hosts of {per_host} ranks")
+    ep, each = 1 if replicated else folding.ep, per_host or 1
+    if each > 1 and each % folding.etp:
+        rule = f"must be a multiple of folding.etp = {folding.etp}: with resilience.heal = true the slices of an expert stay on one host"
+        hint = f"use {-(-each // folding.etp) * folding.etp}"
+        return [Problem(where="launch.ranks", value=each, rule=rule, hint=hint)]
+    problems, unit = list[Problem](), math.lcm(each, folding.pp * math.lcm(folding.tp * folding.cp, ep * folding.etp))
+    where = "launch.ranks" if per_host is None else "resilience.wanted"
+    of = "ranks" if each == 1 else f"hosts of {each} ranks"
     beside = f"and with resilience.heal = true it needs {f} (resilience.f)"
 
     def holding(state: Literal["edp", "dp_cp"], other: Folding) -> int:
-        return num_holding(state, other, [rank // per_host for rank in range(other.world)])
+        return num_holding(state, other, [rank // each for rank in range(other.world)])
 
     def enough(state: Literal["edp", "dp_cp"]) -> int:
         """The fewest ranks of whole hosts that the degrees tile."""

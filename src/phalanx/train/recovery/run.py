@@ -34,7 +34,7 @@ from phalanx.data import PreparedData, prepare
 from phalanx.observe import JsonlSink, PreparationProgress, Sinks, open_sinks, wants_live
 from phalanx.plan import resolve_shape
 from phalanx.plan.mapping import Folding
-from phalanx.plan.recovery import recovery_planner, recovery_problems, wanted_ranks
+from phalanx.plan.recovery import per_host, recovery_planner, recovery_problems, wanted_ranks
 from phalanx.runtime.checkpoint import import_now
 from phalanx.runtime.comm import DeviceThread
 from phalanx.runtime.membership import (
@@ -204,7 +204,7 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     resolve_pipeline(recipe, spec, folding)  # or what is wrong with it
     planner, alone = recovery_planner(recipe, spec, folding), recipe.resilience.service is None
     problems = recovery_problems(
-        folding, f=planner.floor, per_host=planner.per_host, replicated=planner.slots_per_rank is not None
+        folding, f=planner.floor, per_host=per_host(recipe), replicated=planner.slots_per_rank is not None
     )
     problems += planner.room_problems()
     raise_if(problems, ConfigError, subject="the recipe")

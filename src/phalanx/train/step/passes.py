@@ -235,8 +235,11 @@ class _TrainingPasses:
         self.shares: list[LossShare] = []
         self._live: dict[tuple[int, int], _Live] = {}
         self._owed: dict[tuple[int, int], list[DeferredProduct]] = {}
+        waits = {"dense_tied"} if boundary.in_turn else set[str]()
+        """Families that leave after the passes. In turn one end of a pipeline would wait in the sum of the other's table for what it is yet to send it."""
         self._names = {
-            i: [p.name for p in stage_params(runner.model.spec, [stage])] for i, stage in self.stages.items()
+            i: [p.name for p in stage_params(runner.model.spec, [stage]) if p.family not in waits]
+            for i, stage in self.stages.items()
         }
         self._last = self._last_gradients()
         self._are_alike = not _some_are_empty(infos, runner.groups)
