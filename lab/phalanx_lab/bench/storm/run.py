@@ -152,6 +152,9 @@ def _one_fault(
     if kind in STILL_KINDS:  # elsewhere a worker may take as long as a collective
         phase, begun = rng.choice(IN_STEP), cluster.step()
         cluster.until(lambda: cluster.step() >= begun + 2, ONCE_S)
+    if kind in ("two", "two hosts"):
+        # what they take along may be nowhere else: then all go back to a checkpoint, and a run without one ends
+        cluster.until(lambda: final_step(cluster.folder / "runs" / STORM) is not None, plan.full_s)
     if phase == "migration":  # somebody must come for it
         place = _make_joiner(cluster, plan, rng, tell)
     back_s = setup.limit_s + 0.7 if kind in ("freeze", "cut", "all silent") else plan.back_s
