@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from phalanx.api import (
         load_recipe as load_recipe,
         make_plan as make_plan,
-        open_resharder as open_resharder,
         open_run as open_run,
         predict as predict,
         search as search,
@@ -22,6 +21,6 @@ if TYPE_CHECKING:
     )
     from phalanx.core.config import Recipe as Recipe
     from phalanx.core.errors import PhalanxError as PhalanxError
-    from phalanx.runtime.reshard import WeightSync as WeightSync, reshard as reshard
+    from phalanx.runtime.reshard import WeightSync as WeightSync, open_resharder as open_resharder, reshard as reshard
 else:
     __getattr__ = lazy(__name__)

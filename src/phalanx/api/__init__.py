@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.api.moving import open_resharder as open_resharder
     from phalanx.api.planning import (
         load_recipe as load_recipe,
         make_plan as make_plan,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.errors import ConfigError, PlanError, Problem, of_kind, raise_if
 from phalanx.plan.layout import TensorLayout
 from phalanx.plan.reshard import Hosts, Move
 from phalanx.runtime.comm import DEFAULT_TIMEOUT_S, Axis, Collectives
@@ -39,8 +40,16 @@ def open_resharder(
 ) -> Resharder:
     """What remembers plans from call to call: keep it, and a move that was made before costs one integer beside its bytes.
 
-    `group`: all ranks of both meshes, by default all there are.
+    `group`: all ranks of both meshes, by default all there are. Raises `ConfigError`.
     """
+    problems = of_kind("group", group, dist.ProcessGroup | None, "must be a process group or None", "leave it out")
+    rule = "must be phalanx.plan.reshard.Hosts or None"
+    problems += of_kind("hosts", hosts, Hosts | None, rule, "leave it out: ranks tell the names of their hosts")
+    rule = "must be phalanx.runtime.reshard.PlanOptions or None"
+    problems += of_kind("options", options, PlanOptions | None, rule, "use PlanOptions()")
+    if not (isinstance(timeout_s, Real) and timeout_s > 0):
+        problems.append(Problem(where="timeout_s", value=timeout_s, rule="must be a number above 0", hint="use 20"))
+    raise_if(problems, ConfigError, subject="the arguments")
     if not dist.is_initialized():
         return Resharder(Collectives(timeout_s=timeout_s), Axis("reshard", (0,), 0, None), hosts=hosts, options=options)
     ranks = tuple(dist.get_process_group_ranks(group))
