@@ -30,6 +30,8 @@ class Device(NamedTuple):
     host: int
 
 
+StateKind = Literal["edp", "dp_cp"]
+"""Experts or dense tensors, by the groups of ranks that hold the same part of them."""
 EXACT = ("tp", "cp", "etp")
 """Degrees on which the order of sums inside a layer depends."""
 
@@ -94,8 +96,8 @@ def usable_devices(alive: Sequence[Device], etp: int) -> list[Device]:
     return [device for _, of in sorted(of_host.items()) for device in of[: len(of) // etp * etp]]
 
 
-def num_holding(state: Literal["edp", "dp_cp"], folding: Folding, hosts: Sequence[int]) -> int:
-    """Hosts (of each rank of the mapping) that hold the same part of the experts ("edp") or of the dense tensors ("dp_cp"), of the part that the fewest hold."""
+def num_holding(state: StateKind, folding: Folding, hosts: Sequence[int]) -> int:
+    """Hosts (of each rank of the mapping) that hold the same part of the state, of the part that the fewest hold."""
     within = folding.ep * folding.etp if state == "edp" else folding.tp
     table = np.sort(np.reshape(hosts[: folding.world], (folding.pp, -1, within)), axis=1)
     return 1 + int((np.diff(table, axis=1) != 0).sum(axis=1).min())

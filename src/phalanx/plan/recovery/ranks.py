@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from phalanx.plan.mapping import Folding
-from phalanx.plan.recovery.devices import Device, num_holding, place_devices
+from phalanx.plan.recovery.devices import Device, StateKind, num_holding, place_devices
 from phalanx.plan.recovery.state_descriptor import Fact, machines_of
 
 Ints = NDArray[np.int64]
@@ -38,12 +38,15 @@ def rank_members(
     order = [listed[device.id] for device in place_devices(old, before, devices, new)[0]]
     width = math.lcm(new.tp * new.cp, new.etp)
 
+    sizes: dict[StateKind, int] = {"edp": new.edp, "dp_cp": new.dp * new.cp}
+    shared = [state for state, size in sizes.items() if size > 1]  # what one rank holds is on its host
+
     def holding(ranked: Sequence[Fact]) -> int:
         hosts = [host_of[fact.uid] for fact in ranked]
-        return min(floor, num_holding("edp", new, hosts)) + min(floor, num_holding("dp_cp", new, hosts))
+        return sum(min(floor, num_holding(state, new, hosts)) for state in shared)
 
     ranked = _exchanged(order, width, lacks)
-    if holding(ranked) < 2 * floor:
+    if holding(ranked) < floor * len(shared):
         nobody = [Device(-1 - rank, 0) for rank in range(new.world)]
         anew = [listed[device.id] for device in place_devices(new, nobody, devices, new)[0]]
         best = max(ranked, *(_in_turn(of, width, host_of) for of in (order, anew)), key=holding)

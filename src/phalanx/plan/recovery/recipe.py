@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from typing import Literal
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PlanError, Problem
@@ -13,7 +12,7 @@ from phalanx.plan.mapping import AnyFolding, Folding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import pipeline_problems
 from phalanx.plan.placement import ReplicaSettings, asked_of, replicas_of
-from phalanx.plan.recovery.devices import is_exact, num_holding
+from phalanx.plan.recovery.devices import StateKind, is_exact, num_holding
 from phalanx.plan.recovery.memory import FIXED_POINT_ITEM, ITEM, StateRoom, moment_bytes, optimizer_bytes
 from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.stragglers import StragglerRule
@@ -110,10 +109,10 @@ def recovery_problems(
     of = "ranks" if each == 1 else f"hosts of {each} ranks"
     beside = f"and with resilience.heal = true it needs {f} (resilience.f)"
 
-    def holding(state: Literal["edp", "dp_cp"], other: Folding) -> int:
+    def holding(state: StateKind, other: Folding) -> int:
         return num_holding(state, other, [rank // each for rank in range(other.world)])
 
-    def enough(state: Literal["edp", "dp_cp"]) -> int:
+    def enough(state: StateKind) -> int:
         """The fewest ranks of whole hosts that the degrees tile."""
         world = folding.world + unit - folding.world % unit
         while holding(state, replace(folding, world=world, ep=ep)) < f:

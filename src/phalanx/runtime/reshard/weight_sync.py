@@ -75,13 +75,16 @@ def _name_problems(
     problems: list[Problem] = []
     kinds = (("src", src, TensorLayout), ("dst", dst, TensorLayout), ("dtypes", dtypes, torch.dtype))
     for which, given, kind in kinds:
-        entries = {f"{which}[{n!r}]": x for n, x in given.items()} if isinstance(given, Mapping) else {which: given}
-        wrong = {where: x for where, x in entries.items() if not isinstance(x, kind) or where == which}
-        rule, hint = (
-            f"must be a {'dict by name, each a ' if which in wrong else ''}{kind.__name__}",
-            f"give {which}={{NAME: {kind.__name__}}}",
-        )
-        problems += [Problem(where=w, value=type(x).__name__, rule=rule, hint=hint) for w, x in wrong.items()]
+        one, hint = kind.__name__, f"give {which}={{NAME: {kind.__name__}}}"
+        if not isinstance(given, Mapping):
+            rule = f"must be a dict by name, each a {one}"
+            problems.append(Problem(where=which, value=type(given).__name__, rule=rule, hint=hint))
+            continue
+        problems += [
+            Problem(where=f"{which}[{name!r}]", value=type(x).__name__, rule=f"must be a {one}", hint=hint)
+            for name, x in given.items()
+            if not isinstance(x, kind)
+        ]
     if problems:
         return problems
     for which, given in (("dst", dst), ("dtypes", dtypes)):
