@@ -106,7 +106,7 @@ def test_random_routing_comes_close_to_the_closed_form():
 def test_two_of_eight_experts_over_eight_ranks_need_a_quarter_of_the_all_gather(direction):
     dispatch, experts = routed(np.random.default_rng(2), ep=8, per_rank=1, top_k=2, tokens=512)
     traffic = traffic_by_routing(dispatch, experts)
-    choice = choose_transport(traffic, row_bytes=ROW, direction=direction)
+    choice = choose_transport(traffic, row_bytes=ROW)
     gathered = wire_bytes(traffic, "all_gather", row_bytes=ROW, direction=direction)
     chosen = wire_bytes(traffic, choice.route, row_bytes=ROW, direction=direction)
     assert chosen.total <= 0.26 * gathered.total
@@ -146,7 +146,6 @@ def test_forwarding_inside_hosts_saves_bytes_between_them():
     choice = choose_transport(traffic, row_bytes=ROW, among=ROUTES)
     between = {route: n for route, n, _ in choice.totals}
     assert choice.route == "dedup_host" and between["dedup_host"] < 0.5 * between["dedup"]
-    assert "* dedup_host" in choice.explain()
 
 
 def test_dropped_pairs_need_no_copy():

@@ -202,7 +202,7 @@ def test_a_choice_with_gateways_is_made_by_their_clock():
     dispatch, traffic = priced(np.random.default_rng(6))
     wire = wire_bytes(traffic, "dedup_host", row_bytes=SHAPE.row_bytes)
     candidates = [TileSchedule(parts=p, order="arrival", own_before=0.5) for p in (1, 2, 4)]
-    choice = compare_schedules(dispatch, SHAPE, COST, candidates, wire=wire, tile_rows=64, host_of_rank=(0, 0, 1, 1))
+    choice = compare_schedules(dispatch, SHAPE, COST, candidates, wire=wire, tile_rows=64)
     assert (
         choice.schedule != TileSchedule()
         and dict(choice.seconds)[choice.schedule] < dict(choice.seconds)[TileSchedule()]

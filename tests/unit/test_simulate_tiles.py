@@ -104,9 +104,7 @@ def test_the_choice_is_the_choosers() -> None:
         cost = replace(pieces(hardware, LAYER, "forward").link, flops_by_rows=((1, Oracle(BARE).peak_rate),))
         shape = LayerShape(tokens=4096, hidden=4096, ffn=14336, element_bytes=2, slots=1)
         wire = wire_of(LAYER, "forward")
-        choice = compare_schedules(
-            _dispatch(LAYER), shape, cost, CANDIDATES, wire=wire, tile_rows=TILE_ROWS, host_of_rank=LAYER.hosts
-        )
+        choice = compare_schedules(_dispatch(LAYER), shape, cost, CANDIDATES, wire=wire, tile_rows=TILE_ROWS)
         found = passes(hardware, LAYER, "auto")[0]
         seconds = dict(choice.seconds)
         assert found.seconds == pytest.approx(seconds[choice.schedule], rel=1e-9)

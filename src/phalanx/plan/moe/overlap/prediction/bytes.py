@@ -224,26 +224,19 @@ class TransportChoice:
     totals: tuple[tuple[Route, int, int], ...]
     """(transport, bytes between hosts, bytes between ranks) of all that were compared, both ways."""
 
-    def explain(self) -> str:
-        rows = [
-            f"  {'*' if r == self.route else ' '} {r:10} {b:>15,} B {h:>15,} B between hosts" for r, h, b in self.totals
-        ]
-        return "\n".join([f"transport {self.route}:", *rows])
-
 
 def choose_transport(
     traffic: Traffic,
     *,
     row_bytes: int,
-    direction: Literal["forward", "backward"] = "forward",
     among: Sequence[Route] = ("all_to_all", "all_gather", "dedup"),
 ) -> TransportChoice:
-    """The transport with the least bytes in all; with several ranks on a host, the least between hosts and then in all. Of equals the simplest."""
+    """The transport with the least bytes in a forward pass; with several ranks on a host, the least between hosts and then in all. Of equals the simplest."""
     if not among or set(among) - set(ROUTES):
         problem = Problem(where="among", value=tuple(among), rule=f"one or more of {', '.join(ROUTES)}")
         raise_if([problem], PlanError, subject="transport")
     totals = []
     for route in sorted(among, key=ROUTES.index):
-        wire = wire_bytes(traffic, route, row_bytes=row_bytes, direction=direction)
+        wire = wire_bytes(traffic, route, row_bytes=row_bytes)
         totals.append((route, wire.between_hosts, wire.total))
     return TransportChoice(min(totals, key=lambda row: row[1:])[0], tuple(totals))

@@ -11,8 +11,8 @@ one another than the clock is to either: what remains between the clock and a la
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import log
 from statistics import fmean, median
@@ -63,14 +63,6 @@ class ScheduleChoice:
     alone_s: float
     """Seconds of one pass by the chosen schedule, with no other beside it."""
 
-    def explain(self) -> str:
-        lines = [
-            f"  {'*' if s == self.schedule else ' '} {s.order:9} parts {s.parts} blocks {s.blocks} own_before {s.own_before:g}"
-            f"{' hot first' if s.hot_first else ''}: {t * 1e3:.3f} ms"
-            for s, t in self.seconds
-        ]
-        return "\n".join(["predicted:", *lines])
-
 
 class _Layer:
     """One batch on its busiest rank; what all candidates share is worked out once."""
@@ -83,15 +75,13 @@ class _Layer:
         *,
         tile_rows: int,
         direction: Direction,
-        host_of_rank: Sequence[int] | None = None,
     ) -> None:
         if shape.slots != dispatch.slots_per_rank:
             problem = Problem(where="shape.slots", value=shape.slots, rule=f"{dispatch.slots_per_rank} slots on a rank")
             raise_if([problem], PlanError, subject="choice of a schedule")
         loads = dispatch.rows_PG.sum(0).reshape(dispatch.ep, -1)
         self.rank = int(loads.sum(1).argmax()) * dispatch.etp
-        hosts = tuple(host_of_rank) if host_of_rank is not None else (0,) * (dispatch.ep * dispatch.etp)
-        self.outline = TileOutline(dispatch, rank=self.rank, tile_rows=tile_rows, hosts=hosts)
+        self.outline = TileOutline(dispatch, rank=self.rank, tile_rows=tile_rows)
         self.shape, self.loads = shape, loads[self.rank // dispatch.etp].tolist()
         self.direction, self.cost = direction, cost
         self.has_shared = shape.shared_ffn > 0
@@ -144,28 +134,22 @@ def compare_schedules(
     *,
     wire: WireBytes,
     tile_rows: int,
-    direction: Direction = "forward",
-    host_of_rank: Sequence[int] | None = None,
-    margin: float = MARGIN,
     paired: float = 0.0,
 ) -> ScheduleChoice:
     """Predicted seconds of serial and of each candidate for one batch, and the choice.
 
     `paired`: the share of forward passes that run beside a backward pass (`pair.py`); above 0 schedules are compared by the mean of a forward and a backward pass together.
 
-    The fastest candidate is taken if it saves more than the share `margin` of serial; of equals the first. Where it cuts the rows of several slots into parts, the same
+    The fastest candidate is taken if it saves more than the share `MARGIN` of serial; of equals the first. Where it cuts the rows of several slots into parts, the same
     with the most loaded slots first is tried too, and taken where it saves more than the share `HOT_MARGIN`. Raises `PlanError` with all that is wrong with the
     candidates.
     """
     problems = [problem for candidate in candidates for problem in tile_schedule_problems(candidate)]
-    if not 0 <= margin < 1:
-        problems.append(Problem(where="margin", value=margin, rule="a share of the serial time, below 1"))
-    if not 0 <= paired <= 1 or (paired and direction != "forward"):
-        rule = "a share of the forward passes, from 0 to 1; 0 for backward passes by themselves"
-        problems.append(Problem(where="paired", value=paired, rule=rule))
+    if not 0 <= paired <= 1:
+        problems.append(Problem(where="paired", value=paired, rule="a share of the forward passes, from 0 to 1"))
     raise_if(problems, PlanError, subject="choice of a schedule")
-    make = partial(_Layer, dispatch, shape, cost, tile_rows=tile_rows, host_of_rank=host_of_rank)
-    layer = make(direction=direction)
+    make = partial(_Layer, dispatch, shape, cost, tile_rows=tile_rows)
+    layer = make(direction="forward")
     clock = _Passes(layer, make(direction="backward"), paired=paired) if paired else layer
 
     def predicted_s(schedule: TileSchedule, by: _Layer | _Passes = clock) -> float:
@@ -180,7 +164,7 @@ def compare_schedules(
         seconds += (with_hot,)
         if with_hot[1] < (1 - HOT_MARGIN) * least:
             best, least = with_hot
-    chosen = best if least < (1 - margin) * seconds[0][1] else SERIAL
+    chosen = best if least < (1 - MARGIN) * seconds[0][1] else SERIAL
     return ScheduleChoice(chosen, seconds, predicted_s(chosen, layer) if paired else dict(seconds)[chosen])
 
 
@@ -279,18 +263,6 @@ class Fit:
     """|predicted / measured - 1| of each sample, in the order of the samples."""
     median_error: float
     """Median error of the layers if there are any, else of all."""
-    searched: Mapping[str, float] = field(default_factory=dict)
-    """What was found by search; empty without whole layers, where overheads and interference stay 0."""
-
-    def explain(self) -> str:
-        cost = self.cost
-        rates = " ".join(f"{rows}:{rate / 1e9:.1f}" for rows, rate in cost.flops_by_rows)
-        return (
-            f"latency {cost.latency_s * 1e6:.1f} us, link {cost.bytes_per_s / 1e6:.1f} MB/s, GFLOP/s by rows {rates}\n"
-            f"  overhead {cost.op_s * 1e6:.1f} us an operation, {cost.block_s * 1e6:.1f} us a further block; compute {1 + cost.interference:.2f} times as long beside messages; "
-            f"copies {cost.copy_bytes_per_s / 1e9:.2f} GB/s\n"
-            f"  median error {self.median_error:.1%} over {len(self.errors)} samples"
-        )
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
@@ -314,11 +286,11 @@ def fit(samples: Sequence[Sample]) -> Fit:
         by_rows.setdefault(sample.rows, []).append(sample.flop / sample.seconds)
     table = tuple((rows, median(rates)) for rows, rates in sorted(by_rows.items()))
     cost = OverlapCost(latency_s=latency_s, bytes_per_s=rate, flops_by_rows=table)
-    found = _search(cost, layers) if layers else {}
-    cost = _with(cost, found)
+    if layers:  # else overheads and interference stay 0
+        cost = _search(cost, layers)
     errors = errors_of(cost, samples)
     of_layers = [error for error, sample in zip(errors, samples, strict=True) if isinstance(sample, LayerSample)]
-    return Fit(replace(cost, timed=_timed(cost, layers)), errors, median(of_layers or errors), found)
+    return Fit(replace(cost, timed=_timed(cost, layers)), errors, median(of_layers or errors))
 
 
 def _timed(cost: OverlapCost, layers: Sequence[LayerSample]) -> tuple[tuple[TileSchedule, float], ...]:
@@ -370,32 +342,19 @@ def _link(samples: Sequence[MessageSample]) -> tuple[float, float]:
     return float(latency_s), float(1 / per_byte)
 
 
-def _with(cost: OverlapCost, found: Mapping[str, float]) -> OverlapCost:
-    if not found:
-        return cost
-    return replace(
-        cost,
-        op_s=found["op_s"],
-        block_s=found["block_s"],
-        interference=found["interference"],
-        copy_bytes_per_s=found["copy_bytes_per_s"],
-    )
+def _search(cost: OverlapCost, layers: Sequence[LayerSample]) -> OverlapCost:
+    """The cost with overheads, interference and rate of copies, searched one after the other in ever smaller steps."""
 
-
-def _search(cost: OverlapCost, layers: Sequence[LayerSample]) -> dict[str, float]:
-    """Overheads, interference and rate of copies, one after the other in ever smaller steps."""
-    found = {"op_s": 2e-5, "block_s": 1e-4, "interference": 0.1, "copy_bytes_per_s": 5e9}
-
-    def loss(values: Mapping[str, float]) -> float:
-        trial = _with(cost, values)
+    def loss(trial: OverlapCost) -> float:
         return fmean(abs(log(sample.predicted_s(trial) / sample.seconds)) for sample in layers)
 
+    found = replace(cost, op_s=2e-5, block_s=1e-4, interference=0.1, copy_bytes_per_s=5e9)
     least = loss(found)
     for step in (8.0, 3.0, 1.7, 1.3, 1.1):
         for _ in range(2):
-            for name in found:
+            for name in ("op_s", "block_s", "interference", "copy_bytes_per_s"):
                 for factor in (step, 1 / step):
-                    trial = {**found, name: found[name] * factor}
+                    trial = replace(found, **{name: getattr(found, name) * factor})  # type: ignore[arg-type]
                     if (value := loss(trial)) < least:
                         found, least = trial, value
     return found

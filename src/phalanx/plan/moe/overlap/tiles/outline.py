@@ -52,11 +52,9 @@ class TileParts(NamedTuple):
 class TileOutline:
     """One batch on one rank."""
 
-    def __init__(self, dispatch: DispatchPlan, *, rank: int, tile_rows: int, hosts: Sequence[int]) -> None:
-        """`hosts` by position in the group."""
+    def __init__(self, dispatch: DispatchPlan, *, rank: int, tile_rows: int) -> None:
         self.dispatch, self.rank, self.tile_rows = dispatch, rank, tile_rows
         self._rows = rows_of(dispatch, rank=rank)
-        self._is_far = tuple(host != hosts[rank] for host in hosts)
 
     def rows(self, schedule: TileSchedule, *, through_hosts: bool) -> TileRows:
         """Rows in the order of the slots, or the most loaded first: the same for all schedules that agree in that."""
@@ -72,12 +70,13 @@ class TileOutline:
         return TileRows(come=come, go=go, slots=slots, joint=together, joint_slots=order)
 
     def parts(self, rows: TileRows, schedule: TileSchedule, *, gateways: Sequence[int] | None = None) -> TileParts:
-        """`gateways`: the hosts of the group, where tokens go through one rank of each host."""
+        """`gateways`: the host of each rank of the group, where tokens go through one rank of each host; None: all ranks are taken to be on one."""
         ends = [ends_of_sizes(sizes, schedule.parts) for sizes in rows.come]
         go_ends = [len(ends_of_sizes(sizes, schedule.parts)) for sizes in rows.go]
-        go = tuple(go_ends[peer // self.dispatch.etp] for peer in range(len(self._is_far)))
+        size = self.dispatch.ep * self.dispatch.etp
+        go = tuple(go_ends[peer // self.dispatch.etp] for peer in range(size))
         if gateways is None:
-            return TileParts(ends=ends, go=go, is_far=self._is_far, relay=())
+            return TileParts(ends=ends, go=go, is_far=(False,) * size, relay=())
         here = members(gateways, gateways[self.rank])
         counts = part_counts(self.dispatch, schedule, tile_rows=self.tile_rows, ranks=here)
         return TileParts(
