@@ -6,11 +6,13 @@ import itertools
 import math
 import random
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.plan.layout.mesh.placements import Partial, Placement, Ragged, Replicate, Shard, Strided, mesh_layout
+from phalanx.plan.layout.state import StateLayouts
 from phalanx.plan.layout.tensors import TensorLayout
 from phalanx.plan.reshard.plan import ReshardPlan
 from phalanx.plan.reshard.types import WHOLE, Hosts, Move
@@ -21,6 +23,16 @@ LONGEST = {1: 40, 2: 12, 3: 7, 4: 5}
 def equal_hosts(count: int, per_host: int, *, rate: float = 1.0) -> Hosts:
     ranks = tuple(rank // per_host for rank in range(count * per_host))
     return Hosts(host_of_rank=ranks, send_bytes_per_s=(rate,) * count, recv_bytes_per_s=(rate,) * count)
+
+
+def shard_layouts(state: StateLayouts, **options: Any) -> dict[str, TensorLayout]:
+    """What the ranks of a folding keep of each parameter's optimizer state, all of them together."""
+    of_ranks = [(state.first_rank + rank, state.shards_of(rank, **options)) for rank in range(state.folding.world)]
+    out = {}
+    for name, param in state.params.items():
+        ranks, held, shapes = zip(*((rank, *of[name]) for rank, of in of_ranks if name in of), strict=True)
+        out[name] = TensorLayout(shape=param.shape, ranks=ranks, held=held, local_shapes=shapes)
+    return out
 
 
 def random_layout(draw: random.Random, shape: tuple[int, ...], first_rank: int, *, partial: bool) -> TensorLayout:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_help import logical, small_spec
+from reshard_plan_help import shard_layouts
 from tiers import some
 
 from phalanx.core.config import PipelineConfig
@@ -64,7 +65,7 @@ def _refold(rank: int, cache: GroupCache, pairs: list[tuple[str, str]]) -> list[
         zero = (1, i % 2)
         sides = [folding_of(text) for text in (before, after)]
         layouts = [
-            StateLayouts(spec=spec, folding=f, stages=pipeline_of(spec, f).stages).shards(zero=z)
+            shard_layouts(StateLayouts(spec=spec, folding=f, stages=pipeline_of(spec, f).stages), zero=z)
             for f, z in zip(sides, zero, strict=True)
         ]
         old = filled(state_of(spec, sides[0], rank, cache, zero=zero[0]))

@@ -13,7 +13,6 @@ import phalanx.plan.placement.search.migration as migration
 from phalanx.core.errors import PlanError
 from phalanx.plan.placement.search.front import CostWeights, choose, patched_placement, placement_front, risk_of
 from phalanx.plan.placement.search.host_pool import equal_pool
-from phalanx.plan.placement.search.hosts import HostPlacement
 from phalanx.plan.placement.search.migration import plan_migration
 from phalanx.plan.placement.search.plan import Effort, plan_placement
 from phalanx.plan.placement.search.replicas import replica_counts, zipf_loads
@@ -109,9 +108,7 @@ def test_slots_stay_sources_are_many_and_the_rarest_come_first():
     assert max(sends.values()) <= 3 * np.mean(list(sends.values()))
     below = {(l, e) for l in range(6) for e in range(16) if len(set(old.holders(l, e)) - {3}) < 2}
     assert below and {(f.layer, f.expert) for f in made.fetches[: made.urgent]} == below
-    assert plan_migration(old, new).hash == made.hash and "first, to be on 2 hosts again" in made.explain(
-        expert_bytes=10
-    )
+    assert plan_migration(old, new).hash == made.hash and "first, to be on 2 hosts again" in made.explain()
 
 
 def test_what_nobody_holds_is_named():
@@ -124,15 +121,6 @@ def test_what_nobody_holds_is_named():
     )
     made = plan_migration(old, new)
     assert (0, 1) in made.lost and "go back to the checkpoint" in made.explain()
-
-
-def test_idle_hosts_can_send():
-    """A host that has no part in the new placement, but lives, is the only source of what it alone holds."""
-    old = HostPlacement(num_experts=2, pool=equal_pool(2, 1), slots=(((0,), (1,)),))
-    new = HostPlacement(num_experts=2, pool=replace(equal_pool(1, 2), names=(0,)), slots=(((0, 1),),))
-    assert plan_migration(old, new).lost == ((0, 1),)
-    made = plan_migration(old, new, alive=(1,))
-    assert made.lost == () and [tuple(f) for f in made.fetches] == [(0, 1, 1, 0)]
 
 
 def test_other_models_are_refused():

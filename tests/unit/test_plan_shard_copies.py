@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from recovery_plan_help import after, fresh, new_member
+from reshard_plan_help import shard_layouts
 from tiers import times
 
 from phalanx.core.config import ModelConfig, PipelineConfig, RouterConfig
@@ -120,8 +121,8 @@ def test_every_element_has_its_holders_on_distinct_hosts(
     """In each of the groups that hold an element: min(f, hosts of the group) ranks, no two on one host; the owner counts it alone."""
     hosts = data.draw(st.lists(st.integers(0, 3), min_size=folding.world, max_size=folding.world) | st.none())
     state = StateLayouts(spec=SPEC, folding=folding, stages=stages_of(folding))
-    one = state.shards(zero=1, bucket_elements=bucket)
-    many = state.shards(zero=1, bucket_elements=bucket, holders=floor, hosts=hosts)
+    one = shard_layouts(state, zero=1, bucket_elements=bucket)
+    many = shard_layouts(state, zero=1, bucket_elements=bucket, holders=floor, hosts=hosts)
     for param in parameters(SPEC):
         shard_over = GRADIENT_RULES[param.family].shard_over
         for group in folding.groups(shard_over):

@@ -149,13 +149,8 @@ def test_the_example_in_a_hint_is_legal(num_layers: int, num_stages: int) -> Non
         assert not hints
 
 
-def test_measured_costs_replace_flops() -> None:
-    costs = LayerCosts(embedding=0.0, blocks=(3.0, 1.0, 1.0, 1.0), head=0.0)
-    assert assign_stages(LAPTOP, looped_ranks(2, 1), seq_len=64, costs=costs).counts == (1, 3)
-    bad = LayerCosts(embedding=-1.0, blocks=(1.0,), head=float("nan"))
-    with pytest.raises(PlanError) as caught:
-        assign_stages(LAPTOP, looped_ranks(2, 1), seq_len=64, costs=bad)
-    assert len(caught.value.problems) == 2
+def test_a_dear_layer_is_alone() -> None:
+    assert balanced_counts(LayerCosts(embedding=0.0, blocks=(3.0, 1.0, 1.0, 1.0), head=0.0), 2) == (1, 3)
 
 
 def test_the_check_sees_gaps_and_misplaced_parts() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from reshard_plan_help import shard_layouts
 from tiers import times
 
 from phalanx.core.config import PipelineConfig
@@ -52,7 +53,7 @@ def times_held(layout: TensorLayout) -> np.ndarray:
 @pytest.mark.parametrize("folding", FOLDINGS, ids=lambda f: f.label())
 def test_every_element_is_held_and_local_boxes_lie_inside(folding: AnyFolding) -> None:
     state = layouts_of(folding)
-    for name, layout in [*state.parameters().items(), *state.buffers().items(), *state.shards().items()]:
+    for name, layout in [*state.parameters().items(), *state.buffers().items(), *shard_layouts(state).items()]:
         assert times_held(layout).min() > 0, name
         for held, shape in zip(layout.held, layout.local_shapes, strict=True):
             local = np.zeros(shape, dtype=int)
@@ -65,7 +66,7 @@ def test_every_element_is_held_and_local_boxes_lie_inside(folding: AnyFolding) -
 @pytest.mark.parametrize("folding", FOLDINGS, ids=lambda f: f.label())
 def test_shards_are_the_pieces_of_the_flat_buffers(folding: AnyFolding) -> None:
     state, stages = layouts_of(folding), make_pipeline(PipelineConfig(), SPEC, pp=folding.pp, seq_len=64).stages
-    shards, whole = state.shards(), state.parameters()
+    shards, whole = shard_layouts(state), state.parameters()
     for rank in range(folding.world):
         params = stage_params(SPEC, stages.of_rank(folding.coord(rank, "pp")))
         placement = plain_placement(SPEC.num_experts, folding.of_rank(rank))
@@ -80,7 +81,7 @@ def test_shards_are_the_pieces_of_the_flat_buffers(folding: AnyFolding) -> None:
 
 def test_without_sharding_every_replica_keeps_all_that_its_modules_hold() -> None:
     state = layouts_of(FOLDINGS[0])
-    for name, layout in state.shards(zero=0).items():
+    for name, layout in shard_layouts(state, zero=0).items():
         assert (times_held(layout) == times_held(state.parameter(name))).all(), name
 
 

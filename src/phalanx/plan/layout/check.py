@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import Problem
+from phalanx.plan.layout.box_cells import cells_without
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import TensorLayout
 
@@ -21,35 +22,35 @@ MOST_ELEMENTS = 1 << 56
 """Most elements of a tensor: its bytes are counted in 64 bits."""
 
 
-def box_problems(layout: TensorLayout, *, where: str = "layout") -> list[Problem]:
+def box_problems(layout: TensorLayout) -> list[Problem]:
     """What is wrong with a layout by itself: lengths, bounds, boxes of a rank that overlap. That a term has no holder (left) is named by `coverage_problems`, with its boxes."""
-    problems = _length_problems(layout, where)
+    problems = _length_problems(layout)
     if problems:
         return problems
     sound: set[tuple[int, tuple[int, ...]]] = set()
     for position, rank in enumerate(layout.ranks):
         key = (id(layout.held[position]), layout.local_shapes[position])
         if key not in sound:
-            found = _rank_problems(layout, position, f"{where} of rank {rank}")
+            found = _rank_problems(layout, position, f"layout of rank {rank}")
             problems += found
             if not found:
                 sound.add(key)
     return problems
 
 
-def _length_problems(layout: TensorLayout, where: str) -> list[Problem]:
+def _length_problems(layout: TensorLayout) -> list[Problem]:
     problems = []
     if len(set(layout.ranks)) != len(layout.ranks) or min(layout.ranks, default=0) < 0:
-        problems.append(Problem(where=f"{where}.ranks", value=None, rule="each rank once, none negative"))
+        problems.append(Problem(where="layout.ranks", value=None, rule="each rank once, none negative"))
     for name, value in (("held", layout.held), ("local_shapes", layout.local_shapes), ("terms", layout.terms)):
         if len(value) != len(layout.ranks) and (name != "terms" or value):
             rule = f"one for each of the {len(layout.ranks)} ranks"
-            problems.append(Problem(where=f"{where}.{name}", value=len(value), rule=rule))
+            problems.append(Problem(where=f"layout.{name}", value=len(value), rule=rule))
     if min(layout.terms, default=0) < 0:
-        problems.append(Problem(where=f"{where}.terms", value=min(layout.terms), rule="must not be negative"))
+        problems.append(Problem(where="layout.terms", value=min(layout.terms), rule="must not be negative"))
     if math.prod(layout.shape) > MOST_ELEMENTS:
         rule = f"must have at most {MOST_ELEMENTS:,} elements"
-        problems.append(Problem(where=f"{where}.shape", value=layout.shape, rule=rule))
+        problems.append(Problem(where="layout.shape", value=layout.shape, rule=rule))
     return problems
 
 
@@ -132,27 +133,10 @@ def _without(box: Box, have: Sequence[Box]) -> list[Box]:
     near = np.nonzero((np.minimum(high, end) > np.maximum(low, mine)).all(axis=1))[0].tolist()
     left = [box]
     for i in near:
-        left = [part for piece in left for part in _minus(piece, have[i])]
+        left = [part for piece in left for part in cells_without(piece, have[i])]
         if not left:
             break
     return left
-
-
-def _minus(box: Box, other: Box) -> list[Box]:
-    """`box` without `other`: at most two boxes a dim."""
-    out, offsets, sizes = [], list(box.offsets), list(box.sizes)
-    for dim, (o, s) in enumerate(zip(other.offsets, other.sizes, strict=True)):
-        start, stop = offsets[dim], offsets[dim] + sizes[dim]
-        low, high = max(start, o), min(stop, o + s)
-        if low >= high:
-            return [box]
-        for first, last in ((start, low), (high, stop)):
-            if first < last:
-                out.append(
-                    Box((*offsets[:dim], first, *offsets[dim + 1 :]), (*sizes[:dim], last - first, *sizes[dim + 1 :]))
-                )
-        offsets[dim], sizes[dim] = low, high - low
-    return out
 
 
 def coverage_problems(src: TensorLayout, dst: TensorLayout, *, name: str) -> list[Problem]:

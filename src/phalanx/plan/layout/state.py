@@ -119,39 +119,6 @@ class StateLayouts:
 
     # ---- optimizer state -----------------------------------------------------------------------------------------------
 
-    def shards(
-        self,
-        *,
-        zero: int = 1,
-        bucket_elements: int = 0,
-        expert_state: ExpertState = "whole",
-        holders: int = 1,
-        hosts: Sequence[int] | None = None,
-        racks: Sequence[int] = (),
-    ) -> dict[str, TensorLayout]:
-        """Boxes of each parameter of which each rank keeps masters and moments (the same for all of `STATE_KINDS`).
-
-        With `holders` > 1 copies of others' shards are among them; `hosts` are those of the folding's ranks, from 0 on (None: a
-        host each), `racks` likewise.
-        """
-        found: dict[str, dict[int, _Held]] = {name: {} for name in self.params}
-        for rank in range(self.folding.world):
-            of_rank = self.shards_of(
-                rank,
-                zero=zero,
-                bucket_elements=bucket_elements,
-                expert_state=expert_state,
-                holders=holders,
-                hosts=hosts,
-                racks=racks,
-            )
-            for name, held in of_rank.items():
-                found[name][rank] = held
-        return {
-            name: self._layout(self.params[name].shape, list(by_rank), list(by_rank.values()))
-            for name, by_rank in found.items()
-        }
-
     def shards_of(
         self,
         rank: int,
@@ -163,7 +130,11 @@ class StateLayouts:
         hosts: Sequence[int] | None = None,
         racks: Sequence[int] = (),
     ) -> dict[str, tuple[tuple[Held, ...], tuple[int, ...]]]:
-        """(boxes, shape of the local tensor) of each parameter on one rank of the folding alone, as `shards` has them."""
+        """(boxes, shape of the local tensor) of each parameter of which one rank of the folding keeps masters and moments (the same for all of `STATE_KINDS`).
+
+        With `holders` > 1 copies of others' shards are among them; `hosts` are those of the folding's ranks, from 0 on (None: a
+        host each), `racks` likewise.
+        """
         placement = self._placement(rank)
         buffers, empty = self._alike_on(rank, placement, bucket_elements)
         layouts = cut_buffers(

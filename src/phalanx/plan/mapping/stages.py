@@ -6,7 +6,7 @@ on the model, the sequence length and the number of stages alone (every rank mak
 
 A division by cost has the smallest possible cost of the dearest stage, and among those the smallest sum of squares; what is still
 equal is decided for fewer layers on earlier stages, which hold more microbatches at once. Costs are FLOPs per token of
-`model.flops_per_token`, or measured ones. They are summed and compared exactly, as whole numbers of a unit that measures all of them, so
+`model.flops_per_token`. They are summed and compared exactly, as whole numbers of a unit that measures all of them, so
 that stages which are equally dear are equal on every machine.
 """
 
@@ -153,15 +153,13 @@ def assign_stages(
     *,
     seq_len: int,
     layers: Sequence[int] | None = None,
-    costs: LayerCosts | None = None,
 ) -> StagePlan:
     """The stages of `spec`, one for each entry of `rank_of_stage` (from `Schedule.rank_of_stage`).
 
-    `layers` gives the blocks of each stage, else cost decides; `costs` replaces FLOPs. Raises `PlanError` naming every problem.
+    `layers` gives the blocks of each stage, else FLOPs decide. Raises `PlanError` naming every problem.
     """
-    costs = costs if costs is not None else layer_costs(spec, seq_len=seq_len)
-    num_stages = len(rank_of_stage)
-    problems = division_problems(spec.num_layers, num_stages, layers=layers) + _cost_problems(costs, spec.num_layers)
+    costs, num_stages = layer_costs(spec, seq_len=seq_len), len(rank_of_stage)
+    problems = division_problems(spec.num_layers, num_stages, layers=layers)
     raise_if(problems, PlanError, subject=f"stages of {spec.name}")
     counts = tuple(layers) if layers is not None else balanced_counts(costs, num_stages)
     stages, first = [], 0
@@ -226,17 +224,6 @@ def _even(num_layers: int, num_stages: int) -> list[int]:
     for index in middle_first[:more]:
         counts[index] += 1
     return counts
-
-
-def _cost_problems(costs: LayerCosts, num_layers: int) -> list[Problem]:
-    problems = []
-    if len(costs.blocks) != num_layers:
-        rule = f"has a cost for each of the {num_layers} layers"
-        problems.append(Problem(where="costs.blocks", value=len(costs.blocks), rule=rule))
-    bad = [c for c in (costs.embedding, *costs.blocks, costs.head) if not 0 <= c < float("inf")]
-    if bad:
-        problems.append(Problem(where="costs", value=bad[0], rule="a cost is not negative, and finite"))
-    return problems
 
 
 @lru_cache(maxsize=256)  # a dry run asks again for every stage

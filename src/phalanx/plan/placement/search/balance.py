@@ -67,24 +67,14 @@ def name_rows(table: Copies, loads_E: Floats) -> Copies:
 
 def levelled(copies_LEN: NDArray[np.int64], loads: Floats, *, swaps: int, seed: int) -> NDArray[np.int64]:
     """Random swaps in each layer, kept where neither the fatal losses of all layers nor the load of the busiest host rise."""
-    table = FatalTable(copies_LEN.shape[2], (mask for copies in copies_LEN for mask in holder_sets(copies)))
-    out = copies_LEN.copy()
-    for layer, copies in enumerate(copies_LEN):
-        shares = loads[layer] / copies.sum(1)
-        out[layer] = local_search(copies, table, moves=swaps, shares=shares, seed=seed + layer)
-    return out
+    return _swapped(copies_LEN, loads, swaps=swaps, seed=seed)
 
 
 def relieved(
     copies_LEN: NDArray[np.int64], loads: Floats, *, allowed: Counts, swaps: int, seed: int
 ) -> NDArray[np.int64]:
     """Random swaps in each layer that do not raise its busiest host, while no more losses of k hosts are fatal than `allowed[k]`."""
-    table = FatalTable(copies_LEN.shape[2], (mask for copies in copies_LEN for mask in holder_sets(copies)))
-    out = copies_LEN.copy()
-    for layer, copies in enumerate(copies_LEN):
-        shares = loads[layer] / copies.sum(1)
-        out[layer] = local_search(copies, table, moves=swaps, shares=shares, allowed=allowed, seed=seed + layer)
-    return out
+    return _swapped(copies_LEN, loads, swaps=swaps, seed=seed, allowed=allowed)
 
 
 def safest(copies_LEN: NDArray[np.int64], loads: Floats, *, most: float, swaps: int, seed: int) -> NDArray[np.int64]:
@@ -92,11 +82,25 @@ def safest(copies_LEN: NDArray[np.int64], loads: Floats, *, most: float, swaps: 
 
     Where a layer starts above that, it does not rise.
     """
+    return _swapped(copies_LEN, loads, swaps=swaps, seed=seed, most=most)
+
+
+def _swapped(
+    copies_LEN: NDArray[np.int64],
+    loads: Floats,
+    *,
+    swaps: int,
+    seed: int,
+    most: float = 0.0,
+    allowed: Counts | None = None,
+) -> NDArray[np.int64]:
+    """`local_search` layer by layer, with the fatal losses of all layers."""
     num_hosts = copies_LEN.shape[2]
     table = FatalTable(num_hosts, (mask for copies in copies_LEN for mask in holder_sets(copies)))
     out = copies_LEN.copy()
     for layer, copies in enumerate(copies_LEN):
-        shares = loads[layer] / copies.sum(1)
-        limit = most * float(loads[layer].sum()) / num_hosts
-        out[layer] = local_search(copies, table, moves=swaps, shares=shares, most=limit, seed=seed + layer)
+        shares, limit = loads[layer] / copies.sum(1), most * float(loads[layer].sum()) / num_hosts
+        out[layer] = local_search(
+            copies, table, moves=swaps, shares=shares, most=limit, allowed=allowed, seed=seed + layer
+        )
     return out

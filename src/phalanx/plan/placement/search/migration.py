@@ -14,7 +14,8 @@ reshard core, which chooses sources, order and messages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from numpy.typing import NDArray
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.hashed import Hashed
 from phalanx.core.messages import message
-from phalanx.core.units import format_bytes
 from phalanx.plan.placement.search.hosts import HostPlacement, from_copies
 from phalanx.plan.placement.search.order import ordered_hosts
 
@@ -51,7 +51,7 @@ class Migration(Hashed):
     old: HostPlacement
     new: HostPlacement
     senders: tuple[int, ...]
-    """Hosts that live: those of `new`, and others that still hold something."""
+    """Hosts that can send: those of `new`."""
     fetches: tuple[Fetch, ...]
     """Experts below the floor first, then by layer."""
     urgent: int
@@ -64,12 +64,9 @@ class Migration(Hashed):
         """States that hosts need and do not hold."""
         return len(self.fetches) + sum(len(self.new.holders(layer, expert)) for layer, expert in self.lost)
 
-    def sends(self) -> dict[int, int]:
+    def sends(self) -> Counter[int]:
         """States that each host sends."""
-        out: dict[int, int] = {}
-        for fetch in self.fetches:
-            out[fetch.src] = out.get(fetch.src, 0) + 1
-        return out
+        return Counter(fetch.src for fetch in self.fetches)
 
     def check(self) -> None:
         """Raise `PlanError` with all problems."""
@@ -85,13 +82,12 @@ class Migration(Hashed):
             "lost": self.lost,
         }
 
-    def explain(self, *, expert_bytes: int = 0) -> str:
-        """What travels, in a few lines; in bytes where the state of an expert is known."""
-        size = f" = {format_bytes(expert_bytes * len(self.fetches))}" if expert_bytes else ""
+    def explain(self) -> str:
+        """What travels, in a few lines."""
         total = int((self.new.copies > 0).sum())
         sends = self.sends()
         lines = [
-            f"{len(self.fetches)} of {total} expert states travel{size}; {self.urgent} of them first, to be on {self.new.floor} hosts again"
+            f"{len(self.fetches)} of {total} expert states travel; {self.urgent} of them first, to be on {self.new.floor} hosts again"
         ]
         if sends:
             busiest = max(sorted(sends), key=lambda host: sends[host])
@@ -103,15 +99,11 @@ class Migration(Hashed):
         return "\n".join(lines)
 
 
-def plan_migration(
-    old: HostPlacement, new: HostPlacement, *, rename: bool = False, alive: Collection[int] = ()
-) -> Migration:
-    """The cheapest way to `new`, on the hosts that `new.pool` names; hosts that `old` does not know hold nothing yet.
-
-    `alive` names further hosts of `old` that live and can send, though they have no part in `new`.
-    """
+def plan_migration(old: HostPlacement, new: HostPlacement, *, rename: bool = False) -> Migration:
+    """The cheapest way to `new`, on the hosts that `new.pool` names; hosts that `old` does not know hold nothing yet."""
     raise_if(_mismatch(old, new), PlanError, subject="migration")
-    held = _held(old, new.pool.host_names)
+    names = new.pool.host_names
+    held = _held(old, names)
     copies = _named_hosts(new, new.copies, held)
     turn = 0
     while rename and turn < MAX_TURNS:
@@ -121,9 +113,8 @@ def plan_migration(
         copies, turn = named, turn + 1
     placed = from_copies(copies, new.pool, floor=new.floor)
     placed = replace(placed, slots=_kept_slots(old, placed))
-    senders = tuple(dict.fromkeys((*new.pool.host_names, *(n for n in old.pool.host_names if n in alive))))
-    fetches, urgent, lost = _fetches(placed, held, _held(old, senders), senders)
-    made = Migration(old=old, new=placed, senders=senders, fetches=fetches, urgent=urgent, lost=lost)
+    fetches, urgent, lost = _fetches(placed, held)
+    made = Migration(old=old, new=placed, senders=names, fetches=fetches, urgent=urgent, lost=lost)
     made.check()
     return made
 
@@ -197,23 +188,21 @@ def _in_place(before: Sequence[int], now: Sequence[int]) -> tuple[int, ...]:
     return tuple(next(rest) if expert is None else expert for expert in out)
 
 
-def _fetches(
-    new: HostPlacement, held: NDArray[np.bool_], sent_by: NDArray[np.bool_], senders: Sequence[int]
-) -> tuple[tuple[Fetch, ...], int, tuple[tuple[int, int], ...]]:
+def _fetches(new: HostPlacement, held: NDArray[np.bool_]) -> tuple[tuple[Fetch, ...], int, tuple[tuple[int, int], ...]]:
     """Sources in turn, so that no holder sends much more than the others; states with few holders choose first."""
     names = new.pool.host_names
-    holders = sent_by.sum(2)
+    holders = held.sum(2)
     needed = np.argwhere((new.copies > 0) & ~held)
     lost = sorted({(int(layer), int(expert)) for layer, expert, _ in needed if not holders[layer, expert]})
-    sent = np.zeros(len(senders), dtype=np.int64)
+    sent = np.zeros(len(names), dtype=np.int64)
     out: dict[bool, list[Fetch]] = {True: [], False: []}
     for layer, expert, dst in sorted(needed.tolist(), key=lambda n: (holders[n[0], n[1]], n)):
-        sources = np.flatnonzero(sent_by[layer, expert])
+        sources = np.flatnonzero(held[layer, expert])
         if not len(sources):
             continue
         src = int(sources[sent[sources].argmin()])
         sent[src] += 1
-        out[bool(holders[layer, expert] < new.floor)].append(Fetch(layer, expert, senders[src], names[dst]))
+        out[bool(holders[layer, expert] < new.floor)].append(Fetch(layer, expert, names[src], names[dst]))
     return (*sorted(out[True]), *sorted(out[False])), len(out[True]), tuple(lost)
 
 
@@ -238,6 +227,3 @@ def _problems(made: Migration) -> list[Problem]:
         rule = "(layer, expert) that a host needs is fetched, or named as lost"
         problems.append(Problem(where="migration.fetches", value=unsaid, rule=rule))
     return problems
-
-
-# ---- as boxes -------------------------------------------------------------------------------------------------------------------

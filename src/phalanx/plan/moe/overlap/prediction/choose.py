@@ -354,7 +354,7 @@ def _search(cost: OverlapCost, layers: Sequence[LayerSample]) -> OverlapCost:
         for _ in range(2):
             for name in ("op_s", "block_s", "interference", "copy_bytes_per_s"):
                 for factor in (step, 1 / step):
-                    trial = replace(found, **{name: getattr(found, name) * factor})  # type: ignore[arg-type]
+                    trial = replace(found, **{name: getattr(found, name) * factor})
                     if (value := loss(trial)) < least:
                         found, least = trial, value
     return found
