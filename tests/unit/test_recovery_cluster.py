@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.plan.mapping.folding import Folding, make_folding
+from phalanx.plan.mapping.stage_foldings import step_groups
 from phalanx.plan.model.model import PRESETS
 from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact
@@ -139,7 +140,7 @@ def test_groups_of_a_generation_on_gpus_are_connected_side_by_side() -> None:
     for world in (4, 64):
         folding = make_folding(world=world, ep=2)
         mine = {g for name in folding.group_names for g in folding.groups(name) if 0 in g and 1 < len(g) < world}
-        apart = [g for of_name in folding.step_groups().values() for g in of_name if 0 in g]
+        apart = [g for of_name in step_groups(folding).values() for g in of_name if 0 in g]
         assert len(mine) == 2 and apart
         assert num_groups(folding, members=world, in_order=True) == len(mine) + len(apart) + 1
     assert num_groups(make_folding(world=1), members=1, in_order=True) == 0

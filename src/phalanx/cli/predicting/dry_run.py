@@ -22,7 +22,7 @@ from phalanx.core.units import format_bytes, format_count, format_rate, format_s
 from phalanx.data import parse_choice, read_tokenizer_file, resolve, token_file_bytes
 from phalanx.plan import choose_recovery, resolve_shape
 from phalanx.plan.layout import ExpertState, flat_layouts, local_param, stage_params
-from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, plain_placement
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, plain_placement, step_groups
 from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.plan.moe import dispatch_spec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
@@ -190,9 +190,9 @@ def _missing_data(config: DataConfig) -> list[str]:
 
 
 def _groups(folding: AnyFolding, device: str) -> list[str]:
-    """How many process groups there are; many names share one, and on a device some ranks have a second one (`Folding.step_groups`)."""
+    """How many process groups there are; many names share one, and on a device some ranks have a second one (`plan.mapping.step_groups`)."""
     distinct = {group for name in folding.group_names for group in folding.groups(name) if len(group) > 1}
-    further = set() if device != "cuda" else {group for of in folding.step_groups().values() for group in of}
+    further = set() if device != "cuda" else {group for of in step_groups(folding).values() for group in of}
     return [f"groups       {len(distinct) + len(further)} process groups of more than one rank"]
 
 

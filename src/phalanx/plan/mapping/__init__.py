@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         resolve_mapping as resolve_mapping,
         stage_text as stage_text,
         staged_problems as staged_problems,
+        step_groups as step_groups,
     )
     from phalanx.plan.mapping.stages import (
         Stage as Stage,

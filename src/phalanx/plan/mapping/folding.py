@@ -17,10 +17,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from phalanx.core.config import FoldingConfig
-from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
+from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.hashed import Hashed
 from phalanx.core.rules import RANKS
 from phalanx.plan.mapping.grid import Grid, RankSet, pp_groups_equal
@@ -193,14 +192,6 @@ class Folding(Hashed):
         """What `groups` knows."""
         return GROUP_NAMES
 
-    def step_groups(self, table_ranks: Sequence[int] | None = None) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Groups of more than one rank, by name, of the rest of a step whose ranks its passes communicate over too. `table_ranks` as in `embedding_groups`.
-
-        Where messages match by their order, as in NCCL, these ranks need a second group: gradients leave when they are complete, which is not at the same place
-        between the exchanges of layers on all ranks.
-        """
-        return groups_of_both(self, table_ranks)
-
     def process_groups(self) -> tuple[tuple[int, ...], ...]:
         """Every distinct set of more than one rank that training communicates over, in the order in which it is created."""
         found = dict.fromkeys(group for name in GROUP_NAMES for group in self.groups(name) if len(group) > 1)
@@ -235,26 +226,6 @@ class Folding(Hashed):
         left = ".".join(f"{a}{self.degree(a)}" for a in ATTENTION_AXES if self.degree(a) > 1) or "1"
         right = ".".join(f"{a}{self.degree(a)}" for a in EXPERT_AXES if self.degree(a) > 1) or "1"
         return f"{left}|{right}"
-
-
-class HasGroups(Protocol):
-    """A folding, or foldings of stages."""
-
-    @property
-    def group_names(self) -> tuple[str, ...]: ...
-
-    def groups(self, name: str) -> tuple[tuple[int, ...], ...]: ...
-
-    def embedding_groups(self, table_ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]: ...
-
-
-def groups_of_both(folding: HasGroups, table_ranks: Sequence[int] | None) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """`Folding.step_groups`."""
-    passes = {ranks for name in PASS_GROUPS if name in folding.group_names for ranks in folding.groups(name)}
-    found = {name: folding.groups(name) for name in STEP_GROUPS}
-    if table_ranks is not None:
-        found["embedding"] = folding.embedding_groups(table_ranks)
-    return {name: tuple(g for g in groups if len(g) > 1 and g in passes) for name, groups in found.items()}
 
 
 def _ends(group: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -324,7 +295,7 @@ def folding_problems(folding: Folding, *, nearest: Folding | None = None) -> lis
         if folding.world % math.prod(degrees):
             legal = None if nearest is None else [nearest.degree(n) for n in names]
             problems.append(_tile_problem(folding.world, names, degrees, given, legal=legal))
-    return problems or grid_problems(folding.attention, folding.experts)
+    return problems
 
 
 def _tile_problem(
@@ -341,21 +312,6 @@ def _tile_problem(
 
 def _named(names: Sequence[str], degrees: Sequence[int]) -> str:
     return " x ".join(f"{n} {d}" for n, d in zip(names, degrees, strict=True))
-
-
-def grid_problems(attention: Grid, experts: Grid) -> list[Problem]:
-    """Why two grids, in whatever order of axes, cannot be folded over one another."""
-    if attention.size == experts.size and pp_groups_equal(attention, experts):
-        return []
-    a, e = attention.groups(("pp",))[0], experts.groups(("pp",))[0]
-    return [
-        Problem(
-            where="folding.pp",
-            value=f"attention {_short(a)}, experts {_short(e)}",
-            rule="both grids need the same pipeline groups, because activations flow through layers of both",
-            hint="make pp the slowest axis of both grids",
-        )
-    ]
 
 
 @dataclass(frozen=True)
@@ -554,35 +510,4 @@ def make_folding(*, world: int, tp: int = 1, cp: int = 1, pp: int = 1, ep: int =
     """A folding whose degrees tile the world. Raises `PlanError` naming every problem."""
     folding = Folding(world=world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
     folding.check()
-    return folding
-
-
-def resolve_folding(
-    config: FoldingConfig,
-    spec: ModelSpec,
-    *,
-    world: int,
-    seq_len: int,
-    global_batch: int | None = None,
-    micro_batch: int | None = None,
-    slots_per_rank: int | None = None,
-) -> Folding:
-    """The recipe's folding over `world` ranks, `ep` filled in: as many as divide the experts, or with `slots_per_rank` (experts have replicas) all.
-
-    Raises `ConfigError` naming every problem with model and batch.
-    """
-    blocks = max(1, world // max(1, config.pp * config.etp))
-    most = blocks if slots_per_rank is not None else math.gcd(blocks, spec.num_experts)
-    ep = config.ep if config.ep is not None else most if spec.moe_layers else 1
-    folding = Folding(world=world, tp=config.tp, cp=config.cp, pp=config.pp, ep=ep, etp=config.etp)
-    problems = fit_problems(
-        folding,
-        spec,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        cp_method=config.cp_method,
-        slots_per_rank=slots_per_rank,
-    )
-    raise_if(problems, ConfigError, subject=f"the mapping of {spec.name} over {world} ranks")
     return folding

@@ -26,11 +26,11 @@ from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.core.hashed import Hashed
 from phalanx.plan.mapping.folding import (
     GROUP_AXES,
+    PASS_GROUPS,
+    STEP_GROUPS,
     Folding,
     fit_problems,
     folding_problems,
-    groups_of_both,
-    resolve_folding,
 )
 from phalanx.plan.model import ModelSpec
 
@@ -133,10 +133,6 @@ class StagedFolding(Hashed):
         """Nobody shares a tied embedding with another stage."""
         return self.groups("embedding")
 
-    def step_groups(self, table_ranks: Sequence[int] | None = None) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """As `Folding.step_groups`."""
-        return groups_of_both(self, table_ranks)
-
     def check(self) -> None:
         """Raise `PlanError` with all problems."""
         problems = [problem for stage in self.stages for problem in folding_problems(stage)]
@@ -168,6 +164,21 @@ AnyFolding = Folding | StagedFolding
 """The same for all stages, or one for each."""
 
 
+def step_groups(
+    folding: AnyFolding, table_ranks: Sequence[int] | None = None
+) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Groups of more than one rank, by name, of the rest of a step whose ranks its passes communicate over too. `table_ranks` as in `Folding.embedding_groups`.
+
+    Where messages match by their order, as in NCCL, these ranks need a second group: gradients leave when they are complete, which is not at the same place
+    between the exchanges of layers on all ranks.
+    """
+    passes = {ranks for name in PASS_GROUPS if name in folding.group_names for ranks in folding.groups(name)}
+    found = {name: folding.groups(name) for name in STEP_GROUPS}
+    if table_ranks is not None:
+        found["embedding"] = folding.embedding_groups(table_ranks)
+    return {name: tuple(g for g in groups if len(g) > 1 and g in passes) for name, groups in found.items()}
+
+
 def micro_axis(folding: AnyFolding) -> str:
     """The group of ranks that share a micro-batch: `tp_cp`, and more where a stage divides its sequences among dp."""
     return "tp_cp" if isinstance(folding, Folding) else "micro"
@@ -183,25 +194,31 @@ def resolve_mapping(
     micro_batch: int | None = None,
     slots_per_rank: int | None = None,
 ) -> AnyFolding:
-    """The recipe's mapping over `world` ranks. Raises `ConfigError` naming every problem with model and batch.
+    """The recipe's mapping over `world` ranks, `ep` filled in: as many as divide the experts, or with `slots_per_rank` all. Raises `ConfigError` naming every problem with model and batch.
 
     `slots_per_rank`: experts have replicas (`resilience.slots_per_rank`), which stages with foldings of their own do not know.
     """
+    folding: AnyFolding
     if config.stages is None:
-        return resolve_folding(
-            config,
+        blocks = max(1, world // max(1, config.pp * config.etp))
+        most = blocks if slots_per_rank is not None else math.gcd(blocks, spec.num_experts)
+        ep = config.ep if config.ep is not None else most if spec.moe_layers else 1
+        folding = Folding(world=world, tp=config.tp, cp=config.cp, pp=config.pp, ep=ep, etp=config.etp)
+        problems = fit_problems(
+            folding,
             spec,
-            world=world,
             seq_len=seq_len,
             global_batch=global_batch,
             micro_batch=micro_batch,
+            cp_method=config.cp_method,
             slots_per_rank=slots_per_rank,
         )
-    folding = parse_stages(config.stages)
-    replicated = [] if slots_per_rank is None else [_no_replicas(slots_per_rank)]
-    problems = replicated + staged_problems(folding, spec, world=world, seq_len=seq_len, cp_method=config.cp_method)
-    if not problems and global_batch is not None and micro_batch is not None:
-        problems = _batch_problems(folding, global_batch=global_batch, micro_batch=micro_batch)
+    else:
+        folding = parse_stages(config.stages)
+        problems = [] if slots_per_rank is None else [_no_replicas(slots_per_rank)]
+        problems += staged_problems(folding, spec, world=world, seq_len=seq_len, cp_method=config.cp_method)
+        if not problems and global_batch is not None and micro_batch is not None:
+            problems = _batch_problems(folding, global_batch=global_batch, micro_batch=micro_batch)
     raise_if(problems, ConfigError, subject=f"the mapping of {spec.name} over {world} ranks")
     return folding
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from phalanx.core.errors import RunError
-from phalanx.plan.mapping import PASS_GROUPS, SUMMED_GROUPS, AnyFolding, exchanged_groups
+from phalanx.plan.mapping import PASS_GROUPS, SUMMED_GROUPS, AnyFolding, exchanged_groups, step_groups
 from phalanx.runtime.comm.devices import Use, connect
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -181,7 +181,7 @@ class Groups:
         return self.axes["tp_cp" if name == "micro" and name not in self.axes else name]
 
     def step_axis(self, name: str) -> Axis:
-        """The axis, for what a step does outside of passes: sums of gradients, parameters, the vote (`Folding.step_groups`)."""
+        """The axis, for what a step does outside of passes: sums of gradients, parameters, the vote (`plan.mapping.step_groups`)."""
         return self.axes[name] if self.step is None else self.step.get(name, self.axes[name])
 
 
@@ -207,12 +207,12 @@ def build_groups(
 
     `table_ranks` are the pipeline ranks that hold a tied embedding (`StagePlan.table_ranks`; None: the first and the last one).
     `message_ctas`: most thread blocks of NCCL's kernels over `ep_etp`, whose messages travel beside products (`GroupCache.get`).
-    `in_order`: messages match by their order, as NCCL's do, so what a step does outside of passes gets groups of its own (`Folding.step_groups`).
+    `in_order`: messages match by their order, as NCCL's do, so what a step does outside of passes gets groups of its own (`plan.mapping.step_groups`).
     `rows`: group over which rows of MoE layers are exchanged, as in `DispatchSpec.rows_over`.
     """
     axes: dict[str, Axis] = {}
     step: dict[str, Axis] = {}
-    of_step, exchanged = folding.step_groups(table_ranks) if in_order else {}, exchanged_groups(rows)
+    of_step, exchanged = step_groups(folding, table_ranks) if in_order else {}, exchanged_groups(rows)
     with cache.made_together():
         for name in folding.group_names:
             given = name == "embedding" and table_ranks is not None

@@ -23,7 +23,7 @@ from typing import Any
 
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.layout import STATE_KINDS, cells
-from phalanx.plan.mapping import Folding
+from phalanx.plan.mapping import Folding, step_groups
 from phalanx.plan.program import Op, StepProgram, move_program
 from phalanx.plan.recovery import GenerationPlan, RecoveryPlanner, wave_id
 from phalanx.plan.reshard import Hosts, Move, equal_hosts, plan_reshard
@@ -183,7 +183,7 @@ def recovery_work(planner: RecoveryPlanner, plan: GenerationPlan, *, lost: int, 
 def num_groups(folding: Folding, *, members: int, in_order: bool = False) -> int:
     """Process groups that a generation makes beside the one of all, for which a rank waits: distinct sets of ranks, one of all for control, and one of the mapping where some members are idle.
 
-    `in_order`, as on GPUs, where connecting takes the time and disjoint groups do so side by side: the most that a rank is in, and those of a step outside of its passes (`Folding.step_groups`).
+    `in_order`, as on GPUs, where connecting takes the time and disjoint groups do so side by side: the most that a rank is in, and those of a step outside of its passes (`plan.mapping.step_groups`).
     """
     everyone = tuple(range(members))
     found = {ranks for name in folding.group_names for ranks in folding.groups(name) if len(ranks) > 1}
@@ -191,7 +191,7 @@ def num_groups(folding: Folding, *, members: int, in_order: bool = False) -> int
     second = {ranks for ranks in (everyone, mapped) if len(ranks) > 1}
     if not in_order:
         return len(found - {everyone}) + len(second)
-    apart = [ranks for of_name in folding.step_groups().values() for ranks in of_name]
+    apart = [ranks for of_name in step_groups(folding).values() for ranks in of_name]
     of_rank = Counter(rank for ranks in (*(found - {everyone}), *apart) for rank in ranks)
     return max(of_rank.values(), default=0) + len(second)
 
