@@ -113,7 +113,7 @@ def test_an_expert_with_three_replicas():
     """10 rows over 3 replicas: 4, 3, 3; counted through the sources, so that source 0 (7 rows) fills the first and most of the second."""
     rows = split_over_replicas([[7, 1], [3, 0]], [0, 1, 0, 0])
     assert rows.tolist() == [[4, 1, 3, 0], [0, 0, 0, 3]]
-    index, replicas = replica_index([0, 1, 0, 0])
+    index, replicas = replica_index((0, 1, 0, 0))
     assert (index.tolist(), replicas.tolist()) == ([0, 0, 1, 2], [3, 1, 3, 3])
 
 

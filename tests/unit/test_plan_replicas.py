@@ -78,12 +78,10 @@ def test_hosts_with_different_slots_hold_what_distinct_hosts_allow():
 
 
 def test_smoothing():
-    first = smoothed(None, [[4, 0]])
+    first = smoothed(None, [[4, 0]], weight=0.25)
     assert smoothed(first, [[0, 4]], weight=0.25).tolist() == [[3, 1]]
     with pytest.raises(PlanError, match="shape of the loads before"):
-        smoothed(first, [[1, 2, 3]])
-    with pytest.raises(PlanError, match="at most 1"):
-        smoothed(first, [[1, 2]], weight=0)
+        smoothed(first, [[1, 2, 3]], weight=0.25)
 
 
 def test_zipf_loads_are_the_same_everywhere_and_sum_alike():

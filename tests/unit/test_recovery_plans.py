@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from recovery_plan_help import after, fresh, new_member, planner, shuffled, tiny
+from reshard_plan_help import shard_layouts
 from tiers import some
 
 from phalanx.core.config import PipelineConfig
@@ -385,9 +386,10 @@ def test_of_two_that_had_one_rank_the_one_in_the_middle_of_a_move_keeps_it() -> 
 def test_state_descriptors_say_what_layouts_say() -> None:
     run = planner(Folding(world=8, pp=2), slots=4)
     plan = run.plan(fresh(8))
-    layouts = StateLayouts(
-        spec=tiny(), folding=plan.folding, stages=run.stages(plan.folding), placement=plan.placement_of
-    ).shards(zero=0)
+    layouts = shard_layouts(
+        StateLayouts(spec=tiny(), folding=plan.folding, stages=run.stages(plan.folding), placement=plan.placement_of),
+        zero=0,
+    )
     for rank in range(8):
         state = run.holds(read_state_descriptor(plan.state_descriptor(rank).to_dict()))
         assert {n: held for n, (held, _) in state.items()} == {

@@ -87,8 +87,9 @@ def rows_of_source(spec: DispatchSpec, *, num_tokens: int, sharing: int, top_k: 
     return min(num_tokens, capacity(spec, num_tokens=num_tokens * whole, top_k=top_k, num_experts=num_experts))
 
 
-def replica_index(slots_G: ArrayLike) -> tuple[Ints, Ints]:
-    """Replica of its expert that each slot holds (from 0, slots ascending), and how many the expert has."""
+@lru_cache(maxsize=256)
+def replica_index(slots_G: tuple[int, ...]) -> tuple[Ints, Ints]:
+    """Replica of its expert that each slot holds (from 0, slots ascending), and how many the expert has. Nobody writes to the results: every layer asks for its own slots in every step."""
     slots = np.asarray(slots_G, dtype=np.int64)
     order = np.argsort(slots, kind="stable")
     totals = np.bincount(slots)
@@ -98,16 +99,10 @@ def replica_index(slots_G: ArrayLike) -> tuple[Ints, Ints]:
     return index, totals[slots]
 
 
-@lru_cache(maxsize=256)
-def _replicas(slots_G: tuple[int, ...]) -> tuple[Ints, Ints]:
-    """`replica_index`, whose results nobody writes to: every layer asks for its own slots in every step."""
-    return replica_index(slots_G)
-
-
 def split_over_replicas(counts_PE: ArrayLike, slots_G: ArrayLike) -> Ints:
     """(P, G) rows from each source to each slot, by the rule on top. With one replica each it is `counts_PE[:, slots_G]`."""
     counts, slots = np.asarray(counts_PE, dtype=np.int64), np.asarray(slots_G, dtype=np.int64)
-    replica, replicas = _replicas(tuple(slots.tolist()))
+    replica, replicas = replica_index(tuple(slots.tolist()))
     if replicas.max(initial=1) == 1:
         alone: Ints = counts.take(slots, axis=1)
         return alone
@@ -118,13 +113,6 @@ def split_over_replicas(counts_PE: ArrayLike, slots_G: ArrayLike) -> Ints:
     begins = ends - counts[:, slots]
     rows: Ints = np.maximum(np.minimum(ends, hi) - np.maximum(begins, lo), 0)
     return rows
-
-
-def split_capacity(num_rows: int, num_sources: int, slots_G: ArrayLike) -> Ints:
-    """(P, G) rows when each source sends exactly `num_rows` rows to every expert: each splits its own over the replicas."""
-    replica, replicas = replica_index(slots_G)
-    share, rest = np.divmod(num_rows, replicas)
-    return np.tile(share + (replica < rest), (num_sources, 1)).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,8 +301,12 @@ def plan_dispatch(counts_PE: ArrayLike, slots_G: Sequence[int], *, ep: int, etp:
 
 
 def plan_static_dispatch(num_rows: int, slots_G: Sequence[int], *, ep: int, etp: int) -> DispatchPlan:
-    """The plan where every source pads to `num_rows` rows for every expert."""
-    return DispatchPlan(tuple(int(s) for s in slots_G), ep, etp, split_capacity(num_rows, ep * etp, slots_G))
+    """The plan where every source pads to `num_rows` rows for every expert: each splits its own over the replicas."""
+    slots = tuple(int(s) for s in slots_G)
+    replica, replicas = replica_index(slots)
+    share, rest = np.divmod(num_rows, replicas)
+    rows_PG = np.tile(share + (replica < rest), (ep * etp, 1)).astype(np.int64)
+    return DispatchPlan(slots, ep, etp, rows_PG)
 
 
 def kept_pairs(

@@ -70,7 +70,7 @@ def _rows_of_units(units_PG: Ints, counts_PE: Ints, slots: Ints, unit_rows: int)
 
 def _rooms(counts: Ints, slots: Ints, rank_of_source: Ints, rank_of_slot: Ints) -> Ints:
     """(G,) rows that each slot takes of its expert: an even share, and the odd ones where most rows are at home."""
-    _, replicas = replica_index(slots)
+    _, replicas = replica_index(tuple(slots.tolist()))
     share, odd = np.divmod(counts.sum(0)[slots], replicas)
     own = np.zeros((rank_of_slot.max() + 1, counts.shape[1]), dtype=np.int64)
     np.add.at(own, rank_of_source, counts)

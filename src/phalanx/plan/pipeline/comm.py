@@ -188,8 +188,8 @@ def plan_pipeline(
     transfers: list[tuple[tuple[float, int, int, int], Transfer]] = []
     for rank, spans in enumerate(simulate(schedule, costs, edges=joined, pairs=pairs).spans):
         for index, (action, start, end) in enumerate(spans):
-            gives = given_by(schedule, action, joined)
-            placed.append(((start, 1, rank, index), rank, Run(action, taken_by(schedule, action, joined), gives)))
+            takes, gives = (transfers_of(schedule, action, joined, gives=gives) for gives in (False, True))
+            placed.append(((start, 1, rank, index), rank, Run(action, takes, gives)))
             key = (end, 0, rank, index)
             for transfer in gives:
                 transfers.append((key, transfer))
@@ -208,21 +208,12 @@ def plan_pipeline(
     )
 
 
-def given_by(schedule: Schedule, action: Action, edges: Sequence[Edge]) -> tuple[Transfer, ...]:
-    """What a pass makes for other stages; `edges` in their order."""
+def transfers_of(schedule: Schedule, action: Action, edges: Sequence[Edge], *, gives: bool) -> tuple[Transfer, ...]:
+    """What a pass makes for other stages (`gives`), or needs from them; `edges` in their order."""
     if action.kind == "W":
         return ()
     forward = action.kind == "F"
-    mine = [edge for edge in edges if edge[0 if forward else 1] == action.stage]
-    return tuple(_transfer(schedule, edge, action.microbatch, "forward" if forward else "backward") for edge in mine)
-
-
-def taken_by(schedule: Schedule, action: Action, edges: Sequence[Edge]) -> tuple[Transfer, ...]:
-    """What a pass needs from other stages; `edges` in their order."""
-    if action.kind == "W":
-        return ()
-    forward = action.kind == "F"
-    mine = [edge for edge in edges if edge[1 if forward else 0] == action.stage]
+    mine = [edge for edge in edges if edge[0 if forward == gives else 1] == action.stage]
     return tuple(_transfer(schedule, edge, action.microbatch, "forward" if forward else "backward") for edge in mine)
 
 
@@ -301,8 +292,8 @@ def _edge_problems(plan: PipelinePlan, rank: int) -> list[Problem]:
     problems = []
     for op in plan.programs[rank]:
         if isinstance(op, Run):
-            for name, found, make in (("takes", op.takes, taken_by), ("gives", op.gives, given_by)):
-                if found != make(plan.schedule, op.action, plan.edges):
+            for name, found in (("takes", op.takes), ("gives", op.gives)):
+                if found != transfers_of(plan.schedule, op.action, plan.edges, gives=name == "gives"):
                     rule = "names one transfer for each edge of its stage, nearest stage first"
                     problems.append(
                         Problem(where=f"plan.rank{rank}.{op.action}.{name}", value=[str(t) for t in found], rule=rule)

@@ -12,7 +12,7 @@ Legend: T tokens of this rank, N tokens of its tp group (one cp part of a micro-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,6 +26,8 @@ from phalanx.plan.moe.overlap import parse_overlap
 from phalanx.plan.program.ops import Op
 
 INT32, INT64, FP32 = 4, 8, 4
+STREAMS = {"projections": 4, "out": 2, "router": 2, "mlp": 4, "shared": 4, "loss": 2, "experts": 4}
+"""Passes over rows of H that go with the products of each use of matrices."""
 VOTE_NUMBERS, VOTE_TIMES = 8, 5
 """Numbers of a ballot (`train/step/vote.py`): its own numbers, and times of each MoE layer."""
 
@@ -157,7 +159,7 @@ class Counting:
         whole = self._whole(name)
         if whole is not None:
             return self._collective(op.collective, whole, n)
-        return self._experts_sent(op, name, n, backward)
+        return self._experts_sent(op, name, n)
 
     def _hop(self, name: str, backward: bool) -> float:
         """Keys and values forward; backward keys again, and behind them their gradients in the wide type."""
@@ -213,7 +215,7 @@ class Counting:
             return heads * spec.head_dim
         return (heads + 2 * max(spec.num_kv_heads // tp, min(cp, heads))) * spec.head_dim
 
-    def _experts_sent(self, op: Op, name: str, n: int, backward: bool) -> float:
+    def _experts_sent(self, op: Op, name: str, n: int) -> float:
         """Rows of routed experts, their weights and their counts."""
         rows, share = self._sent_rows, 1.0
         if ".chunk" in name:
@@ -269,14 +271,7 @@ class Counting:
     @cached_property
     def _matrices(self) -> dict[tuple[int | None, str], int]:
         """(layer, what uses them) -> elements of this rank's matrices; of experts those of one expert."""
-        found: dict[tuple[int | None, str], int] = {}
-        for layout in self.layouts.values():
-            for held in layout.params:
-                part = _used_by(held)
-                if part is not None:
-                    key = held.param.layer, part
-                    found[key] = found.get(key, 0) + _elements(held)
-        return found
+        return {key: sum(columns * inner for columns, inner, _ in sides) for key, sides in self._sides.items()}
 
     @cached_property
     def _sides(self) -> dict[tuple[int | None, str], list[tuple[int, int, int]]]:
@@ -322,21 +317,13 @@ class Counting:
             return 0.0, sum(shards) * float(self.sizes.state_itemsize)
         if name.startswith("weights"):
             return self._weights(int(name.removeprefix("weights"))), 0.0
-        part, _, _ = name.partition(".chunk")
-        counters: dict[str, Callable[[], tuple[float, float]]] = {
-            "attention.projections": lambda: self._rows_of("projections", op.layer, self._rows_N, 4),
-            "attention.out": lambda: self._rows_of("out", op.layer, self._rows_N, 2),
-            "router": lambda: self._rows_of("router", op.layer, self._rows_T, 2),
-            "mlp": lambda: self._rows_of("mlp", op.layer, self._rows_N, 4),
-            "shared": lambda: self._rows_of("shared", op.layer, self._rows_N, 4),
-            "loss": lambda: self._rows_of("loss", None, self._rows_N, 2),
-            "embedding": lambda: (0.0, self._rows_N * 2.0 * self._hidden_bytes),
-            "experts": lambda: self._rows_of("experts", op.layer, self._expert_rows, 4),
-        }
         if name.startswith("attention.core"):
             return self._scores(name, backward=op.phase == "bwd"), 0.0
-        if part in counters:
-            return counters[part]()
+        if name == "embedding":
+            return 0.0, self._rows_N * 2.0 * self._hidden_bytes
+        part = name.removeprefix("attention.").partition(".chunk")[0]
+        if part in STREAMS:
+            return self._rows_of(part, None if part == "loss" else op.layer, STREAMS[part])
         if part.startswith(("dispatch", "combine")):  # permute, sort, sum: each row read and written
             share = 1.0 / self._num_chunks if ".chunk" in name else 1.0
             return 0.0, 2.0 * self._expert_rows * share * self._hidden_bytes
@@ -347,9 +334,9 @@ class Counting:
         """Rows that come to this rank's experts, if all ranks get as many: of every part of an expert all of its rows."""
         return self._sent_rows * self._stage[3]
 
-    def _rows_of(self, part: str, layer: int | None, rows: float, streams: int) -> tuple[float, float]:
-        """A product of `rows` with matrices, and so many passes over rows of H; chunks share them."""
-        elements = self._matrices.get((layer, part), 0)
+    def _rows_of(self, part: str, layer: int | None, streams: int) -> tuple[float, float]:
+        """FLOPs of the products with a part's matrices, and bytes of so many passes over rows of H; chunks share them."""
+        elements, rows = self._matrices.get((layer, part), 0), self._rows_of_part[part]
         share = 1.0 / self._num_chunks if part == "experts" else 1.0
         return 2.0 * rows * share * elements, rows * share * streams * self._hidden_bytes
 
@@ -379,9 +366,3 @@ def _used_by(held: LocalParam) -> str | None:
         return "out" if name.endswith("wo.weight") else "projections"
     rules = {".router": "router", ".shared": "shared", ".mlp": "mlp", "head.weight": "loss"}
     return next((part for word, part in rules.items() if word in name), None)
-
-
-def _elements(held: LocalParam) -> int:
-    """Elements of a matrix; of experts those of one of them."""
-    count = held.num_elements
-    return count // held.shape[0] if held.param.family == "expert" else count

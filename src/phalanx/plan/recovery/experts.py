@@ -67,7 +67,7 @@ def place_experts(
     )
     table = np.stack([asked.loads[asked.layers.index(layer)] for layer in layers])
     counts = replica_counts(table, pool, floor=asked.floor)
-    placed = _placed(asked, counts, pool, table, _present(asked, layers, held))
+    placed = _placed(counts, pool, table, _present(asked, layers, held))
     made = LayerPlacements(
         layers={layer: placed.layer_placement(i, host_of_ep=host_of_ep) for i, layer in enumerate(layers)}
     )
@@ -88,9 +88,7 @@ def num_with_replicas(placed: LayerPlacements, host_of_ep: Sequence[int]) -> int
     return min(found)
 
 
-def _placed(
-    asked: ReplicaTerms, counts: ReplicaCounts, pool: HostPool, loads: Floats, present: HostPlacement | None
-) -> HostPlacement:
+def _placed(counts: ReplicaCounts, pool: HostPool, loads: Floats, present: HostPlacement | None) -> HostPlacement:
     if present is None:
         return plan_placement(counts, pool, loads)
     mended = patched_placement(_filled(present, pool, loads, floor=counts.floor), pool, floor=counts.floor)

@@ -10,8 +10,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from phalanx.plan.layout import Box, Held, cells_without, is_covered
+from phalanx.plan.layout import Box, Held, TensorLayout, cells_without, is_covered
 from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements
 from phalanx.plan.placement import of_all_kinds
 from phalanx.plan.recovery.state_descriptor import Fact, StateDescriptor, machines_of, slots_of
@@ -92,49 +93,30 @@ class GenerationPlan:
     @cached_property
     def hash(self) -> str:
         """Hash of all that was decided, and from what."""
-        return hashlib.sha256(
-            json.dumps(
-                {
-                    "folding": asdict(self.folding),
-                    "members": [
-                        [f.uid, f.machine, None if f.descriptor is None else f.descriptor.to_dict()]
-                        for f in self.members
-                    ],
-                    "stages": [
-                        [[layer, of.to_dict()] for layer, of in sorted(s.layers.items())] for s in self.placement
-                    ],
-                    "hosts": self.hosts,
-                    "racks": self.racks,
-                    "sources": [
-                        [m.name, [[list(h.box.offsets), list(h.box.sizes)] for of in m.src.held for h in of]]
-                        for m in (*self.params, *self.buffers)
-                    ],
-                    "missing": self.missing,
-                },
-                sort_keys=True,
-            ).encode()
-        ).hexdigest()[:16]
+        return self._hash_with(
+            members=[[f.uid, f.machine, _told(f)] for f in self.members],
+            sources=[_boxes(m.name, m.src) for m in (*self.params, *self.buffers)],
+        )
 
     @cached_property
     def decision(self) -> str:
         """Hash of what was decided, whatever the members are called: a prediction and a run that make the same plan have the
         same."""
         machines = machines_of(self.members)
+        return self._hash_with(
+            members=[[machines.index(f.machine), _told(f)] for f in self.members],
+            moves=[_boxes(m.name, side) for m in (*self.params, *self.buffers) for side in (m.src, m.dst)],
+        )
+
+    def _hash_with(self, **more: Any) -> str:
+        stages = [[[layer, of.to_dict()] for layer, of in sorted(s.layers.items())] for s in self.placement]
         decided = {
             "folding": asdict(self.folding),
-            "members": [
-                [machines.index(f.machine), None if f.descriptor is None else f.descriptor.to_dict()]
-                for f in self.members
-            ],
-            "stages": [[[layer, of.to_dict()] for layer, of in sorted(s.layers.items())] for s in self.placement],
+            "stages": stages,
             "hosts": self.hosts,
             "racks": self.racks,
-            "moves": [
-                [m.name, [[list(h.box.offsets), list(h.box.sizes)] for of in side.held for h in of]]
-                for m in (*self.params, *self.buffers)
-                for side in (m.src, m.dst)
-            ],
             "missing": self.missing,
+            **more,
         }
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -163,6 +145,14 @@ class GenerationPlan:
             for moves in (self.params, self.buffers)
         )
         return replace(self, params=params, buffers=buffers, missing=without_holder((*params, *buffers)))
+
+
+def _told(fact: Fact) -> dict[str, Any] | None:
+    return None if fact.descriptor is None else fact.descriptor.to_dict()
+
+
+def _boxes(name: str, layout: TensorLayout) -> list[Any]:
+    return [name, [[list(h.box.offsets), list(h.box.sizes)] for of in layout.held for h in of]]
 
 
 def without_holder(moves: Sequence[Move]) -> tuple[str, ...]:

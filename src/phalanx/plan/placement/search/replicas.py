@@ -71,14 +71,8 @@ def read_loads(loads: ArrayLike) -> Floats:
     return table
 
 
-def smoothed(before: ArrayLike | None, now: ArrayLike, *, weight: float = 0.3) -> Floats:
+def smoothed(before: ArrayLike | None, now: ArrayLike, *, weight: float) -> Floats:
     """Exponential average of loads: `weight` of the newest window, the rest of what was smoothed before (None: nothing yet)."""
-    if not 0 < weight <= 1:
-        raise_if(
-            [Problem(where="weight", value=weight, rule="is above 0 and at most 1", hint="use 0.3")],
-            PlanError,
-            subject="loads",
-        )
     new = read_loads(now)
     if before is None:
         return new
