@@ -11,7 +11,7 @@ from speed_help import full_speed_s
 from step_without_clock import fullest_bytes, step_without_clock
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.folding import Folding, make_folding
 from phalanx.plan.model.model import PRESETS, flops_per_token
 from phalanx.plan.pipeline.comm import AHEAD
 from phalanx.plan.pipeline.schedule.clock import ScheduleCosts, Timeline, simulate, uniform_costs
@@ -24,7 +24,7 @@ from phalanx.simulate.memory.kernel_facts import LEAST_OPEN
 from phalanx.simulate.search.best import reasons, search
 from phalanx.simulate.search.space import Space, foldings, micro_batches, overlaps, pipelines
 from phalanx.simulate.step.bubble import bubble_share
-from phalanx.simulate.step.device_memory import layer_bytes, memory_of, usable_bytes
+from phalanx.simulate.step.device_memory import layer_bytes, memory_of, parameters_of_rank, usable_bytes
 from phalanx.simulate.step.quick import QuickPredictor
 from phalanx.simulate.step.stage_layers import contents
 from phalanx.simulate.step.timing import predict, predict_many, step_time
@@ -316,8 +316,21 @@ def test_the_quick_way_gives_what_the_slow_way_gives(name: str, kind: str) -> No
         )
         slow = step_without_clock(job, mapping, cluster).seconds
         assert quick.seconds(mapping) == pytest.approx(slow, rel=1e-9), mapping.label()
-        assert quick.bound(mapping) <= slow * (1 + 1e-9), mapping.label()
+        all_work = mapping.num_microbatches(job) * quick.work(mapping) / folding.pp
+        assert all_work <= slow * (1 + 1e-9), mapping.label()
         assert quick.peak_bytes(mapping) == pytest.approx(fullest_bytes(job, mapping), rel=1e-12)
+
+
+def test_blocks_of_further_tokens_are_dense_where_all_layers_are() -> None:
+    spec = replace(PRESETS["deepseek-v3"], num_layers=4, dense_layers=4, mtp_layers=2)
+    job, cluster = Job(spec=spec, seq_len=4096, global_batch=64), parse_cluster("h100x8")
+    whole = Mapping(folding=make_folding(world=8))
+    assert [(c.dense_layers, c.moe_layers) for c in contents(job, whole)] == [(6, 0)]
+    both = sum(parameters_of_rank(job, whole, contents(job, whole)[0]))
+    without = replace(job, spec=replace(spec, mtp_layers=0))
+    more = both - sum(parameters_of_rank(without, whole, contents(without, whole)[0]))
+    assert more > 2 * (spec.attention_matrices + spec.dense_matrices)
+    assert QuickPredictor(job, cluster).seconds(whole) == pytest.approx(step_without_clock(job, whole, cluster).seconds)
 
 
 def test_many_mappings_on_the_clock_are_those_one_by_one() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from phalanx.simulate.hardware import GpuCluster, Hardware, Network, Oracle
+from phalanx.simulate.hardware import GpuCluster, Network, Oracle
 from phalanx.simulate.mapping import Job, Mapping, Recompute
 from phalanx.simulate.step.block_time import COMMUNICATION, Blocks, Ledger
 from phalanx.simulate.step.bubble import bubble_share, idle_passes, tenths
@@ -90,8 +90,7 @@ class Places:
     """Those of the ranks that hold the same that no other exceeds in what is in flight."""
 
 
-def places_of(job: Job, mapping: Mapping) -> Places:
-    """Places of a pipeline, whatever else the mapping is."""
+def _places(job: Job, mapping: Mapping) -> Places:
     held, states = contents(job, mapping), states_of_ranks(mapping, mapping.num_microbatches(job))
     best: dict[StageContent, list[int]] = {}
     ranks: dict[StageContent, list[int]] = {}
@@ -102,11 +101,6 @@ def places_of(job: Job, mapping: Mapping) -> Places:
             rivals[:] = [other for other in rivals if not _covers(states[rank], states[other])] + [rank]
     fullest = tuple(PipelinePlace(rank, content, states[rank]) for content, ranks in best.items() for rank in ranks)
     return Places(tuple(best), tuple(map(tuple, ranks.values())), fullest)
-
-
-def fullest_of(job: Job, mapping: Mapping, places: Places, *, layer: LayerBytes, hardware: Hardware) -> float:
-    """Bytes on the fullest rank of a pipeline that holds these."""
-    return max(memory_at(job, mapping, place, layer, hardware=hardware).total for place in places.fullest)
 
 
 def _covers(more: States, less: States) -> bool:
@@ -211,16 +205,17 @@ class QuickPredictor:
         return m.schedule, m.folding.pp, m.virtual, m.num_microbatches(self.job), m.stage_layers, m.extra_warmup
 
     def places(self, mapping: Mapping) -> Places:
-        """`places_of`, once for each pipeline."""
+        """Places of a pipeline, whatever else the mapping is; once for each."""
         key = self._pipeline(mapping)
         if key not in self.pipelines:
-            self.pipelines[key] = places_of(self.job, mapping)
+            self.pipelines[key] = _places(self.job, mapping)
         return self.pipelines[key]
 
     def peak_bytes(self, mapping: Mapping) -> float:
         """Bytes on the fullest rank of the pipeline."""
         layer, hardware = self.layer_bytes(mapping), self.cluster.hardware
-        return fullest_of(self.job, mapping, self.places(mapping), layer=layer, hardware=hardware)
+        places = self.places(mapping).fullest
+        return max(memory_at(self.job, mapping, place, layer, hardware=hardware).total for place in places)
 
     def seconds(self, mapping: Mapping) -> float:
         """Time of a step, its bubble by closed form."""
@@ -291,18 +286,8 @@ class QuickPredictor:
     def work(self, mapping: Mapping) -> float:
         """Seconds of one micro-batch over all stages, or less: layers tile by tile by what no plan can beat."""
         s, sums = self.job.spec, self.sums(mapping, bound=True)
-        dense = s.num_layers - s.num_moe_layers
-        counts = (
-            s.num_moe_layers + s.mtp_layers * (s.num_moe_layers > 0),
-            dense + s.mtp_layers * (s.num_moe_layers == 0),
-            1 + s.mtp_layers,
-            1,
-        )
+        counts = len(s.moe_layers), s.num_layers + s.mtp_layers - len(s.moe_layers), 1 + s.mtp_layers, 1
         return sum(count * (one.forward + one.backward) for count, one in zip(counts, sums, strict=True))
-
-    def bound(self, mapping: Mapping) -> float:
-        """Time that no pipeline of this mapping's folding can beat: all its work, evenly on all ranks, and no bubble."""
-        return mapping.num_microbatches(self.job) * self.work(mapping) / mapping.folding.pp
 
     @staticmethod
     def _rank(content: StageContent, sums: tuple[LayerSums, ...]) -> tuple[float, float, float]:

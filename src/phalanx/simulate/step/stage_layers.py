@@ -6,6 +6,7 @@ Decides nothing: a mapping that does not say its layers divides them as a run do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -65,26 +66,33 @@ def run_layers(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
     return balanced_counts(layer_costs(replace(spec, ffn_matrices=3), seq_len=seq_len), stages)
 
 
+def kinds_of_stages(counts: Sequence[int], *, dense_first: int, mtp: int) -> list[tuple[int, int]]:
+    """(dense layers, layers with experts) of every virtual stage that has so many layers; blocks of multi-token prediction are of the last layer's kind, on its stage."""
+    kinds, first = [], 0
+    for count in counts:
+        dense = max(0, min(first + count, dense_first) - first)
+        kinds.append((dense, count - dense))
+        first += count
+    dense, moe = kinds[-1]
+    kinds[-1] = (dense, moe + mtp) if dense_first < first else (dense + mtp, moe)
+    return kinds
+
+
 def contents(job: Job, mapping: Mapping) -> tuple[StageContent, ...]:
     """What each pipeline rank holds."""
-    key = (job.spec.num_layers, job.spec.dense_layers, job.spec.mtp_layers)
-    return _contents(key, layers_of_stages(job, mapping), ranks_of_stages(mapping), mapping.folding.pp)
+    counts, ranks = layers_of_stages(job, mapping), ranks_of_stages(mapping)
+    return _contents(job.spec.dense_layers, job.spec.mtp_layers, counts, ranks, mapping.folding.pp)
 
 
 @lru_cache(maxsize=4096)
 def _contents(
-    key: tuple[int, int, int], counts: tuple[int, ...], ranks: tuple[int, ...], pp: int
+    dense_first: int, mtp: int, counts: tuple[int, ...], ranks: tuple[int, ...], pp: int
 ) -> tuple[StageContent, ...]:
-    _, dense_first, mtp = key
     last = len(counts) - 1
     held: list[list[tuple[int, int, int, int]]] = [[] for _ in range(pp)]
-    first = 0
-    for stage, (count, rank) in enumerate(zip(counts, ranks, strict=True)):
-        dense = max(0, min(first + count, dense_first) - first)
-        further = mtp if stage == last else 0
-        is_moe = dense_first <= first + count
-        held[rank].append((count + further, count - dense + further * is_moe, int(stage == 0), int(stage == last)))
-        first += count
+    kinds = kinds_of_stages(counts, dense_first=dense_first, mtp=mtp)
+    for stage, (of_kind, rank) in enumerate(zip(kinds, ranks, strict=True)):
+        held[rank].append((sum(of_kind), of_kind[1], int(stage == 0), int(stage == last)))
     return tuple(
         StageContent(
             chunk_layers=tuple(part[0] for part in parts),

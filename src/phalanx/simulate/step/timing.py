@@ -28,7 +28,7 @@ from phalanx.simulate.step.block_time import COMMUNICATION, Blocks, Ledger
 from phalanx.simulate.step.bubble import schedule_of
 from phalanx.simulate.step.device_memory import StageMemory, memory_of, parameters_of_rank, usable_bytes
 from phalanx.simulate.step.replicas import ReplicaTraffic
-from phalanx.simulate.step.stage_layers import contents, layers_of_stages, ranks_of_stages
+from phalanx.simulate.step.stage_layers import contents, kinds_of_stages, layers_of_stages, ranks_of_stages
 from phalanx.simulate.step.transfers import edge_seconds, hop_of, hop_seconds
 
 Ledgers = dict[tuple[str, int], Ledger]
@@ -308,17 +308,13 @@ class _Step:
 
     def _stages(self) -> list[Pass]:
         """One pass of each virtual stage."""
-        spec, out, first = self.job.spec, [], 0
+        spec, out = self.job.spec, []
         counts = layers_of_stages(self.job, self.mapping)
-        for index, count in enumerate(counts):
-            dense = max(0, min(first + count, spec.dense_layers) - first)
-            parts = {"dense": dense, "moe": count - dense, "embedding": int(index == 0)}
-            parts["head"] = int(index == len(counts) - 1)
-            if parts["head"] and spec.mtp_layers:
-                parts["moe" if spec.num_moe_layers else "dense"] += spec.mtp_layers
-                parts["head"] += spec.mtp_layers
+        kinds = kinds_of_stages(counts, dense_first=spec.dense_layers, mtp=spec.mtp_layers)
+        for index, (dense, moe) in enumerate(kinds):
+            heads = 1 + spec.mtp_layers if index == len(kinds) - 1 else 0
+            parts = {"dense": dense, "moe": moe, "embedding": int(index == 0), "head": heads}
             out.append(self._sum(parts, self.rank_of_stage[index]))
-            first += count
         return out
 
     def _sum(self, parts: dict[str, int], rank: int) -> Pass:
