@@ -91,7 +91,13 @@ def test_with_the_last_host_the_replicas_are_lost(hosts: int) -> None:
 
 def test_too_few_hosts_wait() -> None:
     practice = Practice(
-        recovery="replicas", interval_s=1e9, save_s=0, detect_s=0, repair_s=0, repair_host_s=100, minimum_hosts=2
+        recovery="replicas",
+        interval_s=1e9,
+        save_s=0,
+        detect_s=0,
+        repair_s=0,
+        repair_host_s=100,
+        share=lambda left: left / 3 if left >= 2 else 0.0,
     )
     run = simulate_goodput(practice, [100.0, 150.0], duration_s=400, hosts=3)
     # full speed to 100, two thirds to 150, down to 200, two thirds to 250, full speed to 400

@@ -46,8 +46,6 @@ class Practice:
     """Probability that a failure leaves a holder of every expert and shard."""
     repair_host_s: float = 0.0
     """Time until the lost host is replaced; until then a job with replicas runs without it."""
-    minimum_hosts: int = 1
-    """A job with replicas waits while it has fewer hosts."""
     share: Callable[[int], float] | None = None
     """Share of full speed with so many hosts, which make no whole mapping perhaps; 0: they wait. None: the hosts' own share."""
     pace: float = 1.0
@@ -85,12 +83,6 @@ def practice_problems(practice: Practice) -> list[Problem]:
             out.append(
                 Problem(where=f"goodput.{name}", value=value, rule="must not be negative, and finite", hint="try 60")
             )
-    if practice.minimum_hosts < 1:
-        out.append(
-            Problem(
-                where="goodput.minimum_hosts", value=practice.minimum_hosts, rule="must be at least 1", hint="use 1"
-            )
-        )
     for pace in (practice.pace, *(pace for _, pace in practice.put_out)):
         if not 0 < pace <= 1:
             rule = "must be above 0 and at most 1, that of a job without slow ranks"
@@ -132,7 +124,7 @@ def simulate_goodput(
     """Run a job of `duration_s` through `failures`. A failure while the job is down begins its downtime again.
 
     With replicas every failure takes a host for the downtime and `repair_host_s` after it. Once repaired the job goes on at
-    `Practice.share` of its speed, (hosts - out) / hosts without one, and is down while fewer than `minimum_hosts` are left. Raises `PlanError`.
+    `Practice.share` of its speed, (hosts - out) / hosts without one, and is down while no host is left. Raises `PlanError`.
     """
     raise_if(practice_problems(practice), PlanError, subject="the practice")
     job, times = _Job(practice, hosts, random.Random(seed)), iter(failures)
@@ -179,8 +171,7 @@ class _Job:
     def speed(self) -> float:
         """Share of full speed; 0 while down."""
         left = self.hosts - len(self.out)
-        goes = self.now >= self.down_until and left >= self.practice.minimum_hosts
-        if not goes:
+        if self.now < self.down_until or not left:
             return 0.0
         share = self.practice.share
         return self.pace * (left / self.hosts if share is None else share(left))

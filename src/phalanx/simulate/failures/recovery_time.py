@@ -111,6 +111,11 @@ class RankRecoveryWork:
     sent_bytes: int
     received_bytes: int
 
+    @property
+    def laid_out_bytes(self) -> int:
+        """Parameters and state."""
+        return self.parameter_bytes + self.state_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryWork:
@@ -161,8 +166,8 @@ def recovery_work(planner: RecoveryPlanner, plan: GenerationPlan, *, lost: int, 
                 kept_bytes=sum(part.num_bytes(moves) for part, moves in copies),
                 copies=len(copies),
                 messages=len(hops),
-                sent_bytes=sum(_hop_bytes(hop.parts, moves) for hop, moves in hops if hop.src == rank),
-                received_bytes=sum(_hop_bytes(hop.parts, moves) for hop, moves in hops if hop.dst == rank),
+                sent_bytes=sum(p.num_bytes(moves) for hop, moves in hops if hop.src == rank for p in hop.parts),
+                received_bytes=sum(p.num_bytes(moves) for hop, moves in hops if hop.dst == rank for p in hop.parts),
             )
         )
     return RecoveryWork(
@@ -214,10 +219,6 @@ def _held(params: Sequence[Move], cut: dict[str, list[Any]], rank: int, *, sourc
     return total, pieces
 
 
-def _hop_bytes(parts: Sequence[Any], moves: Sequence[Move]) -> int:
-    return sum(math.prod(part.box.sizes) * moves[part.move].itemsize for part in parts)
-
-
 def _local_bytes(planner: RecoveryPlanner, plan: GenerationPlan, rank: int, *, itemsize: int) -> int:
     """Parameters of a rank, whole whatever is sharded of their state; 0 for one that is idle."""
     if rank >= plan.folding.world:
@@ -261,7 +262,7 @@ def recovery_time(
     """
     c, share = constants, constants.shares(work.members)
     fresh_s = c.fresh_s_per_byte if fresh else 0.0
-    busiest = max(work.ranks, key=lambda rank: rank.parameter_bytes + rank.state_bytes)
+    busiest = max(work.ranks, key=lambda rank: rank.laid_out_bytes)
     held_bytes = max(rank.held_bytes + rank.parameter_bytes for rank in work.ranks)
     formed = DECIDE_TRIPS * c.trip_s + c.look_s + share * c.drop_s + MEET_TRIPS * c.trip_s + c.look_s
     detected = constants.shares(work.members + work.lost) * (c.exit_s + c.exit_s_per_byte * held_bytes)
@@ -271,7 +272,7 @@ def recovery_time(
     built = share * (
         work.groups * c.group_s
         + max(rank.tensors for rank in work.ranks) * c.tensor_s
-        + max(_laid_out(rank) * (c.build_s_per_byte + fresh_s) for rank in work.ranks)
+        + busiest.laid_out_bytes * (c.build_s_per_byte + fresh_s)
     )
     return RecoveryTime(
         hash=work.hash,
@@ -287,10 +288,6 @@ def recovery_time(
         folding=work.folding.label(),
         moved_bytes=work.moved_bytes,
     )
-
-
-def _laid_out(rank: RankRecoveryWork) -> int:
-    return rank.parameter_bytes + rank.state_bytes
 
 
 def _moved_s(work: RecoveryWork, c: Constants, share: float) -> float:

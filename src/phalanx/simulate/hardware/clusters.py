@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -180,16 +180,17 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
 _OPTIONAL_OF: Mapping[str, tuple[str, ...]] = {"inside": ("hop_s",)}
 """What a file may leave out of each section, for which `Hardware` knows what stands."""
 _OPTIONAL = {"fp8_flops_per_s": None, "fp8_efficiency": 0.57, "fp32_flops_per_s": None, "fp32_efficiency": None}
-_MEASURED = {
-    "gemm": (3, "[m, n, k, seconds]"),
-    "gemm_fp32": (3, "[m, n, k, seconds]"),
-    "experts": (4, "[rows, n, k, experts, seconds]"),
-    "experts_fp32": (4, "[rows, n, k, experts, seconds]"),
-    "links": (3, "[collective, ranks, bytes, seconds]"),
-    "between": (4, "[collective, ranks, hosts, bytes, seconds]"),
+_GEMM = ("[m, n, k, seconds]", (int, int, int, float))
+_EXPERTS = ("[rows, n, k, experts, seconds]", (int, int, int, int, float))
+_MEASURED: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "gemm": _GEMM,
+    "gemm_fp32": _GEMM,
+    "experts": _EXPERTS,
+    "experts_fp32": _EXPERTS,
+    "links": ("[collective, ranks, bytes, seconds]", (str, int, float, float)),
+    "between": ("[collective, ranks, hosts, bytes, seconds]", (str, int, int, float, float)),
 }
-_NAMELESS = ("gemm", "gemm_fp32", "experts", "experts_fp32")
-"""Tables whose rows begin with no collective."""
+"""How the rows of each table are written, and the types of their columns."""
 LINKS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 """Collectives that a table of measured links may name."""
 _CURVES = ("attention_forward", "inside_bytes_per_s")
@@ -388,25 +389,21 @@ def _measured(table: Mapping[str, Any], where: str) -> tuple[_Rows, list[Problem
         return {}, [Problem(where=f"{where}: measured", value=part, rule="is a table of lists of rows")]
     found: _Rows = {}
     problems = []
-    for name, (numbers, form) in _MEASURED.items():
+    for name, (form, types) in _MEASURED.items():
         rows = part.get(name, [])
-        good = [row for row in rows if _is_row(name, row)] if isinstance(rows, list) else []
-        if not isinstance(rows, list) or len(good) != len(rows):
-            bad = next((row for row in rows if not _is_row(name, row)), rows) if isinstance(rows, list) else rows
-            names = "" if name in _NAMELESS else f", with a collective of {', '.join(LINKS)}"
+        bad = [row for row in rows if not _is_row(row, types)] if isinstance(rows, list) else [rows]
+        if bad:
+            names = f", with a collective of {', '.join(LINKS)}" if str in types else ""
             rule = f"holds rows {form}, all above 0{names}"
-            problems.append(Problem(where=f"{where}: measured.{name}", value=bad, rule=rule))
-        elif name in _NAMELESS:
-            found[name] = tuple((*map(int, row[:numbers]), float(row[numbers])) for row in good)
-        elif name == "links":
-            found[name] = tuple((row[0], int(row[1]), float(row[2]), float(row[3])) for row in good)
+            problems.append(Problem(where=f"{where}: measured.{name}", value=bad[0], rule=rule))
         else:
-            found[name] = tuple((row[0], int(row[1]), int(row[2]), float(row[3]), float(row[4])) for row in good)
+            found[name] = tuple(tuple(to(x) for to, x in zip(types, row, strict=True)) for row in rows)
     return found, problems
 
 
-def _is_row(name: str, row: object) -> bool:
-    if not isinstance(row, list) or len(row) != _MEASURED[name][0] + 1:
-        return False
-    numbers = row if name in _NAMELESS else row[1:]
-    return all(map(_is_positive, numbers)) and (name in _NAMELESS or row[0] in LINKS)
+def _is_row(row: object, types: Sequence[type]) -> bool:
+    return (
+        isinstance(row, list)
+        and len(row) == len(types)
+        and all(x in LINKS if kind is str else _is_positive(x) for kind, x in zip(types, row, strict=True))
+    )

@@ -66,15 +66,13 @@ FORCED_DRAWS = 16
 
 
 @lru_cache(maxsize=64)
-def forced_loads(
-    *, ep: int, experts: int, top_k: int, tokens: int, seed: int, skew: float, draws: int = FORCED_DRAWS
-) -> tuple[float, float]:
+def forced_loads(*, ep: int, experts: int, top_k: int, tokens: int, seed: int, skew: float) -> tuple[float, float]:
     """Load of the fullest of `ep` ranks over the even share under `router.force = "imbalanced"`: median and largest of the first draws.
 
     `tokens` of a micro-batch; every source draws the same (`plan/moe/workload.py`), so shares of a group are those of one micro-batch.
     """
     found = []
-    for layer in range(draws):
+    for layer in range(FORCED_DRAWS):
         chosen = forced_experts(
             "imbalanced", num_tokens=tokens, num_experts=experts, top_k=top_k, seed=seed, step=0, layer=layer, skew=skew
         )

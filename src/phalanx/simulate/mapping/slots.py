@@ -105,8 +105,8 @@ def expert_slots(
     drawn = list(_drawn(spec, folding, layers, rows, popularity, rng))
     where = [made.placement.of_layer(layer) for layer in layers]
     plans = [_plan(counts, placement, folding, rows) for counts, placement in zip(drawn, where, strict=True)]
-    plain = None if spec.num_experts % folding.ep else [_plain_load(counts, folding) for counts in drawn]
-    loads = [_load(plan) for plan in plans]
+    plain = None if spec.num_experts % folding.ep else [_load(counts, folding) for counts in drawn]
+    loads = [_load(plan.rows_PG, folding) for plan in plans]
     held, sent, owned = _bytes_of([made.placement.of_layer(layer) for layer in made.layers], folding.ep)
     return ExpertSlots(
         slots_per_rank=asked.slots_per_rank,
@@ -184,14 +184,9 @@ def _plan(counts_PE: Ints, placement: Placement, folding: Folding, rows: RoutedR
     return plan_local_dispatch(counts_PE, slots, host_of_ep=placement.hosts, **here)
 
 
-def _load(plan: DispatchPlan) -> float:
-    """Rows of the fullest rank over the mean."""
-    by_rank = plan.rows_PG.sum(0).reshape(plan.ep, -1).sum(1)
-    return float(by_rank.max() / by_rank.mean()) if by_rank.any() else 1.0
-
-
-def _plain_load(counts_PE: Ints, folding: Folding) -> float:
-    by_rank = counts_PE.sum(0).reshape(folding.ep, -1).sum(1)
+def _load(rows: Ints, folding: Folding) -> float:
+    """Rows of the fullest rank over the mean. `rows`: from each source to each expert or slot, rank by rank."""
+    by_rank = rows.sum(0).reshape(folding.ep, -1).sum(1)
     return float(by_rank.max() / by_rank.mean()) if by_rank.any() else 1.0
 
 

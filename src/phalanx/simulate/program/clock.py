@@ -272,14 +272,18 @@ class _Clock:
             end += self._shared((src, dst), cost.seconds)
             self.out_free[src] = self.in_free[dst] = end
         else:
-            costs = [self.cost_of(self.programs[rank].ops[i], key[3]) for rank, i, _ in parts]
-            cost = max(costs, key=lambda c: c.seconds)
+            cost = self._dearest(key, meeting)
             begin = max([ready, *(max(self.out_free[rank], self.in_free[rank]) for rank, _, _ in parts)])
             over = begin + cost.seconds + self._shared([rank for rank, _, _ in parts], cost.seconds)
             for rank, _, _ in parts:
                 self.out_free[rank] = self.in_free[rank] = over
             end = max([over, *(self._after_streams(rank, i, cost.seconds) for rank, i, _ in parts)])
         return [rank for rank, i, _ in parts if self._arrived(rank, i, ready, end, cost)]
+
+    def _dearest(self, key: Key, meeting: _Meeting) -> Cost:
+        """What a collective takes: that of whoever says most."""
+        costs = [self.cost_of(self.programs[rank].ops[i], key[3]) for rank, i, _ in meeting.parts.values()]
+        return max(costs, key=lambda c: c.seconds)
 
     # ---- reductions beside passes ------------------------------------------------------------------------------------------
 
@@ -298,13 +302,8 @@ class _Clock:
         flow = self.bulk.get(key)
         if flow is None:
             meeting = self.meetings[key]
-            parts = meeting.parts.values()
-            costs = [self.cost_of(self.programs[rank].ops[i], key[3]) for rank, i, _ in parts]
-            cost = max(costs, key=lambda c: c.seconds)
-            ready = max(posted for _, _, posted in parts)
-            flow = self.bulk[key] = _Bulk(
-                frozenset(rank for rank, _, _ in parts), cost, ready, max(i for _, i, _ in parts)
-            )
+            ranks, places, posted = zip(*meeting.parts.values(), strict=True)
+            flow = self.bulk[key] = _Bulk(frozenset(ranks), self._dearest(key, meeting), max(posted), max(places))
         if flow.begin_s is None:
             self._begin_flow(now, key, flow)
             return []

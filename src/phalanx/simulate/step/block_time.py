@@ -103,14 +103,12 @@ class Blocks:
 
     # ---- pieces
 
-    def linear(
-        self, ledger: Ledger, m: float, n: float, k: float, *, kind: str = "gemm", groups: int = 1
-    ) -> ProductTime:
+    def linear(self, ledger: Ledger, m: float, n: float, k: float, *, groups: int = 1) -> ProductTime:
         """A product with its two gradients."""
         o = self.oracle
         forward, back = o.product(m, n, k, groups=groups), o.product(m, k, n, groups=groups)
         weight = o.product(m, n, k, groups=groups, accumulate=True)
-        ledger.add(kind, forward, back + weight)
+        ledger.add("gemm", forward, back + weight)
         ledger.weight_grad += weight
         ledger.kernels += 1
         if o.eight_bits:  # read bf16, write two orders of bytes: the input forward, the output's gradient backward

@@ -183,13 +183,8 @@ def _working_bytes(job: Job, mapping: Mapping) -> float:
         if mapping.dispatch == "all_gather":  # every rank's tokens, there and back
             bare += 2 * tokens * f.ep * f.etp * s.hidden * item
     if mapping.recompute in ("selective", "full"):
-        whole = Mapping(**{**_fields(mapping), "recompute": "none"})
-        bare += activation_bytes(job, whole, moe=s.num_moe_layers > 0)
+        bare += activation_bytes(job, replace(mapping, recompute="none"), moe=s.num_moe_layers > 0)
     return bare
-
-
-def _fields(mapping: Mapping) -> dict[str, Any]:
-    return {name: getattr(mapping, name) for name in mapping.__dataclass_fields__}
 
 
 def parameters_of_rank(job: Job, mapping: Mapping, content: StageContent) -> tuple[float, float]:
