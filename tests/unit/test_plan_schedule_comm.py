@@ -267,15 +267,6 @@ def test_a_program_in_full() -> None:
     assert "4 transfers between ranks, 0 within one" in plan.explain()
 
 
-def test_costs_change_the_order_of_transfers_but_never_what_is_right() -> None:
-    made = make_schedule("interleaved_1f1b", pp=4, virtual=2, num_microbatches=6)
-    for costs in (uniform_costs(8, forward=5, p2p=2), uniform_costs(8, backward=9, p2p=0.3, blocking=True)):
-        plan = plan_pipeline(made, costs)
-        plan.check()
-        run_rendezvous(plan, batched=True)
-        run_posted(plan, random.Random(1), tagged=False)
-
-
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

@@ -260,7 +260,5 @@ def test_many_clocks_at_once_are_the_clock(name: str) -> None:
             )
     alone = [simulate(made, one).makespan for one in costs]
     assert ends_of_ranks(made, costs)[1].max(axis=1) == pytest.approx(alone, rel=1e-12)
-    shared = [replace(one, channels="rank") for one in costs[-2:]]
-    assert ends_of_ranks(made, shared)[1].max(axis=1) == pytest.approx([simulate(made, one).makespan for one in shared])
     with pytest.raises(PlanError, match="positive time"):
         ends_of_ranks(made, [*costs, replace(costs[0], forward=(0.0,) * pp * virtual)])

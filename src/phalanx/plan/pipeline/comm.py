@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.hashed import Hashed
-from phalanx.plan.pipeline.schedule import Action, Edge, Pair, Schedule, ScheduleCosts, chain, in_order, simulate
+from phalanx.plan.pipeline.schedule import Action, Edge, Pair, Schedule, chain, in_order, simulate
 
 AHEAD = 2
 """Passes before its place at which a host posts a receive: places are those of a clock that no machine keeps to the pass."""
@@ -172,12 +172,11 @@ class PipelinePlan(Hashed):
 
 def plan_pipeline(
     schedule: Schedule,
-    costs: ScheduleCosts | None = None,
     *,
     edges: Sequence[Edge] | None = None,
     pairs: Sequence[Pair] = (),
 ) -> PipelinePlan:
-    """The transfers of a schedule in the order in which they become possible (`costs` as in `simulate`; every rank must give the same).
+    """The transfers of a schedule in the order in which they become possible where every pass takes what `uniform_costs` says.
 
     `edges`: which stages send to which (None: each to the next). Raises `PlanError` where they are none, and where the schedule
     itself cannot come to its end.
@@ -186,7 +185,7 @@ def plan_pipeline(
     placed: list[tuple[tuple[float, int, int, int], int, RankOp]] = []
     """(when, transfer before pass, rank that makes it, which of that rank), rank that does it, what"""
     transfers: list[tuple[tuple[float, int, int, int], Transfer]] = []
-    for rank, spans in enumerate(simulate(schedule, costs, edges=joined, pairs=pairs).spans):
+    for rank, spans in enumerate(simulate(schedule, edges=joined, pairs=pairs).spans):
         for index, (action, start, end) in enumerate(spans):
             takes, gives = (transfers_of(schedule, action, joined, gives=gives) for gives in (False, True))
             placed.append(((start, 1, rank, index), rank, Run(action, takes, gives)))

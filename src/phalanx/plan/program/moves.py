@@ -20,6 +20,8 @@ from phalanx.plan.program.ops import Op
 from phalanx.plan.program.step import StepProgram
 from phalanx.plan.reshard import WHOLE, Hop, MovePart, ReshardPlan
 
+AXIS = "reshard"
+"""Name of the group over which a move goes."""
 HASH_BYTES = 8
 """Bytes of the integer that ranks compare."""
 
@@ -34,19 +36,16 @@ def message_id(op_id: str, src: int, dst: int, tag: int) -> str:
     return f"{op_id}.{src}to{dst}.{tag}"
 
 
-def move_program(
-    plan: ReshardPlan, rank: int, *, ranks: Sequence[int], op_id: str = "reshard", axis: str = "reshard"
-) -> StepProgram:
+def move_program(plan: ReshardPlan, rank: int, *, ranks: Sequence[int], op_id: str = "reshard") -> StepProgram:
     """The operations of global rank `rank` in a move over the group `ranks`."""
-    return StepProgram(rank=rank, ops=tuple(_Lowering(plan, rank, tuple(ranks), op_id, axis).ops()))
+    return StepProgram(rank=rank, ops=tuple(_Lowering(plan, rank, tuple(ranks), op_id).ops()))
 
 
 class _Lowering:
     """Messages of one rank in the plan's order, and what came before each."""
 
-    def __init__(self, plan: ReshardPlan, rank: int, ranks: tuple[int, ...], op_id: str, axis: str) -> None:
-        self.plan, self.rank, self.op_id, self.axis = plan, rank, op_id, axis
-        self.ranks = ranks
+    def __init__(self, plan: ReshardPlan, rank: int, ranks: tuple[int, ...], op_id: str) -> None:
+        self.plan, self.rank, self.op_id = plan, rank, op_id
         self.position = {r: i for i, r in enumerate(ranks)}
         self.tags: dict[tuple[int, int], int] = defaultdict(int)
         self.whole: dict[int, list[tuple[Box, str]]] = defaultdict(list)
@@ -59,13 +58,13 @@ class _Lowering:
                 self.sums[reduction.move].append(reduction.box)
 
     def ops(self) -> list[Op]:
-        n = len(self.ranks)
+        n = len(self.position)
         sent = HASH_BYTES * (n - 1)
         compare = Op(
             id=compare_id(self.op_id),
             kind="collective",
             lane="comm",
-            axis=self.axis,
+            axis=AXIS,
             collective="all_gather",
             sent_bytes=sent,
         )
@@ -89,7 +88,7 @@ class _Lowering:
             id=id,
             kind="collective",
             lane="comm",
-            axis=self.axis,
+            axis=AXIS,
             collective="exchange",
             sends_to=peer if sends else None,
             receives_from=None if sends else peer,

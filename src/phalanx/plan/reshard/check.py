@@ -145,8 +145,8 @@ class _Delivery:
             self._once()
         return self.problems[:SHOWN]
 
-    def _say(self, where: str, rule: str, hint: str = "") -> None:
-        self.problems.append(Problem(where=where, value=None, rule=rule, hint=hint))
+    def _say(self, where: str, rule: str) -> None:
+        self.problems.append(Problem(where=where, value=None, rule=rule))
 
     def _name(self, move: int, box: Box) -> str:
         spans = ", ".join(f"{o}:{o + s}" for o, s in zip(box.offsets, box.sizes, strict=True))

@@ -28,7 +28,7 @@ Wave = tuple[RowRange, ...]
 
 
 def divide(
-    shapes: Mapping[str, Sequence[int]], *, element_bytes: int, readers: int, limit_bytes: int, where: str = "memory"
+    shapes: Mapping[str, Sequence[int]], *, element_bytes: int, readers: int, limit_bytes: int
 ) -> tuple[Wave, ...]:
     """Waves in which no reader holds more than `limit_bytes` of `element_bytes` an element.
 
@@ -39,7 +39,7 @@ def divide(
     if least > limit_bytes:
         name = max(row_bytes, key=lambda n: row_bytes[n])
         rule = f"is too little for one row of {name}, {format_bytes(least)} while it is read"
-        problem = Problem(where=where, value=limit_bytes, rule=rule, hint=f"the least is {format_bytes(least)}")
+        problem = Problem(where="memory", value=limit_bytes, rule=rule, hint=f"the least is {format_bytes(least)}")
         raise_if([problem], ConfigError, subject="the memory of a sync")
     waves: list[list[RowRange]] = []
     left = 0

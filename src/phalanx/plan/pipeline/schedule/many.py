@@ -23,15 +23,10 @@ Floats = NDArray[np.float64]
 def ends_of_ranks(schedule: Schedule, costs: Sequence[ScheduleCosts]) -> tuple[Floats, Floats]:
     """(n, pp) when the first pass of each rank begins, and when its last one ends. Raises `PlanError` as `simulate` does.
 
-    Costs whose transfers block, or share the links of ranks, are put on the clock one by one.
+    Of costs whose transfers neither block nor share the links of ranks.
     """
-    if not all(one.channels == "pair" and not one.blocking for one in costs):
-        lines = [simulate(schedule, one).spans for one in costs]
-        first, last = ([[getattr(own[i], name) for own in spans] for spans in lines] for i, name in ENDS)
-        return np.array(first), np.array(last)
-    raise_if(
-        [p for one in costs for p in cost_problems(one, schedule.num_stages)], PlanError, subject="costs"
-    )  # fmt: skip
+    assert all(one.channels == "pair" and not one.blocking for one in costs)
+    raise_if([p for one in costs for p in cost_problems(one, schedule.num_stages)], PlanError, subject="costs")
     tables = {
         kind: np.array([getattr(one, name) for one in costs]).T
         for kind, name in (("F", "forward"), ("B", "backward"), ("I", "input_grad"), ("W", "weight_grad"))
@@ -64,7 +59,3 @@ def ends_of_ranks(schedule: Schedule, costs: Sequence[ScheduleCosts]) -> tuple[F
             end = np.where(seconds > 0, sent, end)  # what takes no time waits for no channel
         arrived[kind != "F", target, microbatch] = end
     return np.array([nothing if one is None else one for one in starts]).T, np.array(free).T
-
-
-ENDS = ((0, "start"), (-1, "end"))
-"""Ends of the spans of a rank: the first begins, the last ends."""
