@@ -252,6 +252,12 @@ class _Run:
         found = {p.param.layer for layout in self.layouts.values() for p in layout.params}
         return tuple(sorted(layer for layer in found if layer is not None))
 
+    @cached_property
+    def moe_layers(self) -> list[int]:
+        """Those of them that have experts."""
+        every = set(self.spec.moe_layers)
+        return [layer for layer in self.layers if layer in every]
+
     @property
     def num_microbatches(self) -> int:
         t = self.recipe.train
@@ -313,24 +319,22 @@ class _Run:
         if self.placement.is_plain:
             return None
         at = {"edp": self.folding.coord(self.rank, "edp"), "ep": self.folding.coord(self.rank, "ep")}
-        layers = [layer for layer in self.layers if layer in self.spec.moe_layers]
-        return max((len(self.placement.of_layer(layer).local_experts(**at)) for layer in layers), default=0)
+        return max((len(self.placement.of_layer(i).local_experts(**at)) for i in self.moe_layers), default=0)
 
     @cached_property
     def balance(self) -> Balance:
         """How uneven routing is assumed to be for what this rank holds."""
         if self.given is not None:
             return self.given
-        layers = [layer for layer in self.layers if layer in self.spec.moe_layers]
-        shares = None if self.placement.is_plain or not layers else self._shares(layers)
+        shares = None if self.placement.is_plain or not self.moe_layers else self._shares()
         stage = self.folding.of_rank(self.rank)
-        return expected_balance(self.recipe, self.spec, stage, num_layers=len(layers), shares=shares)
+        return expected_balance(self.recipe, self.spec, stage, num_layers=len(self.moe_layers), shares=shares)
 
-    def _shares(self, layers: Sequence[int]) -> list[list[float]]:
+    def _shares(self) -> list[list[float]]:
         """Share of each expert, by layer: its slots here over all that it has in the group."""
         edp, ep = (self.folding.coord(self.rank, axis) for axis in ("edp", "ep"))
         found = []
-        for layer in layers:
+        for layer in self.moe_layers:
             slots = [int(e) for e in self.placement.of_layer(layer).group_slots(edp)]
             width = len(slots) // self.folding.of_rank(self.rank).ep
             here = slots[ep * width : (ep + 1) * width]
@@ -409,13 +413,13 @@ class _Run:
     def _fused_bytes(self) -> int:
         """Bytes of `dispatch.overlap = "fused"`: a place for every token of every source, there and back
         (`kernels/triton/symmetric.py`); flags are less than a place. Or DeepEP's."""
-        x, held = self._local(1.0), set(self.layers)
-        size = x.folding.ep * x.folding.etp
-        if x.sends_tokens and held & set(self.spec.moe_layers):
-            return deepep_bytes(ranks=size, hidden=self.spec.hidden)
-        if self.recipe.dispatch.overlap != "fused" or size == 1 or not held & set(self.spec.moe_layers):
+        x = self._local(1.0)
+        if not self.moe_layers:
             return 0
-        return 2 * size * x.tokens * self.spec.hidden * self.item
+        if x.sends_tokens:
+            return deepep_bytes(ranks=x.sources, hidden=self.spec.hidden)
+        is_fused = self.recipe.dispatch.overlap == "fused" and x.sources > 1
+        return 2 * x.sources * x.stream() if is_fused else 0
 
     @property
     def _published_bytes(self) -> int:
@@ -435,16 +439,12 @@ class _Run:
     @property
     def _library_bytes(self) -> int:
         fast = self.recipe.kernels.implementation == "fast"
-        generator = GENERATOR_BYTES if self.generated.products else 0
-        again = RECOMPUTE_BYTES if self.recipe.train.recompute != "none" else 0
-        return (
-            LIBRARY_BYTES
-            + INTERPRETER_BYTES
-            + generator
-            + (SCRIPT_BYTES if fast else 0)
-            + again
-            + self._rearranged_bytes
+        at_times = (
+            (GENERATOR_BYTES, bool(self.generated.products)),
+            (SCRIPT_BYTES, fast),
+            (RECOMPUTE_BYTES, self.recipe.train.recompute != "none"),
         )
+        return LIBRARY_BYTES + INTERPRETER_BYTES + sum(n for n, there in at_times if there) + self._rearranged_bytes
 
     @property
     def _rearranged_bytes(self) -> int:

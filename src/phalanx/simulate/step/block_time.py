@@ -90,8 +90,7 @@ class Blocks:
 
     @property
     def tokens(self) -> float:
-        f = self.mapping.folding
-        return self.mapping.micro_batch * self.job.seq_len / (f.tp * f.cp)
+        return self.mapping.tokens(self.job)
 
     @property
     def item(self) -> int:

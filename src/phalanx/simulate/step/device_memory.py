@@ -89,10 +89,9 @@ def reserved_bytes(mapping: Mapping, hardware: Hardware | None = None) -> float:
 
 def activation_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
     """Bytes that a layer keeps of one micro-batch until its backward pass, with an even load."""
-    s, f = job.spec, mapping.folding
-    tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
+    tokens = mapping.tokens(job)
     if mapping.recompute == "full":
-        return tokens * mapping.item_bytes * s.hidden
+        return tokens * mapping.item_bytes * job.spec.hidden
     return tokens * (_attention_bytes(job, mapping) + (_moe_bytes(mapping, job) if moe else _dense_bytes(job, mapping)))
 
 
@@ -148,8 +147,7 @@ def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
     """Bytes that a layer keeps of one micro-batch between its input gradient and a weight gradient that was deferred: inputs of its products, and
     gradients of their outputs, recomputed or not.
     """
-    s, f = job.spec, mapping.folding
-    tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
+    s, f, tokens = job.spec, mapping.folding, mapping.tokens(job)
     if s.mla is None:
         inner = (s.num_heads + 2 * max(1.0, s.num_kv_heads / f.tp) * f.tp) * s.head_dim
     else:
@@ -170,15 +168,14 @@ def _load(mapping: Mapping, job: Job) -> float:
 
 def _working_bytes(job: Job, mapping: Mapping) -> float:
     """The largest layer at work: rows on their way, experts' inputs and gradients; everything of it where it is recomputed."""
-    s, f, item = job.spec, mapping.folding, mapping.item_bytes
-    tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
+    s, f, item, tokens = job.spec, mapping.folding, mapping.item_bytes, mapping.tokens(job)
     bare = tokens * 4 * item * s.hidden * f.tp
     if s.num_moe_layers:
         rows = tokens * s.top_k * mapping.rows_share(job) * _load(mapping, job)
         bare += rows * f.etp * item * (2 * s.hidden + 2 * s.expert_ffn / f.etp)
         if (
             mapping.overlap.ep == "fused"
-        ):  # one pair of buffers for all layers, with a place for every token of every source
+        ):  # a pair of buffers for all layers, with a place for every token of every source
             bare += 2 * f.ep * tokens * s.hidden * item
         if mapping.dispatch == "all_gather":  # every rank's tokens, there and back
             bare += 2 * tokens * f.ep * f.etp * s.hidden * item

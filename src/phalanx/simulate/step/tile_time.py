@@ -301,9 +301,8 @@ def tile_pieces(
         around = oracle.memory(
             (1.0 if forward else 5 / 3) * rows * shape.matrices * n * shape.item, kernels=FIRST_KERNELS[direction]
         )
-        inner = (h, up * n) if forward else (up * n, h)
         first = oracle.product(rows, up * n, h) if forward else oracle.product(rows, n, h)
-        second = UNITS * oracle.product(rows, (h if forward else inner[1]) / UNITS, n if forward else up * n)
+        second = UNITS * oracle.product(rows, h / UNITS, n if forward else up * n)
         return rows, slower * first + around + kernel_s, slower * second
 
     def weights(rows: int) -> float:
@@ -420,7 +419,7 @@ def layer_passes(
     """
     forward, backward = of("forward"), of("backward")
     if bound and not paired:  # a pair hides more than either bound knows of
-        return _bound(layer, forward, "forward"), _bound(layer, backward, "backward")
+        return _bound(layer, forward), _bound(layer, backward)
     schedule = _cut_to(layer, schedule or _chosen(layer, forward, backward if paired else None))
     _, slots = _cut(layer)
     seconds, later = dict(backward.slots), 0.0
@@ -455,7 +454,7 @@ def _bytes_s(layer: TileLayer, link: OverlapCost, direction: Direction) -> float
     return out
 
 
-def _bound(layer: TileLayer, pieces: Pieces, direction: Direction) -> LayerPass:
+def _bound(layer: TileLayer, pieces: Pieces) -> LayerPass:
     """All tiles and slots, and rows gathered and added up once each: a plan has at least as many parts, and as many kernels."""
     tiles, slots = _cut(layer)
     of_rows, of_slot = {rows: a + b for rows, a, b in pieces.tiles}, dict(pieces.slots)
