@@ -122,9 +122,9 @@ def test_multiprocessors_that_carry_rows_are_missing_elsewhere() -> None:
     assert experts("deepseek-v3", left_free=1).one(1.0, "forward").seconds > 2 * experts("deepseek-v3").one(1.0, "forward").seconds  # fmt: skip
 
 
-def test_told_adds_up() -> None:
+def test_the_entries_add_up() -> None:
     fused = experts("deepseek-v3")
-    told, (memory, fixed) = fused.told(), fused.around()
+    told, (memory, fixed) = fused.entries(), fused.around()
     for place, direction in enumerate(("forward", "backward")):
         whole = sum(pair[place] for pair in told.seconds.values())
         one = fused.one(1.0, direction)  # type: ignore[arg-type]
@@ -135,8 +135,8 @@ def test_told_adds_up() -> None:
 
 def test_an_uneven_load_is_imbalance_and_longer_messages() -> None:
     fused = experts("deepseek-v3")
-    uneven = replace(fused, mapping=replace(fused.mapping, routing=RouterModel(kind="learned"))).told().seconds
-    even = fused.told().seconds
+    uneven = replace(fused, mapping=replace(fused.mapping, routing=RouterModel(kind="learned"))).entries().seconds
+    even = fused.entries().seconds
     assert uneven["imbalance"][0] > even["imbalance"][0] == 0 and uneven["experts"] == even["experts"]
     assert uneven["a2a_inside"][0] > even["a2a_inside"][0]
 

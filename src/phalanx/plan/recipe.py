@@ -125,7 +125,7 @@ def _pair_problems(recipe: Recipe, mapping: AnyFolding) -> list[Problem]:
 
 
 def _scope_problems(recipe: Recipe, spec: ModelSpec, mapping: AnyFolding) -> list[Problem]:
-    """A capacity of whole micro-batches where each rank has whole ones. (Other policies than `drop` are told so by the recipe alone.)"""
+    """A capacity of whole micro-batches where each rank has whole ones. (Other policies than `drop` are refused by the rules of the recipe alone.)"""
     d = recipe.dispatch
     stages = _stages_of(mapping)
     shared = any(stage.degree(axis) > 1 for stage in stages for axis in ("tp", "cp"))
@@ -139,7 +139,7 @@ def _overlap_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding | Non
     """Problems of `dispatch.overlap`: its words, and where it cannot apply (as far as the mapping stands)."""
     d = recipe.dispatch
     if not spec.moe_layers:
-        return []  # every setting of the section is without effect, and is told so
+        return []  # every setting of the section is without effect, which the rules of the recipe report
     found = setting_problems(d.overlap) or block_problems(d.overlap, hidden=spec.hidden)
     if found or folding is None:
         return found
@@ -165,7 +165,7 @@ def _overlap_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding | Non
 
 
 def _idle_transport(recipe: Recipe, stages: Sequence[Folding]) -> list[Problem]:
-    """A way for rows where none travels. (Degrees that are written down are told so by the recipe alone.)"""
+    """A way for rows where none travels. (Degrees that are written down are refused by the rules of the recipe alone.)"""
     transport = recipe.dispatch.transport
     if transport == "all_to_all" or not stages or any(stage.ep * stage.etp > 1 for stage in stages):
         return []

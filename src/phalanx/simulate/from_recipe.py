@@ -222,12 +222,12 @@ def _drop(recipe: Recipe) -> DispatchSpec | None:
     if d.policy == "dropless":
         return None
     given = {name: getattr(d, name) for name in ("capacity_factor", "drop_scope", "pad_to_capacity")}
-    told: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return DispatchSpec(policy="drop", **told)
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return DispatchSpec(policy="drop", **settings)
 
 
 def _given_layers(recipe: Recipe, spec: ModelSpec, pipeline: Pipeline) -> tuple[int, ...] | None:
-    """Layers of the stages where they are others than those of a run that is told nothing."""
+    """Layers of the stages where they are others than those that a run chooses by itself."""
     counts = pipeline.stages.counts
     return None if counts == run_layers(spec, recipe.train.seq_len, len(counts)) else counts
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class RankSet:
-    """The ranks of a group, told without listing them: a million of groups of 16,384 ranks take no room. Equal where the groups are."""
+    """The ranks of a group, without a list of them: a million of groups of 16,384 ranks take no room. Equal where the groups are."""
 
     first: int
     steps: tuple[tuple[int, int], ...]

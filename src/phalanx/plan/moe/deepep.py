@@ -1,7 +1,7 @@
 """What DeepEP carries: whole tokens, once to each rank that has an expert of theirs (`dispatch.transport = "deepep"`; github.com/deepseek-ai/DeepEP, class `Buffer`).
 
 Decides where a recipe may ask for it, and says what memory it takes. Limits are those that its kernels assert, most on the device, where a broken one ends the process (`csrc/kernels/legacy`
-of version 2.1): so they are told here, before anything runs. Up to 8 ranks are one host's and write into each other's memory; more are hosts of 8, which also needs NVSHMEM. So the number of
+of version 2.1): so they are named here, before anything runs. Up to 8 ranks are one host's and write into each other's memory; more are hosts of 8, which also needs NVSHMEM. So the number of
 ranks alone says whether a group spans hosts (`num_rdma_ranks` in the constructor of `csrc/legacy/buffer.hpp`), and a host's 8 ranks may have as many experts as a block has threads:
 512 between hosts (internode.cu, `notify_dispatch`: `num_rdma_experts <= num_threads`), while within a host each rank may have 128 (intranode.cu, the launch of `notify_dispatch`).
 """

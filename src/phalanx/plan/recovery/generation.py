@@ -94,7 +94,7 @@ class GenerationPlan:
     def hash(self) -> str:
         """Hash of all that was decided, and from what."""
         return self._hash_with(
-            members=[[f.uid, f.machine, _told(f)] for f in self.members],
+            members=[[f.uid, f.machine, _state_dict(f)] for f in self.members],
             sources=[_boxes(m.name, m.src) for m in (*self.params, *self.buffers)],
         )
 
@@ -104,7 +104,7 @@ class GenerationPlan:
         same."""
         machines = machines_of(self.members)
         return self._hash_with(
-            members=[[machines.index(f.machine), _told(f)] for f in self.members],
+            members=[[machines.index(f.machine), _state_dict(f)] for f in self.members],
             moves=[_boxes(m.name, side) for m in (*self.params, *self.buffers) for side in (m.src, m.dst)],
         )
 
@@ -147,7 +147,7 @@ class GenerationPlan:
         return replace(self, params=params, buffers=buffers, missing=without_holder((*params, *buffers)))
 
 
-def _told(fact: Fact) -> dict[str, Any] | None:
+def _state_dict(fact: Fact) -> dict[str, Any] | None:
     return None if fact.descriptor is None else fact.descriptor.to_dict()
 
 

@@ -132,9 +132,9 @@ def _numbers(said: Sequence[int | Sequence[int]], *, ranks: int) -> tuple[int, .
 @lru_cache(maxsize=64)
 def _spread(runs: tuple[tuple[int, int, int], ...], ranks: int) -> tuple[int, ...]:
     """One object for the reports of all members, which say the same: of 4,096 they would take 130 MB."""
-    told = sum(max(0, count) * max(0, more) for _, count, more in runs)
-    if told not in (0, ranks):
-        raise ValueError(f"{told} numbers for {ranks} ranks")
+    total = sum(max(0, count) * max(0, more) for _, count, more in runs)
+    if total not in (0, ranks):
+        raise ValueError(f"{total} numbers for {ranks} ranks")
     return tuple(number + i for number, count, more in runs if count > 0 for i in range(more) for _ in range(count))
 
 

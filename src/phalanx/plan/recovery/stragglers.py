@@ -98,8 +98,8 @@ def slowness(paces: Sequence[RankPace]) -> dict[str, float]:
 class _Others:
     """Medians of what the ranks of all hosts but one have, sorted once for all hosts: there may be thousands."""
 
-    def __init__(self, told: Iterable[tuple[str, float]]) -> None:
-        ordered = sorted(told, key=lambda one: one[1])
+    def __init__(self, times: Iterable[tuple[str, float]]) -> None:
+        ordered = sorted(times, key=lambda one: one[1])
         self._values = [value for _, value in ordered]
         self._places: dict[str, list[int]] = {}
         for place, (host, _) in enumerate(ordered):

@@ -1,7 +1,7 @@
 """What several hosts measured of themselves as one host's constants, and how the ranks of a job lie on hosts.
 
 Decides what stands for all: of each row the median over the hosts, of memory and threads the least, so that what fits there fits on all. Must never change: a cluster
-file has one kind of host, so hosts that differ by more than a fifth are told (`apart`), and hosts with different numbers of ranks are refused.
+file has one kind of host, so hosts that differ by more than a fifth are reported (`apart`), and hosts with different numbers of ranks are refused.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def combined(
 def apart(hosts: Sequence[HostRows]) -> list[str]:
     """How far hosts are from being equals, as a person reads it: kinds of work that the slowest takes more than `MOST_APART` times
     as long for as the fastest (median over rows), and threads."""
-    told = []
+    found = []
     for kind, of_host in _by_kind(hosts).items():
         ratio = {
             host.name: statistics.median(own / usual for own, usual in zip(times, _usual(of_host), strict=True))
@@ -86,11 +86,11 @@ def apart(hosts: Sequence[HostRows]) -> list[str]:
         }
         slow, fast = max(ratio, key=ratio.__getitem__), min(ratio, key=ratio.__getitem__)
         if ratio[slow] > MOST_APART * ratio[fast]:
-            told.append(f"{kind}: {slow} takes {ratio[slow] / ratio[fast]:.2f} times as long as {fast}")
+            found.append(f"{kind}: {slow} takes {ratio[slow] / ratio[fast]:.2f} times as long as {fast}")
     threads = {host.name: host.threads for host in hosts}
     if len(set(threads.values())) > 1:
-        told.append("threads of a rank: " + ", ".join(f"{n} on {name}" for name, n in threads.items()))
-    return told
+        found.append("threads of a rank: " + ", ".join(f"{n} on {name}" for name, n in threads.items()))
+    return found
 
 
 def _by_kind(hosts: Sequence[HostRows]) -> dict[str, list[list[float]]]:

@@ -1,8 +1,8 @@
 """What an elastic run makes of the hosts of a cluster, for the clock of failures (`goodput.py`): whether it may begin, the mapping of those that are left, and whom it removes.
 
-Decides nothing: what refuses a run is asked (`plan/recovery_choice.py: with_recovery`), mappings are the run's own (`plan/recovery/planner.py: RecoveryPlanner.choose`), and so is its rule about slow hosts (`plan/recovery/recipe.py`). On a cluster of several hosts the run is
-told how many ranks a host has, and that hosts meet at a service. A run asks whether the mapping of those that are left has room only where its recipe says how much (`resilience.state_gb`), and ends
-where it has none: the time until hosts return is then counted as down, and told. Must never change: with all hosts the job has its full speed.
+Decides nothing: what refuses a run is asked (`plan/recovery_choice.py: with_recovery`), mappings are the run's own (`plan/recovery/planner.py: RecoveryPlanner.choose`), and so is its rule about slow hosts (`plan/recovery/recipe.py`). On a cluster of several hosts the recipe
+says how many ranks a host has, and that hosts meet at a service. A run asks whether the mapping of those that are left has room only where its recipe says how much (`resilience.state_gb`), and ends
+where it has none: the time until hosts return is then counted as down, and reported. Must never change: with all hosts the job has its full speed.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def hosts_left(
 
 
 def memory_left(prediction: Prediction) -> Callable[[Folding], bool]:
-    """Whether another mapping of the predicted job fits in the memory of its cluster. Where that of all ranks does not, nothing else is asked: it has been told."""
+    """Whether another mapping of the predicted job fits in the memory of its cluster. Where that of all ranks does not, which is reported elsewhere, every other one is said to fit."""
     mapping = prediction.mapping
     if not isinstance(mapping, Mapping) or not prediction.fits:
         return lambda folding: True

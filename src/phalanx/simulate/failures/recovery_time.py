@@ -3,7 +3,7 @@
 Decides the clock of a recovery. Its phases are those that the running system tells (`core/events.py: TeamFormed`, `TrainingResumed`):
 
     detected   the process has ended, and its supervisor knows
-    formed     the generation is decided and told, old groups are dropped, all members have met and are connected
+    formed     the generation is decided and announced, old groups are dropped, all members have met and are connected
     built      the other groups of the new mapping, modules and buffers
     moved      plans, checksums of what is held, messages (their programs, `plan/program/moves.py`, on the clock of `simulate/program/clock.py`), copies, checksums of what is held now
     step       the step that was lost, again

@@ -36,8 +36,9 @@ def with_stragglers(prediction: Prediction, stragglers: Stragglers, *, most: int
     nominal = prediction.step
     if not stragglers.drawn:
         table = paces(prediction.mapping.folding, stragglers.factors(prediction.cluster, rng))
-        step = run.slowest(table, NAMED_CANDIDATES, most=most)[1]
-        return replace(prediction, step=_told(step, nominal, ()), stragglers=stragglers, nominal_s=nominal.seconds)
+        steps = [run.step(vector, most) for vector in run.candidates(table, NAMED_CANDIDATES)]
+        step = _with_own_part(max(steps, key=lambda one: one.seconds), nominal, ())
+        return replace(prediction, step=step, stragglers=stragglers, nominal_s=nominal.seconds)
     tables = (
         paces(prediction.mapping.folding, stragglers.factors(prediction.cluster, rng)) for _ in range(stragglers.draws)
     )
@@ -45,11 +46,11 @@ def with_stragglers(prediction: Prediction, stragglers: Stragglers, *, most: int
     run.learn([vector for among in vectors for vector in among], STEADY)
     draws = sorted(max((run.step(vector, STEADY).seconds, vector) for vector in among) for among in vectors)
     middle, vector = draws[len(draws) // 2]
-    step = _told(run.step(vector, most), nominal, tuple(seconds / middle for seconds, _ in draws))
+    step = _with_own_part(run.step(vector, most), nominal, tuple(seconds / middle for seconds, _ in draws))
     return replace(prediction, step=step, stragglers=stragglers, nominal_s=nominal.seconds)
 
 
-def _told(step: StepTime, nominal: StepTime, draws: tuple[float, ...]) -> StepTime:
+def _with_own_part(step: StepTime, nominal: StepTime, draws: tuple[float, ...]) -> StepTime:
     """The slow step with the parts of a usual one, and what it is longer for in one part of its own."""
     kept = {kind: seconds for kind, seconds in nominal.parts.items() if kind not in ("dp", "optimizer")}
     kept |= {kind: step.parts[kind] for kind in ("dp", "optimizer") if kind in step.parts}
@@ -80,13 +81,6 @@ class _Slow:
         new = [vector for vector in dict.fromkeys(vectors) if (vector, most) not in self.known]
         made = slow_steps(self.job, self.mapping, self.cluster, new, most_microbatches=most, ledgers=self.ledgers)
         self.known |= {(vector, most): step for vector, step in zip(new, made, strict=True)}
-
-    def slowest(
-        self, table: NDArray[np.float64], candidates: int, most: int | None
-    ) -> tuple[tuple[float, ...], StepTime]:
-        """The pace and the step of the slowest pipeline."""
-        found = self.candidates(table, candidates)
-        return max(((vector, self.step(vector, most)) for vector in found), key=lambda one: one[1].seconds)
 
     def candidates(self, table: NDArray[np.float64], number: int) -> list[tuple[float, ...]]:
         """Paces of pipelines, (pipelines, pp), that 1F1B's closed form finds slowest: one way through all stages, and the rest of the micro-batches at the slowest."""

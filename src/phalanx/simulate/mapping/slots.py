@@ -99,8 +99,8 @@ def expert_slots(
     assert asked.slots_per_rank is not None
     rng = np.random.default_rng(rows.seed)
     popularity = _popularity(spec, asked, rows, rng)
-    told = replace(asked, loads=popularity) if follows and popularity is not None else asked
-    made = stage_replicas(spec, folding, stages, rank=rank, asked=told)
+    placed_by = replace(asked, loads=popularity) if follows and popularity is not None else asked
+    made = stage_replicas(spec, folding, stages, rank=rank, asked=placed_by)
     layers = [made.layers[i % len(made.layers)] for i in range(DRAWS)]
     drawn = list(_drawn(spec, folding, layers, rows, popularity, rng))
     where = [made.placement.of_layer(layer) for layer in layers]

@@ -19,7 +19,7 @@ from phalanx.simulate.program.compare_run import Comparison, MeasuredOp, compare
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredMove:
-    """What all ranks told of a move."""
+    """What all ranks recorded of a move."""
 
     op_id: str
     step: int

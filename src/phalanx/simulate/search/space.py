@@ -80,7 +80,7 @@ def fuses(folding: Folding, hardware: Hardware) -> bool:
 def pairs_pass(choice: Mapping, way: tuple[str, int], job: Job, hardware: Hardware) -> bool:
     """Whether the passes of a choice can be paired as it says on a pipeline of this (schedule, virtual stages): a run refuses schedules in which pairs cannot pay.
 
-    On devices no run pairs passes, and the question is not asked: who wants them there asks what if.
+    On devices no run pairs passes, so there every schedule may: the search then says what pairs would give.
     """
     if choice.overlap.ep != "pair" or hardware.sms is not None:
         return True

@@ -67,9 +67,8 @@ def recipe_of_mapping(
             dtype="float32" if mapping.precision == "fp32" else "bfloat16",
             recompute=mapping.recompute if mapping.recompute in ("selective", "full") else "none",
         ),
-        resilience=ResilienceConfig(
-            heal=None if on_device else False
-        ),  # a run on processors is elastic unless told otherwise
+        # a run on processors is elastic unless its recipe says otherwise
+        resilience=ResilienceConfig(heal=None if on_device else False),
         launch=LaunchConfig(
             ranks=f.world if cluster is None else min(f.world, cluster.hardware.ranks_per_host),
             device="cuda" if on_device else "cpu",

@@ -295,19 +295,19 @@ class Blocks:
         """The same by the plan of tiles (`tile_layer.py`) or by the kernels that wait on flags (`fused_time.py`)."""
         if self.mapping.overlap.ep == "fused":
             fused = FusedExperts(self.job, self.mapping, self.oracle, self.network)
-            told, again = fused.told(), fused.again_s()
+            entries, again = fused.entries(), fused.again_s()
         else:
             tiled = TiledExperts(self.job, self.mapping, self.oracle, self.network, bound=self.bound)
             beside = [
                 sum(ledger.get(k, 0.0) for k in ("gemm", "memory")) for ledger in (shared.forward, shared.backward)
             ]
-            told = tiled.told((beside[0], beside[1]))
-            again = told.seconds["experts"][0]
-        for kind, (forward, backward) in told.seconds.items():
+            entries = tiled.entries((beside[0], beside[1]))
+            again = entries.seconds["experts"][0]
+        for kind, (forward, backward) in entries.seconds.items():
             out.add(kind, forward, backward)
-        out.kernels += told.kernels
-        out.hidden += told.hidden
-        out.weight_grad += told.weight_grad
+        out.kernels += entries.kernels
+        out.hidden += entries.hidden
+        out.weight_grad += entries.weight_grad
         return again
 
     def _decide_together(self, out: Ledger, t: float) -> None:

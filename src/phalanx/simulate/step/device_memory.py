@@ -337,7 +337,7 @@ def _plain_states(
     """States of every rank, by its schedule's promise."""
     if pp == 1:
         return (((1, 0),),)
-    extra = extra_warmup or most_extra(pp)  # an eager schedule that is told nothing takes the most
+    extra = extra_warmup or most_extra(pp)  # an eager schedule whose numbers are not given takes the most
     live = (schedules()[schedule].live(rank, pp, virtual, microbatches, extra[rank]) for rank in range(pp))
     return tuple(((each, 0),) for each in live)
 

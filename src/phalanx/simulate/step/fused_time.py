@@ -4,7 +4,7 @@ Decides what of the messages hides. Must never change: launches, their division 
 time of theirs was measured on a device.
 
     index       which token goes where and in which order rows are computed: small operations on tables, forward only, nothing beside them
-    told        slots and weights of what comes, backward gradients of row weights: an all-to-all of fixed size, bare
+    tables      slots and weights of what comes, backward gradients of row weights: an all-to-all of fixed size, bare
     first       entries are sent by `left_free` multiprocessors, the first product has the others; it computes problem by problem, each when the last flag of its rows is there. Every slot's
                 last problem needs the last flag, so a slot of one problem waits for everything
     between     a copy of the rows that came, and the activation
@@ -98,7 +98,7 @@ def second_s(product_s: float, messages: Messages, launch: FusedLaunch) -> float
 
 @dataclass(frozen=True)
 class FusedPass:
-    """One direction of a layer, without index, told and finish."""
+    """One direction of a layer, without index, tables and finish."""
 
     seconds: float
     compute_s: float
@@ -128,6 +128,15 @@ class FusedExperts:
         return self.mapping.tokens(self.job)
 
     @property
+    def rows(self) -> float:
+        """Rows of a rank's experts, with an even load."""
+        return self.tokens * self.job.spec.top_k * self.mapping.rows_share(self.job)
+
+    @property
+    def slots(self) -> int:
+        return max(1, round(self.job.spec.num_experts / self.mapping.folding.ep))
+
+    @property
     def row_bytes(self) -> int:
         return self.job.spec.hidden * self.mapping.item_bytes
 
@@ -153,8 +162,8 @@ class FusedExperts:
     def one(self, load: float, direction: Direction) -> FusedPass:
         """Ranks that all have `load` times the even share of the rows."""
         s, o, f, item = self.job.spec, self.oracle, self.mapping.folding, self.mapping.item_bytes
-        rows = self.tokens * s.top_k * self.mapping.rows_share(self.job) * load
-        slots, h, n, up = max(1, round(s.num_experts / f.ep)), s.hidden, s.expert_ffn, s.ffn_matrices - 1
+        rows, slots = self.rows * load, self.slots
+        h, n, up = s.hidden, s.expert_ffn, s.ffn_matrices - 1
         forward, launch, messages = direction == "forward", self.launch, self.messages(load)
         widths = ((up * n, h), (h, n)) if forward else ((n, h), (h, up * n))
         first, second = (o.product(rows, columns, depth, groups=slots) for columns, depth in widths)
@@ -179,16 +188,15 @@ class FusedExperts:
         entries = t * min(1.0, self.mapping.rows_share(self.job)) * distinct(f.ep, s.top_k, s.num_experts)
         finish = o.memory((entries + t) * self.row_bytes)
         index = o.memory(INDEX_KERNELS * 2 * table, kernels=INDEX_KERNELS)
-        told = (self.network.all_to_all(2 * table, self.span), self.network.all_to_all(table, self.span))
-        return (index + finish, finish), told
+        fixed = (self.network.all_to_all(2 * table, self.span), self.network.all_to_all(table, self.span))
+        return (index + finish, finish), fixed
 
     def again_s(self) -> float:
         """The first product once more, on the whole device: what selective recomputation repeats."""
         s = self.job.spec
-        rows, slots = self.tokens * s.top_k * self.mapping.rows_share(self.job), s.num_experts / self.mapping.folding.ep
-        return self.oracle.product(rows, (s.ffn_matrices - 1) * s.expert_ffn, s.hidden, groups=max(1, round(slots)))
+        return self.oracle.product(self.rows, (s.ffn_matrices - 1) * s.expert_ffn, s.hidden, groups=self.slots)
 
-    def told(self) -> LedgerEntries:
+    def entries(self) -> LedgerEntries:
         """Everything between the router and the sum over ranks, as entries of a layer's ledger."""
         load = self.mapping.load(self.job)
         calm, full = ([self.one(x, way) for way in ("forward", "backward")] for x in (1.0, load))

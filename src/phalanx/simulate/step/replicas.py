@@ -83,9 +83,15 @@ class ReplicaTraffic:
     def exposed(self, own: tuple[float, float], *, forward: float, backward: float, layers: int, passes: int) -> float:
         """Seconds that the step is longer for it. `forward`, `backward`: passes of one micro-batch over this rank's layers."""
         gather, reduce = self.traffic(own)
-        return self.vote_s + self._beside(
-            gather, reduce, forward=forward, backward=backward, layers=layers, passes=passes
-        )
+        if self.mapping.sharding != "parameters":
+            return self.vote_s + sum(self.left(gather, reduce, forward=forward, backward=backward, layers=layers))
+        each = self.mapping.reshard_after_forward
+        times, back = (passes, reduce + gather) if each else (1, reduce)
+        if not self.mapping.overlap.fsdp:
+            return self.vote_s + times * (gather + back)
+        taken, last = self.network.hardware.share_of(NCCL_SMS), 1 / max(1, layers)
+        left = gather * last + beside(gather, forward, taken) + beside(back, backward, taken)
+        return self.vote_s + times * left
 
     def ends(self, own: tuple[float, float], *, forward: float, backward: float, layers: int) -> tuple[float, float]:
         """Seconds of gathering parameters and of reducing gradients that the passes of one micro-batch do not hide, where parameters are not sharded."""
@@ -104,20 +110,6 @@ class ReplicaTraffic:
             return seconds * last + beside(seconds * (1 - last), room * (1 - last), taken)
 
         return of(gather, forward), times * of(reduce, backward)
-
-    def _beside(
-        self, gather: float, reduce: float, *, forward: float, backward: float, layers: int, passes: int
-    ) -> float:
-        """What is left of both beside passes."""
-        overlap, taken = self.mapping.overlap, self.network.hardware.share_of(NCCL_SMS)
-        last = 1 / max(1, layers)
-        if self.mapping.sharding == "parameters":
-            each = self.mapping.reshard_after_forward
-            times, back = (passes, reduce + gather) if each else (1, reduce)
-            if not overlap.fsdp:
-                return times * (gather + back)
-            return times * (gather * last + beside(gather, forward, taken) + beside(back, backward, taken))
-        return sum(self.left(gather, reduce, forward=forward, backward=backward, layers=layers))
 
     def optimizer(self, own: tuple[float, float], oracle: Oracle) -> float:
         """Update of this rank's share, and gradients set to zero."""

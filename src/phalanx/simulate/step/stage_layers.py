@@ -59,7 +59,7 @@ def layers_of_stages(job: Job, mapping: Mapping) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def run_layers(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage of a run that is not told them (`plan.pipeline.make_pipeline`)."""
+    """Layers of each stage of a run whose recipe does not say them (`plan.pipeline.make_pipeline`)."""
     if stages == 1:
         return (spec.num_layers,)
     # Layers without a gate weigh as though they had one: no run here divides such a model, and predictions of them have always been of these divisions.

@@ -81,7 +81,7 @@ class TiledExperts:
             None if setting.kind == "auto" else setting.schedule,
             puts_off=self.mapping.splits_backward,
             bound=self.bound,
-            paired=self.mapping.overlap.paired,
+            paired=overlap.paired,
         )
 
     def pieces(self, layer: TileLayer, shared: Both, direction: Direction) -> Pieces:
@@ -105,7 +105,7 @@ class TiledExperts:
         free, sms = self.mapping.overlap.left_free, self.oracle.hardware.sms
         return sms / (sms - free) if free and sms is not None else 1.0
 
-    def told(self, shared: Both) -> LedgerEntries:
+    def entries(self, shared: Both) -> LedgerEntries:
         """Everything between the router and the sum over ranks."""
         m, o = self.mapping, self.oracle
         load = m.load(self.job)
