@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         LocalParam as LocalParam,
         Piece as Piece,
         boxes_of_range as boxes_of_range,
+        expert_layers as expert_layers,
         flat_layouts as flat_layouts,
         local_param as local_param,
         stage_params as stage_params,

@@ -94,6 +94,11 @@ def _split(shape: list[int], offsets: list[int], dim: int | None, index: int, co
     offsets[dim] += index * shape[dim]
 
 
+def expert_layers(spec: ModelSpec, stages: Sequence[Stage]) -> tuple[int, ...]:
+    """Those layers of `stages` that have experts, ascending."""
+    return tuple(sorted({p.layer for p in stage_params(spec, stages) if p.family == "expert" and p.layer is not None}))
+
+
 def stage_params(spec: ModelSpec, stages: Sequence[Stage]) -> tuple[ParamSpec, ...]:
     """The parameters that `stages` (those of one rank, or one of them) need, in forward order.
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from phalanx.plan.layout.holders import ExpertState
 from phalanx.plan.layout.parameters import (
     Box,
     FlatBuffer,
@@ -125,7 +124,6 @@ class StateLayouts:
         *,
         zero: int = 1,
         bucket_elements: int = 0,
-        expert_state: ExpertState = "whole",
         holders: int = 1,
         hosts: Sequence[int] | None = None,
         racks: Sequence[int] = (),
@@ -139,7 +137,7 @@ class StateLayouts:
         buffers, empty = self._alike_on(rank, placement, bucket_elements)
         layouts = cut_buffers(
             buffers, self.folding, placement, rank,
-            zero=zero, expert_state=expert_state, holders=holders, hosts=hosts, racks=racks,
+            zero=zero, expert_state="whole", holders=holders, hosts=hosts, racks=racks,
         )  # fmt: skip
         boxes: dict[str, list[Held]] = {}
         for layout in layouts.values():

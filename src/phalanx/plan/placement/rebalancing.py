@@ -39,16 +39,13 @@ from phalanx.plan.placement.search import (
     HostPlacement,
     HostPool,
     Migration,
-    ReplicaCounts,
-    from_copies,
-    keep_apart,
+    apart_placement,
     max_over_mean,
     patched_placement,
     plan_migration,
     plan_placement,
     read_loads,
     replica_counts,
-    rule_placement,
     smoothed,
 )
 
@@ -201,16 +198,9 @@ def _choices(stage: StageNow, floor: int, effort: Effort | None) -> list[Migrati
     counts = replica_counts(stage.loads, pool, floor=floor)
     safest = plan_placement(counts, pool, stage.loads, effort=effort)
     mended = patched_placement(stage.placement, pool, floor=counts.floor)
-    plans = (safest, _most_level(stage.loads, counts, pool) or safest)
+    plans = (safest, apart_placement("least_loaded", stage.loads, counts, pool) or safest)
     ways = [plan_migration(stage.placement, plan, rename=rename) for plan in plans for rename in (False, True)]
     return [*ways, plan_migration(stage.placement, safest if mended is None else mended)]
-
-
-def _most_level(loads: Floats, counts: ReplicaCounts, pool: HostPool) -> HostPlacement | None:
-    """Each replica to the host with least load, copies then parted; None where an expert is on too few hosts so."""
-    made = rule_placement("least_loaded", loads, counts, pool)
-    apart = from_copies(np.stack([keep_apart(copies) for copies in made.copies]), pool, floor=counts.floor)
-    return apart if int((apart.copies > 0).sum(2).min()) >= counts.floor else None
 
 
 def _worth(made: Replacement) -> float:

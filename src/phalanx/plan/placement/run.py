@@ -19,7 +19,7 @@ import numpy as np
 from phalanx.core.config import Recipe, ResilienceConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem
 from phalanx.core.files import read_json
-from phalanx.plan.layout import stage_params
+from phalanx.plan.layout import expert_layers
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, LayerPlacements, Stage, plain_placement
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.placement.search import Floats, HostPlacement, HostPool, plan_placement, read_loads, replica_counts
@@ -82,9 +82,7 @@ def stage_replicas(
 ) -> StageReplicas:
     """The replicas of the experts of `stages`, which the rank's pipeline stage holds."""
     assert asked.slots_per_rank is not None
-    layers = tuple(
-        sorted({p.layer for p in stage_params(spec, stages) if p.family == "expert" and p.layer is not None})
-    )
+    layers = expert_layers(spec, stages)
     table, host_of_ep = _loads(spec, asked), _host_of_ep(folding, rank, asked.ranks_per_host)
     names = tuple(dict.fromkeys(host_of_ep))
     pool = HostPool(slots=tuple(asked.slots_per_rank * host_of_ep.count(name) for name in names), names=names)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.layout import Box, Held, StateLayouts, TensorLayout, is_covered, stage_params
+from phalanx.plan.layout import Box, Held, StateLayouts, TensorLayout, expert_layers, is_covered
 from phalanx.plan.mapping import Folding, LayerPlacements, StagePlan, fit_problems
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import make_pipeline, pipeline_problems
@@ -97,6 +97,11 @@ class RecoveryPlanner:
     )
     """Equal boxes are one object, so that layouts of parameters that are held alike become one, and are cut, compared and hashed once."""
 
+    @property
+    def _slots(self) -> int | None:
+        """Slots of an ep rank, where there are experts that have replicas."""
+        return self.slots_per_rank if self.spec.moe_layers else None
+
     # ---- the mapping
 
     def choose(self, size: int) -> FoldingChoice:
@@ -143,13 +148,12 @@ class RecoveryPlanner:
 
     def _limits(self, hosts: Sequence[int]) -> Limits:
         """`hosts`: that of each member."""
-        replicated = self.slots_per_rank is not None and bool(self.spec.moe_layers)
         return Limits(
             spec=self.spec,
             seq_len=self.seq_len,
             num_samples=len(hosts),  # a member without a micro-batch serves others' tokens
-            replicated=replicated,
-            slots_per_rank=self.slots_per_rank if replicated else None,
+            replicated=self._slots is not None,
+            slots_per_rank=self._slots,
             cp_method=self.cp_method,
             floor=self.floor,
             hosts=hosts if len(set(hosts)) > 1 else (),
@@ -165,8 +169,7 @@ class RecoveryPlanner:
         """Parameters, gradients and optimizer state of the fullest rank of a mapping."""
         if folding not in self._bytes:
             self._bytes[folding] = state_bytes(
-                self.spec, folding, self.stages(folding), self.room, slots=self.slots_per_rank if self.spec.moe_layers else None,
-                holders=self.floor if self.zero else None,
+                self.spec, folding, self.stages(folding), self.room, slots=self._slots, holders=self.floor if self.zero else None
             )  # fmt: skip
         return self._bytes[folding]
 
@@ -175,8 +178,7 @@ class RecoveryPlanner:
         if not self.zero:
             return [self.bytes_of(folding)] * folding.world
         return bytes_on_hosts(
-            self.spec, folding, self.stages(folding), self.room, slots=self.slots_per_rank if self.spec.moe_layers else None,
-            holders=self.floor, hosts=hosts, racks=racks,
+            self.spec, folding, self.stages(folding), self.room, slots=self._slots, holders=self.floor, hosts=hosts, racks=racks,
         )  # fmt: skip
 
     def room_problems(self) -> list[Problem]:
@@ -348,8 +350,7 @@ class RecoveryPlanner:
 
     def _expert_layers(self, folding: Folding, pp: int) -> list[int]:
         """Layers with experts of a pipeline rank."""
-        owned = stage_params(self.spec, self.stages(folding).of_rank(pp))
-        return sorted({p.layer for p in owned if p.family == "expert" and p.layer is not None})
+        return list(expert_layers(self.spec, self.stages(folding).of_rank(pp)))
 
     def _waves(self, moves: Sequence[Move], new: Folding) -> tuple[tuple[str, ...], ...]:
         """Pieces in their order, cut where a rank would send, keep or receive too much at once."""
@@ -381,11 +382,11 @@ class RecoveryPlanner:
         host_of: Mapping[str, int],
         rack_of: Mapping[int, int],
     ) -> tuple[tuple[LayerPlacements, ...], tuple[str, ...]]:
-        if self.slots_per_rank is None or not self.spec.moe_layers:
+        if self._slots is None:
             return (), ()
         shape = (len(self.spec.moe_layers), self.spec.num_experts)
         asked = ReplicaTerms(
-            num_experts=self.spec.num_experts, slots_per_rank=self.slots_per_rank, floor=self.floor,
+            num_experts=self.spec.num_experts, slots_per_rank=self._slots, floor=self.floor,
             loads=np.ones(shape) if self.loads is None else np.broadcast_to(self.loads, shape).copy(),
             layers=tuple(self.spec.moe_layers),
         )  # fmt: skip

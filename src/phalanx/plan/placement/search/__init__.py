@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     )
     from phalanx.plan.placement.search.hosts import (
         HostPlacement as HostPlacement,
-        from_copies as from_copies,
         max_over_mean as max_over_mean,
         read_host_placement as read_host_placement,
     )
     from phalanx.plan.placement.search.migration import Migration as Migration, plan_migration as plan_migration
     from phalanx.plan.placement.search.plan import (
         Effort as Effort,
+        apart_placement as apart_placement,
         plan_placement as plan_placement,
         rule_placement as rule_placement,
     )
@@ -45,6 +45,5 @@ if TYPE_CHECKING:
         smoothed as smoothed,
         zipf_loads as zipf_loads,
     )
-    from phalanx.plan.placement.search.rules import keep_apart as keep_apart
 else:
     __getattr__ = lazy(__name__)

@@ -20,10 +20,9 @@ from phalanx.plan.placement.search.host_pool import HostPool
 from phalanx.plan.placement.search.hosts import HostPlacement, from_copies
 from phalanx.plan.placement.search.local_search import MAX_HOSTS
 from phalanx.plan.placement.search.migration import Migration, plan_migration
-from phalanx.plan.placement.search.plan import Effort, plan_placement, rule_placement
+from phalanx.plan.placement.search.plan import Effort, apart_placement, plan_placement
 from phalanx.plan.placement.search.probability import Certificate, fatal_counts
 from phalanx.plan.placement.search.replicas import Floats, ReplicaCounts, read_loads, replica_counts
-from phalanx.plan.placement.search.rules import keep_apart
 
 UNCAPPED = "ours, the paper's counts"
 PARTS = (0.4, 0.7, 0.9)
@@ -133,10 +132,8 @@ def _others(loads: Floats, pool: HostPool, counts: ReplicaCounts, effort: Effort
     if uncapped.counts != counts.counts:
         plans.append((UNCAPPED, plan_placement(uncapped, pool, loads, effort=effort)))
     for rule in ("spread", "least_loaded"):
-        made = rule_placement(rule, loads, counts, pool)
-        apart = np.stack([keep_apart(copies) for copies in made.copies])
-        plan = from_copies(apart, pool, floor=counts.floor)
-        if int((plan.copies > 0).sum(2).min()) >= counts.floor:
+        plan = apart_placement(rule, loads, counts, pool)
+        if plan is not None:
             plans.append((rule.replace("_", " "), plan))
     return plans
 

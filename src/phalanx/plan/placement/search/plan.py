@@ -96,6 +96,13 @@ def rule_placement(rule: str, loads: ArrayLike, counts: ReplicaCounts, pool: Hos
     return from_copies(np.stack(rows), pool, floor=counts.floor)
 
 
+def apart_placement(rule: str, loads: ArrayLike, counts: ReplicaCounts, pool: HostPool) -> HostPlacement | None:
+    """`rule_placement` with copies of an expert on as many hosts as it has copies, wherever that can be. None where some expert is on fewer hosts than the floor."""
+    made = rule_placement(rule, loads, counts, pool)
+    apart = from_copies(np.stack([keep_apart(copies) for copies in made.copies]), pool, floor=counts.floor)
+    return apart if int((apart.copies > 0).sum(2).min()) >= counts.floor else None
+
+
 _BY_NAME: Mapping[str, Callable[[Sequence[int], Sequence[int], Floats], Copies]] = {
     "printed": lambda counts, slots, _: max_overlap(counts, slots),
     "spread": lambda counts, slots, _: spread(counts, slots),
