@@ -18,12 +18,12 @@ from phalanx.plan.mapping import StagePlan, assign_stages, division_problems
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline.comm import PipelinePlan, plan_pipeline
 from phalanx.plan.pipeline.schedule import (
-    Schedule,
     choose_pairs,
     make_schedule,
     nearest_extra,
     schedule_problems,
     schedules,
+    stage_ranks,
     why_no_pairs,
 )
 
@@ -181,20 +181,21 @@ def _in_recipe(problem: Problem) -> Problem:
     return dataclasses.replace(problem, where=_PLACES.get(head, head) + bracket + rest)
 
 
-def make_pipeline(
-    config: PipelineConfig, spec: ModelSpec, *, pp: int, seq_len: int, num_microbatches: int = 1
-) -> Pipeline:
+def make_pipeline(config: PipelineConfig, spec: ModelSpec, *, pp: int, seq_len: int) -> Pipeline:
     """The pipeline of `spec` over `pp` ranks. Raises `ConfigError` naming every problem.
 
     `extra_warmup = "auto"` stands for the most here: a run that measures chooses as many or fewer.
     """
     raise_if(pipeline_problems(config, spec, pp=pp), ConfigError, subject=f"the pipeline of {spec.name}")
     name, virtual = choose_schedule(config)
-    extra = _extra_of(config, pp)
-    schedule: Schedule = _plan(name, pp, virtual, max(1, num_microbatches), extra).schedule
-    stages = assign_stages(spec, schedule.rank_of_stage, seq_len=seq_len, layers=config.layers)
+    ranks = stage_ranks(name, pp=pp, virtual=virtual)
     return Pipeline(
-        schedule=name, pp=pp, virtual=virtual, stages=stages, extra_warmup=extra, pair_passes=config.pair_passes
+        schedule=name,
+        pp=pp,
+        virtual=virtual,
+        stages=assign_stages(spec, ranks, seq_len=seq_len, layers=config.layers),
+        extra_warmup=_extra_of(config, pp),
+        pair_passes=config.pair_passes,
     )
 
 

@@ -41,7 +41,7 @@ def programs_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Recipe
     folding = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, **equal_shares(recipe))
     each = num_rounds(t.global_batch // t.micro_batch, owners=folding.replicas)
     _, itemsize, state = PRECISIONS[t.dtype]
-    pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len, num_microbatches=each)
+    pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
     options = StepOptions(
         num_microbatches=each,
         recompute=t.recompute,

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from phalanx.plan.mapping import balanced_counts, layer_costs
 from phalanx.plan.model import ModelSpec
-from phalanx.plan.pipeline.schedule import looped_ranks, schedules, vee_ranks
+from phalanx.plan.pipeline.schedule import stage_ranks
 from phalanx.simulate.mapping import Job, Mapping
 
 
@@ -45,8 +45,7 @@ def ranks_of_stages(mapping: Mapping) -> tuple[int, ...]:
     """Pipeline rank of every virtual stage."""
     if mapping.folding.pp == 1:
         return (0,)
-    vee = schedules()[mapping.schedule].vee
-    return vee_ranks(mapping.folding.pp) if vee else looped_ranks(mapping.folding.pp, mapping.virtual)
+    return stage_ranks(mapping.schedule, pp=mapping.folding.pp, virtual=mapping.virtual)
 
 
 def layers_of_stages(job: Job, mapping: Mapping) -> tuple[int, ...]:

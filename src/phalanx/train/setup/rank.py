@@ -204,9 +204,7 @@ def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepar
 
 def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pipeline:
     """Schedule and stages. Raises `ConfigError` with everything that is wrong with them."""
-    t = recipe.train
-    each = num_rounds(t.global_batch // t.micro_batch, owners=folding.replicas)
-    return make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len, num_microbatches=each)
+    return make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=recipe.train.seq_len)
 
 
 def name_of_rows(found: CompiledRows | None) -> str:

@@ -33,14 +33,13 @@ if TYPE_CHECKING:
         schedule_problems as schedule_problems,
         schedules as schedules,
         splits_backward as splits_backward,
+        stage_ranks as stage_ranks,
     )
     from phalanx.plan.pipeline.schedule.many import ends_of_ranks as ends_of_ranks
     from phalanx.plan.pipeline.schedule.orders import (
         Action as Action,
         Kind as Kind,
         Order as Order,
-        looped_ranks as looped_ranks,
-        vee_ranks as vee_ranks,
     )
     from phalanx.plan.pipeline.schedule.pairs import choose_pairs as choose_pairs, why_no_pairs as why_no_pairs
 else:

@@ -59,6 +59,7 @@ __all__ = [
     "schedules",
     "splits_backward",
     "spread_extra",
+    "stage_ranks",
 ]
 
 
@@ -248,6 +249,11 @@ def schedules() -> Mapping[str, ScheduleRule]:
     return MappingProxyType({**SCHEDULES, **{name: each.load(ScheduleRule) for name, each in added.items()}})
 
 
+def stage_ranks(name: str, *, pp: int, virtual: int) -> tuple[int, ...]:
+    """Pipeline rank of every virtual stage of a schedule that is known."""
+    return vee_ranks(pp) if schedules()[name].vee else looped_ranks(pp, virtual)
+
+
 @cache
 def splits_backward(name: str) -> bool:
     """Whether a schedule defers weight gradients."""
@@ -347,7 +353,7 @@ def make_schedule(
     made = Schedule(
         name=name,
         num_microbatches=num_microbatches,
-        rank_of_stage=vee_ranks(pp) if rule.vee else looped_ranks(pp, virtual),
+        rank_of_stage=stage_ranks(name, pp=pp, virtual=virtual),
         actions=tuple(rule.order(rank, *sizes, extra[rank]) for rank in range(pp)),
         max_live=tuple(rule.live(rank, *sizes, extra[rank]) for rank in range(pp)),
         extra_warmup=extra if rule.eager else (),
