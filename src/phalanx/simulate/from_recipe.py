@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.plan import equal_shares
-from phalanx.plan.layout import stage_params
+from phalanx.plan.layout import expert_layers
 from phalanx.plan.mapping import Folding, StagedFolding, parse_stages, resolve_mapping
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.moe import DispatchSpec, rows_of_source
@@ -159,9 +159,7 @@ def _slots(
         return None
     asked = replicas_of(recipe, world=folding.world, local_ranks=cluster.hardware.ranks_per_host)
     held = [pipeline.stages.of_rank(place) for place in range(folding.pp)]
-    fullest = max(
-        range(folding.pp), key=lambda place: sum(p.family == "expert" for p in stage_params(spec, held[place]))
-    )
+    fullest = max(range(folding.pp), key=lambda place: len(expert_layers(spec, held[place])))
     tokens = t.micro_batch * t.seq_len // (folding.tp * folding.cp)
     drop = _drop(recipe)
     sizes = {

@@ -24,9 +24,9 @@ Recompute = Literal["none", "core", "half", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """What a recipe can say. `core` (scores of unfused attention alone) and `half` (every other product) are of published runs only."""
 Precision = Literal["bf16", "fp8", "fp32"]
-Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 """Precision of products. fp32 is that of everything: parameters, activations and messages are twice as wide as with the other
 two."""
+Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 
 
 @dataclass(frozen=True, kw_only=True)
