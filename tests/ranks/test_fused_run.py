@@ -34,7 +34,7 @@ from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
 from phalanx.runtime.moe.fused import FusedMemory
-from phalanx.runtime.moe.routed import FusedRouted, RoutedExperts, routed_experts
+from phalanx.runtime.moe.routed import RoutedExperts, routed_experts
 from phalanx.train.step.transaction import eval_loss
 from ranks import run_ranks
 
@@ -190,8 +190,7 @@ def gives_up(rank: int, cache: GroupCache, folder: Path) -> tuple[bool, bool, st
     chosen_TK = torch.tensor([0, 3]).expand(4, K)
     call = MoeCall(x_TH=x, weights_TK=weights, experts_TK=chosen_TK, experts=experts, op_prefix="L3.")
     fused(call)
-    assert isinstance(fused, FusedRouted)
-    memory = fused.memory
+    memory = fused.way.keywords["memory"]  # type: ignore[attr-defined]
     assert memory.failures() == [] and memory.fault() == 0.0
     (arena,) = memory._arenas.values()
     memory._launch = replace(SHAPE, patience=50)
@@ -276,8 +275,7 @@ def refused(rank: int, cache: GroupCache) -> list[str]:
         DispatchSpec(overlap="fused"), placement=ctx.placement, groups=ctx.groups, comms=ctx.comms, top_k=K
     )
     layer = routed_experts(dispatcher, fused=FusedMemory(left_free=4))
-    assert isinstance(layer, FusedRouted)
-    layer.memory._launch = SHAPE
+    layer.way.keywords["memory"]._launch = SHAPE  # type: ignore[attr-defined]
     try:
         experts = ExpertWeights(torch.ones(2, 2, F, H), torch.ones(2, H, F))
         chosen_TK = torch.zeros(4, K, dtype=torch.int64)

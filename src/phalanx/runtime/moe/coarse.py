@@ -74,7 +74,7 @@ def run_coarse(
         y_MH = traced(dispatcher.comms, f"{call.op_prefix}experts.chunk{part.number}", compute, rows_MH, weights_M)
         returning.append(exchange.start_back(part, y_MH))
     sums = [exchange.arrive_back(part, rows) for part, rows in zip(parts, returning, strict=True)]
-    return _join(sums, whole=dispatcher.spec.is_static), parts[0].send.dropped
+    return call.with_shared(_join(sums, whole=dispatcher.spec.is_static)), parts[0].send.dropped
 
 
 def _problems(dispatcher: Dispatcher, chunks: int) -> list[Problem]:

@@ -77,7 +77,7 @@ class MoeCall:
 def run_experts(
     call: MoeCall, *, dispatcher: Dispatcher, kernels: Impl = "fast", lanes: Lanes = SERIAL
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(T, H) weighted sum over each token's experts, and the 0-d number of its pairs that were dropped. Collective over `ep_etp`. Leaves `call.beside` alone.
+    """(T, H) weighted sum over each token's experts, and the 0-d number of its pairs that were dropped. Collective over `ep_etp`.
 
     Gradients: tokens and weights get the sum over their copies; slots the sum over all rows that they served, which is the
     expert-parallel group's whole share, so that `edp` completes it (`expert` in `plan/mapping/folding.py`), or with replicas the sum over holders. With `call.later` those of
@@ -149,7 +149,7 @@ def _in_turn(
     *,
     needs_counts: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dispatch, experts, combine."""
+    """Dispatch, experts, combine, then the shared expert."""
     sent = dispatcher.dispatch(
         call.x_TH,
         call.weights_TK,
@@ -167,4 +167,4 @@ def _in_turn(
         return compute(rows_MH, weights_M, sent)
 
     rows_MH = traced(dispatcher.comms, call.op_prefix + "experts", experts, sent.rows_MH, sent.weights_M)
-    return dispatcher.combine(rows_MH, sent.state), sent.dropped
+    return call.with_shared(dispatcher.combine(rows_MH, sent.state)), sent.dropped

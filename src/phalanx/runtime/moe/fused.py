@@ -217,7 +217,7 @@ def run_fused(call: MoeCall, *, dispatcher: Dispatcher, memory: FusedMemory) -> 
         arena, shape, to, told, order, rows, counts, memory, comms, axis, op_prefix, call.recompute, hidden
     )
     y_TH: torch.Tensor = _Fused.apply(x_TH, weights_TK, w13, w2, launched)
-    return y_TH, sent.dropped
+    return call.with_shared(y_TH), sent.dropped
 
 
 def _raise_failures(memory: FusedMemory) -> None:

@@ -1,14 +1,14 @@
 """The ways of a layer through its routed experts: one after the other, in chunks of tokens, tile by tile, or by fused kernels.
 
-Decides which of them a layer has, once, when the model is built: `routed_experts`, by `dispatch.overlap` (`plan/moe/overlap/settings.py`). Each way is a small class that carries out a
-`MoeCall`. All compute the same, but for rounding; tile by tile they do to the bit.
+Decides which of them a layer has, once, when the model is built: `routed_experts`, by `dispatch.overlap` (`plan/moe/overlap/settings.py`).
+All compute the same, but for rounding; tile by tile they do to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
 
@@ -26,127 +26,43 @@ from phalanx.runtime.moe.fused import FusedMemory, fused_problems, run_fused
 from phalanx.runtime.moe.overlap import run_overlapped
 from phalanx.runtime.moe.overlap_tuner import Tuned, Tuner
 
-
-class RoutedExperts(Protocol):
-    """The way of one layer on one rank. Collective over `ep_etp`."""
-
-    @property
-    def dispatcher(self) -> Dispatcher: ...
-
-    def __call__(self, call: MoeCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """(T, H) weighted sum over each token's experts plus what `call.beside` gives, and the number of dropped pairs."""
-        ...
+Result = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SerialRouted:
-    """Dispatch, experts and combine one after the other."""
+@dataclass(frozen=True, eq=False)
+class RoutedExperts:
+    """The way of one layer on one rank."""
 
     dispatcher: Dispatcher
-    kernels: Impl
-    lanes: Lanes
+    way: Callable[[MoeCall], Result]
 
-    def __call__(self, call: MoeCall) -> tuple[torch.Tensor, torch.Tensor]:
-        y_TH, dropped = run_experts(call, dispatcher=self.dispatcher, kernels=self.kernels, lanes=self.lanes)
-        return call.with_shared(y_TH), dropped
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ExactRouted:
-    """One after the other, in exact mode: sums do not depend on the number of ranks."""
-
-    dispatcher: Dispatcher
-    kernels: Impl
-    lanes: Lanes
-    sums: FixedSums
-
-    def __call__(self, call: MoeCall) -> tuple[torch.Tensor, torch.Tensor]:
-        y_TH, dropped = run_exact(
-            call, dispatcher=self.dispatcher, sums=self.sums, kernels=self.kernels, lanes=self.lanes
-        )
-        return call.with_shared(y_TH), dropped
+    def __call__(self, call: MoeCall) -> Result:
+        """(T, H) weighted sum over each token's experts plus what `call.beside` gives, and the number of dropped pairs. Collective over `ep_etp`."""
+        return self.way(call)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CoarseRouted:
-    """Runs the routed experts in chunks of tokens."""
-
-    dispatcher: Dispatcher
-    kernels: Impl
-    lanes: Lanes
-    chunks: int
-
-    def __call__(self, call: MoeCall) -> tuple[torch.Tensor, torch.Tensor]:
-        y_TH, dropped = run_coarse(
-            call, dispatcher=self.dispatcher, chunks=self.chunks, kernels=self.kernels, lanes=self.lanes
-        )
-        return call.with_shared(y_TH), dropped
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TiledRouted:
-    """Tile by tile, by one schedule."""
-
-    dispatcher: Dispatcher
-    lanes: Lanes
-    schedule: TileSchedule
-    per_token: bool | None
-    """Whether entries are per token, as in `run_overlapped`."""
-    hosts: Sequence[int] | None
-    """Host of each position in `ep_etp`."""
-
-    def __call__(self, call: MoeCall) -> tuple[torch.Tensor, torch.Tensor]:
-        return run_overlapped(
-            call,
-            dispatcher=self.dispatcher,
-            schedule=self.schedule,
-            per_token=self.per_token,
-            lanes=self.lanes,
-            host_of_rank=self.hosts,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TunedRouted:
-    """Tile by tile, by the schedule that a measured cost finds fastest for each batch."""
-
-    dispatcher: Dispatcher
-    lanes: Lanes
-    tuner: Tuner
-    hosts: Sequence[int] | None
-    """Host of each position in `ep_etp`."""
-    shared_ffn: int
-    micro_tokens: int
-
-    def __call__(self, call: MoeCall) -> tuple[torch.Tensor, torch.Tensor]:
-        # a text that is generated is longer with every token, and each length would be calibrated
-        if self.micro_tokens and len(call.x_TH) not in (0, self.micro_tokens):
-            return run_overlapped(
-                call, dispatcher=self.dispatcher, schedule=TileSchedule(), lanes=self.lanes, host_of_rank=self.hosts
-            )
-        x_TH = call.x_TH if len(call.x_TH) else call.x_TH.new_zeros(self.micro_tokens, call.x_TH.shape[1])
-        # ^ what is known of the layer must have one name on all ranks, those without tokens as well
-        known = self.tuner.of(
-            self.dispatcher, x_TH, call.experts, self.lanes, shared_ffn=self.shared_ffn, hosts=self.hosts
-        )
-        tuned = Tuned(known, compares=self.dispatcher.comms.beside is None and not x_TH.is_cuda)
-        out = run_overlapped(
-            call, dispatcher=self.dispatcher, schedule=tuned, lanes=self.lanes, host_of_rank=self.hosts
-        )
-        tuned.done()
-        return out
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FusedRouted:
-    """Runs the routed experts by kernels that compute while they receive and send."""
-
-    dispatcher: Dispatcher
-    memory: FusedMemory
-
-    def __call__(self, call: MoeCall) -> tuple[torch.Tensor, torch.Tensor]:
-        y_TH, dropped = run_fused(call, dispatcher=self.dispatcher, memory=self.memory)
-        return call.with_shared(y_TH), dropped
+def _run_tuned(
+    call: MoeCall,
+    *,
+    dispatcher: Dispatcher,
+    lanes: Lanes,
+    tuner: Tuner,
+    hosts: Sequence[int] | None,
+    shared_ffn: int,
+    micro_tokens: int,
+) -> Result:
+    """Tile by tile, by the schedule that a measured cost finds fastest for each batch. `hosts`: host of each position in `ep_etp`."""
+    run = partial(run_overlapped, call, dispatcher=dispatcher, lanes=lanes, host_of_rank=hosts)
+    # a text that is generated is longer with every token, and each length would be calibrated
+    if micro_tokens and len(call.x_TH) not in (0, micro_tokens):
+        return run(schedule=TileSchedule())
+    x_TH = call.x_TH if len(call.x_TH) else call.x_TH.new_zeros(micro_tokens, call.x_TH.shape[1])
+    # ^ what is known of the layer must have one name on all ranks, those without tokens as well
+    known = tuner.of(dispatcher, x_TH, call.experts, lanes, shared_ffn=shared_ffn, hosts=hosts)
+    tuned = Tuned(known, compares=dispatcher.comms.beside is None and not x_TH.is_cuda)
+    out = run(schedule=tuned)
+    tuned.done()
+    return out
 
 
 def routed_experts(
@@ -181,23 +97,23 @@ def routed_experts(
         assert dispatcher.is_plain and dispatcher.etp.size == 1 and sums is None  # `plan.moe.transport_problems`
     if not dispatcher.is_plain:
         raise_if(replica_problems(str(setting)), ConfigError, subject="the overlap of a MoE layer")
+    way: Callable[[MoeCall], Result]
     if sums is not None:
-        return ExactRouted(dispatcher=dispatcher, kernels=kernels, lanes=lanes, sums=sums)
-    if setting.kind == "serial":
-        return SerialRouted(dispatcher=dispatcher, kernels=kernels, lanes=lanes)
-    if setting.kind == "coarse":
-        return CoarseRouted(dispatcher=dispatcher, kernels=kernels, lanes=lanes, chunks=setting.chunks)
-    if setting.kind == "fused":
-        return FusedRouted(dispatcher=dispatcher, memory=fused or FusedMemory())
-    if setting.kind == "auto":
-        return TunedRouted(
-            dispatcher=dispatcher,
-            lanes=lanes,
-            tuner=tuner or Tuner(),
-            hosts=hosts,
-            shared_ffn=shared_ffn,
+        way = partial(run_exact, dispatcher=dispatcher, sums=sums, kernels=kernels, lanes=lanes)
+    elif setting.kind == "serial":
+        way = partial(run_experts, dispatcher=dispatcher, kernels=kernels, lanes=lanes)
+    elif setting.kind == "coarse":
+        way = partial(run_coarse, dispatcher=dispatcher, chunks=setting.chunks, kernels=kernels, lanes=lanes)
+    elif setting.kind == "fused":
+        way = partial(run_fused, dispatcher=dispatcher, memory=fused or FusedMemory())
+    elif setting.kind == "auto":
+        way = partial(
+            _run_tuned, dispatcher=dispatcher, lanes=lanes, tuner=tuner or Tuner(), hosts=hosts, shared_ffn=shared_ffn,
             micro_tokens=micro_tokens,
-        )
-    return TiledRouted(
-        dispatcher=dispatcher, lanes=lanes, schedule=setting.schedule, per_token=setting.per_token, hosts=hosts
-    )
+        )  # fmt: skip
+    else:
+        way = partial(
+            run_overlapped, dispatcher=dispatcher, schedule=setting.schedule, per_token=setting.per_token, lanes=lanes,
+            host_of_rank=hosts,
+        )  # fmt: skip
+    return RoutedExperts(dispatcher, way)
