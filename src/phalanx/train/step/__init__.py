@@ -19,10 +19,10 @@ if TYPE_CHECKING:
         State as State,
         learning_rate as learning_rate,
     )
+    from phalanx.train.step.parts import StepParts as StepParts
     from phalanx.train.step.passes import StageRunner as StageRunner, choose_measured as choose_measured
     from phalanx.train.step.transaction import (
         ReducedStep as ReducedStep,
-        StepParts as StepParts,
         StepResult as StepResult,
         commit_step as commit_step,
         eval_loss as eval_loss,

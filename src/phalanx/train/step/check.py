@@ -14,30 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from phalanx.core.errors import PeerError, UnsoundError
-from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.runtime.comm import Collectives, Groups, MessageNote, wrong_messages
-from phalanx.runtime.state import ShardedState
+from phalanx.runtime.comm import MessageNote, wrong_messages
+from phalanx.train.step.parts import StepParts
 
 SHOWN = 4
 """Findings that a message has in full."""
-
-
-class CheckedParts(Protocol):
-    """What of the parts of a step is looked at."""
-
-    @property
-    def lanes(self) -> Lanes: ...
-    @property
-    def comms(self) -> Collectives: ...
-    @property
-    def state(self) -> ShardedState: ...
-    @property
-    def groups(self) -> Groups: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +53,11 @@ class Findings:
         return texts[:SHOWN] + ([f"and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else [])
 
 
-def is_checked(parts: CheckedParts) -> bool:
+def is_checked(parts: StepParts) -> bool:
     return parts.comms.sums is not None
 
 
-def look(parts: CheckedParts) -> Findings:
+def look(parts: StepParts) -> Findings:
     """What is wrong in the step that has just been voted for. Collective over the world."""
     messages, state = parts.comms.sums, parts.state.sums
     assert messages is not None and state is not None  # made together
@@ -108,7 +93,7 @@ def _findings(
     )
 
 
-def unsound(parts: CheckedParts, found: Findings, *, step: int) -> UnsoundError | PeerError:
+def unsound(parts: StepParts, found: Findings, *, step: int) -> UnsoundError | PeerError:
     """The error that ends the step on this rank. Where others can replace it, only a rank whose numbers are wrong has to end."""
     who = ", ".join(map(str, found.ranks))
     rank = parts.groups.rank
@@ -124,18 +109,18 @@ def unsound(parts: CheckedParts, found: Findings, *, step: int) -> UnsoundError 
     return UnsoundError(f"step {step + 1}: {'; '.join(found.explain())}; nothing was committed; {end}")
 
 
-def check_commit(parts: CheckedParts, *, step: int) -> None:
+def check_commit(parts: StepParts, *, step: int) -> None:
     """Raise `UnsoundError` on a rank whose masters or moments were not, when this step read them, what the last one had written. They are not to be used any more."""
     _refuse_changed(parts, f"step {step + 1}", "what this rank holds is lost; an elastic run replaces it")
 
 
-def check_saved(parts: CheckedParts, *, step: int) -> None:
+def check_saved(parts: StepParts, *, step: int) -> None:
     """Raise `UnsoundError` on a rank whose masters or moments, which a checkpoint of `step` steps is to hold, are not what the last update wrote."""
     parts.state.look_at_rest()
     _refuse_changed(parts, f"the checkpoint of step {step}", "nothing was saved; an elastic run replaces this rank")
 
 
-def _refuse_changed(parts: CheckedParts, what: str, end: str) -> None:
+def _refuse_changed(parts: StepParts, what: str, end: str) -> None:
     wrong = parts.state.sums.take() if parts.state.sums is not None else []
     if wrong:
         found = "; ".join(Findings(state={parts.groups.rank: wrong}).explain())
@@ -144,5 +129,5 @@ def _refuse_changed(parts: CheckedParts, what: str, end: str) -> None:
         )
 
 
-def _device(parts: CheckedParts) -> torch.device:
+def _device(parts: StepParts) -> torch.device:
     return next(iter(parts.state.families.values())).flat.device

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,79 +31,23 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.samples import owned
-from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.fixed_point import bits_for
-from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.ops.deferred import DeferredGradients
 from phalanx.models import (
-    Decoder,
     DecoderOutput,
     ForwardInfo,
     TokenBatch,
     counts_of_text,
     update_expert_bias,
 )
-from phalanx.plan.mapping import AnyPlacement, Stage
-from phalanx.plan.model import ModelSpec
-from phalanx.plan.pipeline import Pipeline
+from phalanx.plan.mapping import Stage
 from phalanx.plan.program import Phase
-from phalanx.plan.reshard import Hosts
-from phalanx.runtime.comm import Collectives, Groups
-from phalanx.runtime.moe import FusedMemory
-from phalanx.runtime.state import GradientBuffers, ReducedGradients, ShardedState
+from phalanx.runtime.state import ReducedGradients
 from phalanx.train.step.check import Findings, check_commit, is_checked, look, unsound
-from phalanx.train.step.exact import EVAL_BITS, ExactSums
+from phalanx.train.step.exact import EVAL_BITS
 from phalanx.train.step.loss import num_valid
-from phalanx.train.step.optim import Optimizer, clip_scale
-from phalanx.train.step.passes import StageRunner
+from phalanx.train.step.optim import clip_scale
+from phalanx.train.step.parts import StepParts
 from phalanx.train.step.vote import ExchangeTimes, Tally, exact_vote, plain_vote
-from phalanx.train.step.warmup import PassTimes
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepParts:
-    """What a step works on and with; built once by the trainer (`train/assembly.py`)."""
-
-    model: Decoder
-    spec: ModelSpec
-    groups: Groups
-    comms: Collectives
-    buffers: GradientBuffers
-    state: ShardedState
-    optimizer: Optimizer
-    clip_norm: float
-    pipeline: Pipeline
-    placement: AnyPlacement | None = None
-    """Where experts have replicas: the experts that each rank of the stage holds."""
-    later: DeferredGradients | None = None
-    kernels: Impl = "fast"
-    lanes: Lanes = SERIAL
-    times: PassTimes | None = None
-    """Takes down what passes take, in a step that is measured."""
-    samples: int | None = None
-    """Micro-batches of a step over all data-parallel ranks; None: as many on each of them as are given."""
-    exact: ExactSums | None = None
-    """Exact mode: how gradients are summed."""
-    fused: FusedMemory | None = None
-    """Where kernels that wait on flags have said whether one gave up."""
-    hosts: Hosts | None = None
-    """Which rank is on which host (None: unknown, and all count as one): a boundary between stages sends one copy to a host."""
-    done: set[str] = field(default_factory=set)
-    """Programs that have been run once (`StageRunner.done`)."""
-
-    @property
-    def runner(self) -> StageRunner:
-        """What runs the stages of `model`."""
-        return StageRunner(
-            model=self.model,
-            pipeline=self.pipeline,
-            groups=self.groups,
-            comms=self.comms,
-            later=self.later,
-            hosts=self.hosts,
-            times=self.times,
-            done=self.done,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,20 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from phalanx.kernels.cpu.fixed_point import root_of_squares
-from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.models import Decoder
-from phalanx.plan.model import ModelSpec
-from phalanx.runtime.comm import Collectives, ExchangeTime, Groups, Place
-from phalanx.runtime.moe import FusedMemory
-from phalanx.runtime.state import NORM_BITS, GradientBuffers, ReducedGradients
+from phalanx.runtime.comm import Collectives, ExchangeTime, Place
+from phalanx.runtime.state import NORM_BITS, ReducedGradients
 from phalanx.train.step.loss import LossShare
+from phalanx.train.step.parts import StepParts
 
 COLUMNS = ("exposed_forward_s", "exposed_backward_s", "hidden_forward_s", "hidden_backward_s")
 
@@ -71,25 +67,6 @@ ENTROPY_BITS = 24
 NANOSECOND = 1e9
 
 
-class Voter(Protocol):
-    """What a vote needs of the parts of a step."""
-
-    @property
-    def model(self) -> Decoder: ...
-    @property
-    def spec(self) -> ModelSpec: ...
-    @property
-    def groups(self) -> Groups: ...
-    @property
-    def comms(self) -> Collectives: ...
-    @property
-    def buffers(self) -> GradientBuffers: ...
-    @property
-    def lanes(self) -> Lanes: ...
-    @property
-    def fused(self) -> FusedMemory | None: ...
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tally:
     """Outcome of the vote, on the host and the same on all ranks."""
@@ -112,7 +89,12 @@ class Tally:
 
 
 def plain_vote(
-    parts: Voter, gradients: ReducedGradients, shares: Sequence[LossShare], *, stop: bool, own_s: float | None = None
+    parts: StepParts,
+    gradients: ReducedGradients,
+    shares: Sequence[LossShare],
+    *,
+    stop: bool,
+    own_s: float | None = None,
 ) -> Tally:
     """Add up every rank's ballot. `own_s`: as in `Tally.seconds`; None on all ranks where it is not known."""
     with parts.comms.doing("norm"):
@@ -148,7 +130,12 @@ def plain_vote(
 
 
 def exact_vote(
-    parts: Voter, gradients: ReducedGradients, shares: Sequence[LossShare], *, stop: bool, own_s: float | None = None
+    parts: StepParts,
+    gradients: ReducedGradients,
+    shares: Sequence[LossShare],
+    *,
+    stop: bool,
+    own_s: float | None = None,
 ) -> Tally:
     """The same in integers."""
     bits = parts.buffers.bits
@@ -209,7 +196,7 @@ def _counts(shares: Sequence[LossShare]) -> torch.Tensor:
     return torch.stack([share.counts_LE for share in shares]).sum(0)
 
 
-def _times(parts: Voter, shares: Sequence[LossShare]) -> torch.Tensor:
+def _times(parts: StepParts, shares: Sequence[LossShare]) -> torch.Tensor:
     return own_times(
         parts.comms.layers.take(),
         moe_layers=parts.spec.moe_layers,
@@ -218,7 +205,7 @@ def _times(parts: Voter, shares: Sequence[LossShare]) -> torch.Tensor:
     )
 
 
-def _seconds(parts: Voter, own_s: float | None, device: torch.device) -> torch.Tensor:
+def _seconds(parts: StepParts, own_s: float | None, device: torch.device) -> torch.Tensor:
     """(world,) fp64, to be summed: each rank writes its own; (0,) where it is not measured."""
     size = 0 if own_s is None else parts.groups.axis("world").size
     out = torch.zeros(size, dtype=torch.float64, device=device)
@@ -227,6 +214,6 @@ def _seconds(parts: Voter, own_s: float | None, device: torch.device) -> torch.T
     return out
 
 
-def _exchange(parts: Voter, times: torch.Tensor) -> ExchangeTimes:
+def _exchange(parts: StepParts, times: torch.Tensor) -> ExchangeTimes:
     """Known on a CPU, where the host waits for what travels."""
     return mean_times(times.view(-1, 5)) if parts.model.device.type == "cpu" else ExchangeTimes()
