@@ -86,10 +86,6 @@ def beginning(batch: MicroBatch, tokenizer: Tokenizer) -> tuple[list[int], set[i
     return tokens[: asked + 1], {tokenizer.eos_id} if tokenizer.decode([last]) else {tokenizer.eos_id, last}
 
 
-def _ignore_phase(name: At) -> None:
-    """What a fixed world does next."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Reduced:
     """A step that waits for its decision."""
@@ -133,7 +129,7 @@ class Trainer:
         recipe, progress = self.rank.recipe, self.progress
         t = recipe.train
         self.total_steps = t.steps
-        self._at: Callable[[At], None] = _ignore_phase if self.elastic is None else self.elastic.at
+        self._at: Callable[[At], None] = (lambda name: None) if self.elastic is None else self.elastic.at
         self.due = False
         """Whether what belongs between steps is still to do; the same on all ranks."""
         self.validation = ValidationLoader(

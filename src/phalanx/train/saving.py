@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem
@@ -29,7 +29,6 @@ from phalanx.runtime.checkpoint import CheckpointManager, RunState, Saved
 from phalanx.train.setup import versions
 from phalanx.train.step import StepParts, check_saved
 
-T = TypeVar("T")
 AGAIN_S = 10.0
 """Seconds between two tries of the last save."""
 
@@ -74,7 +73,15 @@ class Saving:
         return newest != due if due == step else newest is None or newest < due
 
     def _newest(self) -> int | None:
-        return despite_disk(self.manager.choose, None, self.tell)
+        """The newest checkpoint. A disk that fails costs a warning: a run whose members hold everything goes on."""
+        try:
+            return self.manager.choose()
+        except CheckpointError as err:
+            self._warn_of(err)
+            return None
+
+    def _warn_of(self, err: CheckpointError) -> None:
+        self.tell(Note(level="warning", text=f"{err}\ntraining continues; the next checkpoint tries again"))
 
     def save(self, parts: StepParts, step: int) -> None:
         """Begin a checkpoint, once the one before is complete. Collective."""
@@ -88,7 +95,7 @@ class Saving:
         try:
             saved = self.manager.finish() if wait else self.manager.poll()
         except CheckpointError as err:
-            self.tell(Note(level="warning", text=f"{err}\ntraining continues; the next checkpoint tries again"))
+            self._warn_of(err)
             return
         if saved is not None:
             self._tell_saved(saved)
@@ -153,15 +160,6 @@ class Saving:
             text = f"Membership changed while checkpoint {self.begun} was being written; it was discarded and will be saved again right away"
             self.tell(Note(level="info", text=text))
         self.manager.close()
-
-
-def despite_disk(work: Callable[[], T], otherwise: T, tell: Emit) -> T:
-    """What `work` finds among the checkpoints. Where the disk fails a warning, and `otherwise`: a run whose members hold everything goes on."""
-    try:
-        return work()
-    except CheckpointError as err:
-        tell(Note(level="warning", text=f"{err}\ntraining continues; the next checkpoint tries again"))
-        return otherwise
 
 
 def run_state(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, loader: Loader, step: int) -> RunState:
