@@ -162,14 +162,14 @@ class Router(nn.Module):
     def _count(self, experts_TK: torch.Tensor, sequences: int, is_text_T: torch.Tensor | None = None) -> torch.Tensor:
         """(S, E) int64 pairs of each sequence, of its text alone where that is told."""
         if sequences == 1 and is_text_T is None:
-            return count_experts(experts_TK, self.num_experts).unsqueeze(0)
+            return count_keys(experts_TK.flatten(), self.num_experts).unsqueeze(0)
         rows = torch.arange(sequences, device=experts_TK.device).repeat_interleave(experts_TK.shape[0] // sequences)
         shifted_TK = experts_TK + self.num_experts * rows.unsqueeze(1)
         every = sequences * self.num_experts
         if is_text_T is None:
-            return count_experts(shifted_TK, every).view(sequences, -1)
+            return count_keys(shifted_TK.flatten(), every).view(sequences, -1)
         shifted_TK = torch.where(is_text_T.unsqueeze(1), shifted_TK, every)  # padding behind the last
-        return count_experts(shifted_TK, every + 1)[:-1].view(sequences, -1)
+        return count_keys(shifted_TK.flatten(), every + 1)[:-1].view(sequences, -1)
 
     @staticmethod
     def wide(x_TH: torch.Tensor) -> torch.dtype:
@@ -322,11 +322,6 @@ def routing_weights(
         if spec.renormalize and experts_TK.shape[-1] > 1:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
     return weights_TK * spec.scale if spec.scale != 1.0 else weights_TK
-
-
-def count_experts(experts_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """(E,) int64 pairs per expert, without a host synchronisation."""
-    return count_keys(experts_TK.reshape(-1), num_experts)
 
 
 def counts_of_text(counts_E: torch.Tensor, *, pairs: int) -> torch.Tensor:
