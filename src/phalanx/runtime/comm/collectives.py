@@ -37,6 +37,7 @@ from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
 from phalanx.runtime.comm.abortable import AbortableCall, run_abortable
 from phalanx.runtime.comm.devices import complete
 from phalanx.runtime.comm.exchange import (
+    ALL_TO_ALL_TAG,
     Call,
     Checked,
     Counter,
@@ -568,7 +569,10 @@ class Collectives:
         in_splits: Sequence[int],
         out_splits: Sequence[int],
         op_id: str,
+        *,
+        tag: int = ALL_TO_ALL_TAG,
     ) -> tuple[torch.Tensor, Exchange]:
+        """`tag`: of the messages on a host; on a device they match by their order."""
         axis = self._own(axis)
         if self.check_splits:
             self._compare_splits(op, axis, in_splits, out_splits)
@@ -585,7 +589,7 @@ class Collectives:
                 async_op=True,
             )
         else:
-            launch = partial(between_ranks, out, x, out_splits, in_splits, axis)
+            launch = partial(between_ranks, out, x, out_splits, in_splits, axis, tag=tag)
         checked = self._checked(op, op_id, axis, x.split(list(in_splits)), out.split(list(out_splits)))
         return out, self._start(op, axis, Call(op_id, sent, not x.is_cuda, checked=checked), launch)
 
@@ -637,16 +641,9 @@ class Collectives:
     ) -> tuple[torch.Tensor, Exchange]:
         """`start_all_to_all_raw` in an order of its own: on the host such exchanges meet one another only, whatever rows travel over the
         axis in between (gradients leave when they are complete, which is not at the same place between the dispatches of all ranks). On a device `Groups.step_axis` sees to it."""
+        x = x.detach().contiguous()
         check_splits_of(x, in_splits, axis, "all_to_all_rows")
-        if x.is_cuda:
-            return self.start_all_to_all_raw(x, axis, in_splits, out_splits, op_id)
-        axis, out = self._own(axis), x.new_empty(sum(out_splits))
-        if self.check_splits:
-            self._compare_splits("all_to_all_rows", axis, in_splits, out_splits)
-        sent = (x.numel() - in_splits[axis.index]) * x.element_size()
-        launch = partial(between_ranks, out, x, out_splits, in_splits, axis, tag=_APART_TAG)
-        checked = self._checked("all_to_all_rows", op_id, axis, x.split(list(in_splits)), out.split(list(out_splits)))
-        return out, self._start("all_to_all_rows", axis, Call(op_id, sent, checked=checked), launch)
+        return self._start_exchange("all_to_all_rows", x, axis, in_splits, out_splits, op_id, tag=_APART_TAG)
 
     def _compare_splits(self, op: str, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int]) -> None:
         splits = self.gather_objects((tuple(in_splits), tuple(out_splits)), axis)

@@ -135,7 +135,7 @@ def between_ranks(
     in_splits: Sequence[int],
     axis: Axis,
     *,
-    tag: int = ALL_TO_ALL_TAG,
+    tag: int,
     own: bool = True,
 ) -> _Several:
     """An all-to-all of rows by messages: gloo's own fills a link in one direction at a time, and takes twice as long (docs/explanation/what-did-not-work.md).

@@ -243,7 +243,8 @@ class Dispatcher:
         if kept_TK is None and not needs_counts and self._stays_alone(experts_TK):
             return self._keep(x_TH, weights_TK, experts_TK, op_prefix, known)
         if self.spec.is_static:
-            plan, send = self._static_list(experts_TK, kept_TK)
+            places = range(self.static_rows(len(experts_TK)))
+            plan, send = self.static_share(experts_TK, kept_TK, places=places)
             if gathers:
                 return self._gather(x_TH, weights_TK, plan, send, (x_TH.shape[0],) * self.ep_etp.size, op_prefix)
             picked = self.pick(x_TH, weights_TK, send, op_id=op_prefix + "dispatch.permute")
@@ -538,14 +539,10 @@ class Dispatcher:
         gathered = self.comms.all_gather(counts_E, self.ep_etp, op_id=op_prefix + "dispatch.counts")
         return to_host(gathered, known, self.comms)
 
-    def _static_list(self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None) -> tuple[DispatchPlan, SendList]:
-        """Every expert gets the same number of rows from this rank, fill rows among them; nothing depends on the routing."""
-        return self.static_share(experts_TK, kept_TK, places=range(self.static_rows(experts_TK.shape[0])))
-
     def static_share(
         self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None, *, places: range
     ) -> tuple[DispatchPlan, SendList]:
-        """Share of the rows that every expert gets from this rank in padded mode, those numbered `places`."""
+        """Those numbered `places` of the rows that every expert gets from this rank in padded mode, fill rows among them: their number does not depend on the routing."""
         assert kept_TK is not None  # the static policies drop
         num_rows = len(places)
         plan = plan_static_dispatch(num_rows, self.slots_G, ep=self.ep.size, etp=self.etp.size)
