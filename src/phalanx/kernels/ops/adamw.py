@@ -6,7 +6,6 @@ Must never change: moments and master weights are fp32 (fp64 in fp64); the compu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
@@ -95,12 +94,13 @@ def _by_chunks(
     scale: float | torch.Tensor,
     lanes: Lanes,
 ) -> None:
-    """By torch's fused kernel."""
+    """By torch's one-pass kernel, the one behind `torch.optim.AdamW(fused=True)`."""
     master, exp_avg, exp_avg_sq = state
     size = min(CHUNK, master.numel()) if master.device.type == "cpu" else master.numel()
     factor = _there(scale, master)
     in_kernel = master.dtype == torch.float32  # the fused kernel divides by an fp32 number: too coarse for fp64
-    counts = _Counts(_there(rule.step, master, dtype=torch.float32), 1.0 / factor if in_kernel else None)
+    step = _there(rule.step, master, dtype=torch.float32)
+    divisor = 1.0 / factor if in_kernel else None
     scratch = [torch.empty(size, dtype=master.dtype, device=master.device) for _ in range(lanes.count)]
 
     def run(start: int, lane: int) -> None:
@@ -109,7 +109,11 @@ def _by_chunks(
         wide = scratch[lane][: len(target)].copy_(grad[part])
         if not in_kernel:
             wide.mul_(factor)
-        _fused(target, wide, exp_avg[part], exp_avg_sq[part], rule, counts)
+        torch._fused_adamw_(  # overwrites `wide`, and counts no steps
+            [target], [wide], [exp_avg[part]], [exp_avg_sq[part]], [], [step],
+            lr=rule.lr, beta1=rule.beta1, beta2=rule.beta2, weight_decay=rule.weight_decay, eps=rule.eps,
+            amsgrad=False, maximize=False, grad_scale=divisor,
+        )  # fmt: skip
         if out is not None:
             out[part].copy_(target)
 
@@ -123,14 +127,6 @@ def _there(number: float | torch.Tensor, like: torch.Tensor, *, dtype: torch.dty
     return torch.full((), number, dtype=dtype or like.dtype, device=like.device)
 
 
-@dataclass(frozen=True, eq=False)
-class _Counts:
-    """0-d tensors that the fused kernel wants: the step, and what the gradient is divided by (fp32, None for one)."""
-
-    step: torch.Tensor
-    divisor: torch.Tensor | None
-
-
 def _reference(
     master: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, rule: AdamRule
 ) -> None:
@@ -139,30 +135,3 @@ def _reference(
     denominator = (exp_avg_sq.sqrt() / math.sqrt(1 - rule.beta2**rule.step)).add_(rule.eps)
     master.mul_(1 - rule.lr * rule.weight_decay)
     master.addcdiv_(exp_avg, denominator, value=-rule.lr / (1 - rule.beta1**rule.step))
-
-
-def _fused(
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    rule: AdamRule,
-    counts: _Counts,
-) -> None:
-    """Torch's one-pass kernel (the one behind `torch.optim.AdamW(fused=True)`), which counts nothing itself. Overwrites `grad`."""
-    torch._fused_adamw_(
-        [master],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [counts.step],
-        lr=rule.lr,
-        beta1=rule.beta1,
-        beta2=rule.beta2,
-        weight_decay=rule.weight_decay,
-        eps=rule.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=counts.divisor,
-    )

@@ -245,8 +245,7 @@ class _Work:
     def _project_back(self, tokens: slice, d_logits_cV: torch.Tensor) -> None:
         if self.d_hidden_TH is not None:
             torch.mm(d_logits_cV, self.weight_VH, out=self.d_hidden_TH[tokens])
-            if self.lanes.sums is not None:
-                self.lanes.check("logits input gradient", self.d_hidden_TH[tokens], (d_logits_cV, self.weight_VH))
+            self.lanes.check("logits input gradient", self.d_hidden_TH[tokens], (d_logits_cV, self.weight_VH))
 
     # ---- a shared vocabulary ---------------------------------------------------------------------------------------------
 

@@ -140,8 +140,7 @@ class _CpuLinear(torch.autograd.Function):
             y_to = out[part.which][part.rows, part.columns]
             factors = x_TH[part.rows], weight_OH[part.columns].T
             torch.mm(*factors, out=y_to)
-            if lanes.sums is not None:
-                lanes.check("linear forward", y_to, factors)
+            lanes.check("linear forward", y_to, factors)
             if bias_O is not None:
                 y_to.add_(bias_O[part.columns])
 
@@ -191,16 +190,14 @@ def _gradients(
         torch.mm(*factors[0], out=dx_tH)
         for dy_tO, weight_OH in factors[1:]:
             dx_tH.addmm_(dy_tO, weight_OH)
-        if lanes.sums is not None:
-            lanes.check("linear input gradient", dx_tH, *factors)
+        lanes.check("linear input gradient", dx_tH, *factors)
 
     def weight_gradient(which: int, columns: slice) -> None:
         target = d_weights[which]
         assert target is not None
         factors, d_weight_oH = (grads[which][:, columns].T, x_TH), target[columns]
         torch.mm(*factors, out=d_weight_oH)
-        if lanes.sums is not None:
-            lanes.check("linear weight gradient", d_weight_oH, factors)
+        lanes.check("linear weight gradient", d_weight_oH, factors)
 
     work: list[Callable[[], None]] = []
     if dx_TH is not None:
