@@ -29,7 +29,7 @@ from phalanx.runtime.comm.exchange import (
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.comm.row_collectives import backward_id
 from phalanx.runtime.comm.sums import MessageSums
-from phalanx.runtime.processes import world
+from phalanx.runtime.processes import meeting, world
 from phalanx.runtime.processes.world import WorldInfo, init_world, read_world
 from ranks import RankError, RankTimeout, run_ranks
 
@@ -453,37 +453,33 @@ def test_read_world():
 
 def test_ranks_of_one_machine_meet_where_their_user_alone_can_reach():
     """By file and not by port, whoever started them. What a first rank that has ended left there is passed over."""
-    first, other = (
-        WorldInfo(rank=0, world=2, local_world=2, master_port=70_000),
-        WorldInfo(rank=1, world=2, local_world=2, master_port=70_000),
-    )
     pid = os.fork()
     if pid == 0:
-        world._meeting(first, timeout_s=1.0)
+        meeting.meeting_file(0, 70_000, timeout_s=1.0)
         os._exit(0)
     os.waitpid(pid, 0)
     with pytest.raises(RuntimeError, match=r"rank 0 has not come to .*ranks-at-70000"):
-        world._meeting(other, timeout_s=0.1)
-    file = world._meeting(first, timeout_s=1.0)
-    assert world._meeting(other, timeout_s=1.0) == file
+        meeting.meeting_file(1, 70_000, timeout_s=0.1)
+    file = meeting.meeting_file(0, 70_000, timeout_s=1.0)
+    assert meeting.meeting_file(1, 70_000, timeout_s=1.0) == file
     assert file.parent.stat().st_mode & 0o777 == 0o700 and file.name.startswith("ranks-at-70000-")
     if (pid := os.fork()) == 0:  # another first rank at the same port, while this one runs
         with pytest.raises(RuntimeError, match="EADDRINUSE"):
-            world._meeting(first, timeout_s=1.0)
+            meeting.meeting_file(0, 70_000, timeout_s=1.0)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_ranks_of_several_machines_listen_at_one_address(monkeypatch):
     there = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
-    assert world._listen("127.0.0.1", 0) is None
-    assert world._listen("host.invalid", 0) is None
+    assert meeting.listen_at("127.0.0.1", 0) is None
+    assert meeting.listen_at("host.invalid", 0) is None
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*there[0][:4], ("0.0.0.0", 0))])
-    with socket.socket(fileno=world._listen("node0", 0)) as listener:
+    with socket.socket(fileno=meeting.listen_at("node0", 0)) as listener:
         port = listener.getsockname()[1]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*there[0][:4], ("0.0.0.0", port))])
         with pytest.raises(RuntimeError, match="EADDRINUSE"):
-            world._listen("node0", port)
+            meeting.listen_at("node0", port)
 
 
 def test_ranks_of_several_machines_meet_where_torchrun_listens(monkeypatch, capfd):

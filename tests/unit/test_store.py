@@ -30,7 +30,7 @@ from phalanx.runtime.membership.keys import Keys, ServiceLost, TlsService, UnixS
 from phalanx.runtime.membership.reachability import ProbeListener, probe_all
 from phalanx.runtime.membership.service import StoreProcess, _came, start_network_store, start_store
 from phalanx.runtime.membership.store import ARGUMENTS, LENGTH, Refused, Values, read_request
-from phalanx.runtime.processes.world import _interfaces
+from phalanx.runtime.processes.addresses import interfaces
 
 pytestmark = pytest.mark.unit
 KINDS = ("socket", "tls")
@@ -171,7 +171,7 @@ def test_credentials_that_a_service_has_made_end_with_it(tmp_path: Path, monkeyp
     assert (tmp_path / "kept.pem").exists()
 
 
-@pytest.mark.skipif("::1" not in _interfaces(), reason="this machine has no IPv6")
+@pytest.mark.skipif("::1" not in interfaces(), reason="this machine has no IPv6")
 def test_a_cluster_of_ipv6_alone_has_a_service_and_members_that_are_probed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.runtime.processes import numa, world
+from phalanx.runtime.processes import addresses, numa, world
+from phalanx.runtime.processes.addresses import OUTSIDE
 from phalanx.runtime.processes.numa import near_cpus, parse_cpus, stay_near
-from phalanx.runtime.processes.world import OUTSIDE, WorldInfo, own_device, read_world, use_interface_to
+from phalanx.runtime.processes.world import WorldInfo, own_device, read_world, use_interface_to
 
 pytestmark = pytest.mark.unit
 
@@ -43,22 +44,24 @@ def test_gloo_gets_an_interface_that_other_machines_reach(
     monkeypatch: pytest.MonkeyPatch, host: str, towards: dict[str, str], chosen: str | None
 ) -> None:
     monkeypatch.setattr(world, "os", SimpleNamespace(environ={}))
-    monkeypatch.setattr(world, "_interfaces", lambda: INTERFACES)
-    monkeypatch.setattr(world, "_address_towards", lambda name: towards.get(name, ""))
+    for module in (addresses, world):
+        monkeypatch.setattr(module, "interfaces", lambda: INTERFACES)
+    monkeypatch.setattr(addresses, "_address_towards", lambda name: towards.get(name, ""))
     use_interface_to(host)
     assert world.os.environ.get("GLOO_SOCKET_IFNAME") == chosen
     if chosen is not None:
-        assert INTERFACES[world.address_towards(host)] == chosen
+        assert INTERFACES[addresses.address_towards(host)] == chosen
 
 
 def test_a_machine_that_has_loopback_alone_and_one_whose_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "_interfaces", lambda: {LO: "lo"})
-    monkeypatch.setattr(world, "_address_towards", lambda name: LO if name == "node0" else "")
+    for module in (addresses, world):
+        monkeypatch.setattr(module, "interfaces", lambda: {LO: "lo"})
+    monkeypatch.setattr(addresses, "_address_towards", lambda name: LO if name == "node0" else "")
     for environ in ({}, {"GLOO_SOCKET_IFNAME": "mine"}):
         monkeypatch.setattr(world, "os", SimpleNamespace(environ=dict(environ)))
         use_interface_to("node0")
         assert world.os.environ == environ
-    assert world.address_towards("node0") == LO, "all are on this machine"
+    assert addresses.address_towards("node0") == LO, "all are on this machine"
 
 
 def test_what_a_rank_tells_others_is_as_long_for_any_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +87,9 @@ def test_a_rank_to_which_another_never_connects_ends_by_itself(capfd: pytest.Cap
 
 def test_what_this_machine_says_of_itself() -> None:
     """A name at 127.0.1.1 is reached by loopback, whose address is another one."""
-    assert world._address_towards("127.0.1.1") == LO and world._interfaces()[LO] in ("lo", "lo0")
-    assert world._address_towards("host.invalid") == ""
-    assert set(world._interfaces().values()) <= {name for _, name in socket.if_nameindex()}
+    assert addresses._address_towards("127.0.1.1") == LO and addresses.interfaces()[LO] in ("lo", "lo0")
+    assert addresses._address_towards("host.invalid") == ""
+    assert set(addresses.interfaces().values()) <= {name for _, name in socket.if_nameindex()}
 
 
 # ---- a GPU for each rank

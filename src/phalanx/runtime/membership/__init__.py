@@ -7,7 +7,7 @@ host does about a worker that ends or is silent. All of it rests on values that 
     service_at, expect_service, run_at   find it, and what run it serves, before any rank starts
     Supervisor.run                       fork the workers of a host, see them die or freeze, report it to the service (`supervisor.py`, `worker.py`, `host_agent.py`)
     run_member                           one worker: join a generation, connect to its members, step, vote, commit, hand over, leave; and again (`member.py`)
-    run_steps                            the steps alone, which a fixed world runs too: it is one generation that always commits
+    run_steps                            the steps alone, which a fixed world runs too: it is one generation that always commits (`steps.py`)
 
 `membership.py` has the rules of generations and `votes.py` those of steps, both over `keys.py`. Between them and `member.py` are the worker agent (`worker_agent.py`), its background
 threads (`watcher.py`), the process groups of a generation (`rendezvous.py`) and reachability probes (`reachability.py`).
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         Committed as Committed,
         Reformed as Reformed,
         run_member as run_member,
-        run_steps as run_steps,
     )
     from phalanx.runtime.membership.membership import Generation as Generation
     from phalanx.runtime.membership.rendezvous import GroupEpoch as GroupEpoch, NoMapping as NoMapping
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
         service_at as service_at,
         start_network_store as start_network_store,
     )
+    from phalanx.runtime.membership.steps import Decision as Decision, run_steps as run_steps
     from phalanx.runtime.membership.supervisor import Supervisor as Supervisor, SupervisorSettings as SupervisorSettings
     from phalanx.runtime.membership.votes import (
-        Decision as Decision,
         MemberReport as MemberReport,
         Resolution as Resolution,
         resolve as resolve,

@@ -19,7 +19,8 @@ from phalanx.plan.recovery import StateReport
 from phalanx.runtime.comm import DeviceThread
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.rendezvous import GroupEpoch, Order, as_listed
-from phalanx.runtime.membership.votes import ABORT, GO_ON, Decision, InDoubt, MemberReport, Resolution, resolve
+from phalanx.runtime.membership.steps import ABORT, Decision, run_steps
+from phalanx.runtime.membership.votes import InDoubt, MemberReport, Resolution, resolve
 from phalanx.runtime.membership.watcher import End, Left, RunOver
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 
@@ -114,21 +115,6 @@ class Committed(Event):
     at_s: float
     doubt: bool = False
     """It had voted and learned the decision from the members of a later generation only."""
-
-
-class Steps(Protocol):
-    """What is done step by step."""
-
-    def finished(self) -> bool:
-        """Whether all steps are done; the same answer on all members at the same step."""
-
-
-def run_steps(body: Steps, step: Callable[[], Decision]) -> Decision:
-    """The loop of training: steps until all are done, or until a decision ends this sequence. Returns the last decision."""
-    decision = GO_ON
-    while decision == GO_ON and not body.finished():
-        decision = step()
-    return decision
 
 
 def run_member(

@@ -17,16 +17,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
 
 from phalanx.core.errors import RunError
 from phalanx.core.reading import json_text, parse_table, typed
 from phalanx.plan.recovery import StateReport
 from phalanx.runtime.membership.keys import Keys, ServiceLost
 from phalanx.runtime.membership.membership import Generation
+from phalanx.runtime.membership.steps import ABORT, Decision, Then
 
-Then = Literal["go on", "next", "leave", "stop"]
-"""What all members do after a commit: another step, the next generation (a member joins), a hand-over from members that leave, or the end of the run."""
 SLICE_S = 0.02
 """Seconds after which a member that waits for a decision counts the votes again, and then after twice as long each time, up to
 `LAST_SLICE_S`."""
@@ -56,26 +54,6 @@ def stepped_key(generation: Generation) -> str:
 
 class InDoubt(ServiceLost):
     """This member has voted and cannot learn the decision. It keeps what it reduced until `resolve` settles it."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What stands for one (generation, step)."""
-
-    commit: bool
-    then: Then = "go on"
-
-    @property
-    def text(self) -> str:
-        return f"commit {self.then}" if self.commit else "abort"
-
-    @classmethod
-    def read(cls, text: str) -> Decision:
-        commit, _, then = text.partition(" ")
-        return cls(commit == "commit", then or "go on")  # type: ignore[arg-type]
-
-
-ABORT, GO_ON = Decision(False), Decision(True)
 
 
 class Votes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
+    from phalanx.runtime.processes.addresses import address_towards as address_towards, addresses_of as addresses_of
     from phalanx.runtime.processes.allocator import (
         give_back_freed_memory as give_back_freed_memory,
         in_huge_pages as in_huge_pages,
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     )
     from phalanx.runtime.processes.world import (
         WorldInfo as WorldInfo,
-        address_towards as address_towards,
-        addresses_of as addresses_of,
         close_world as close_world,
         device_here as device_here,
         ease_gloo as ease_gloo,

@@ -6,41 +6,29 @@ Decides nothing: the launcher (torchrun, or our own) says it in environment vari
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
-import ipaddress
 import os
-import secrets
 import socket
-import struct
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
-from phalanx.core.files import private_folder
-from phalanx.core.process import begun
 from phalanx.core.reading import is_count
 from phalanx.core.service_address import is_loopback, place
 from phalanx.runtime.comm import DEFAULT_TIMEOUT_S, LostPeers
+from phalanx.runtime.processes.addresses import address_towards, interfaces
+from phalanx.runtime.processes.meeting import listen_at, meeting_file, part_of_this_start
 from phalanx.runtime.processes.numa import stay_near
 
-LOOK_S = 0.02
-"""How often a rank looks whether the first one has come."""
-OUTSIDE = ("192.0.2.1", "2001:db8::1")
-"""Addresses of no machine (RFC 5737, RFC 3849), which leave this one by its default routes."""
 MORE_S = 30.0
 """How much longer than twice its timeout the ranks of a world may take to meet: once until the last one is there, once until all are connected, and torch writes stacks into its errors."""
-OF_LINK = 0x20
-"""Scope of addresses of IPv6 that mean nothing without an interface's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,37 +102,6 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
     )
 
 
-def _meeting(info: WorldInfo, *, timeout_s: float) -> Path:
-    """File for the ranks of this machine, whoever started them: the first rank makes a new one and says so where the others look, with the number of its process, so that what
-    earlier ranks have left there is passed over. Raises `RuntimeError`."""
-    folder, name = private_folder(), f"ranks-at-{info.master_port}"
-    if info.rank == 0:
-        if _said_by_first(folder / name, but=os.getpid()) is not None:
-            raise RuntimeError("EADDRINUSE")
-        for old in folder.glob(f"{name}-*"):
-            old.unlink(missing_ok=True)
-        file = folder / f"{name}-{secrets.token_hex(4)}"
-        draft = folder / f"{file.name}.new"
-        draft.write_text(f"{os.getpid()} {begun(os.getpid())} {file.name}")
-        os.replace(draft, folder / name)
-        return file
-    end_s = time.monotonic() + timeout_s
-    while (found := _said_by_first(folder / name)) is None:
-        if time.monotonic() > end_s:
-            raise RuntimeError(f"rank 0 has not come to {folder / name}, where ranks of one machine meet")
-        time.sleep(LOOK_S)
-    return found
-
-
-def _said_by_first(path: Path, *, but: int = 0) -> Path | None:
-    """The file that a first rank which still runs has made."""
-    with contextlib.suppress(OSError, ValueError):
-        pid, began, name = path.read_text().split()
-        if is_count(pid) and int(pid) != but and began == begun(int(pid)):
-            return path.with_name(Path(name).name)
-    return None
-
-
 def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
     """Join all ranks (gloo for cpu; NCCL for tensors on cuda, gloo for those on the host) and return this rank's device.
 
@@ -161,17 +118,17 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
     try:
         meeting = info.meeting
         if meeting is None and info.local_world == info.world:
-            meeting = _meeting(info, timeout_s=timeout_s)
+            meeting = meeting_file(info.rank, info.master_port, timeout_s=timeout_s)
         if meeting is not None:
             store: dist.Store = dist.FileStore(str(meeting), info.world)
             store.set_timeout(timeout)
         else:
             use_interface_to(info.master_addr)
             at, listens = (info.master_addr, info.master_port), info.rank == 0 and not info.agent_listens
-            listener = _listen(*at) if listens else None
+            listener = listen_at(*at) if listens else None
             store = dist.TCPStore(*at, info.world, listens, timeout=timeout, master_listen_fd=listener)
             if info.agent_listens:
-                store = _part_of_this_start(store, info, timeout_s=timeout_s)
+                store = part_of_this_start(store, rank=info.rank, world=info.world, timeout_s=timeout_s)
         with _ends_after(2 * timeout_s + MORE_S, _meeting_failed(info, where, "", timeout_s)):
             dist.init_process_group(
                 "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -202,27 +159,6 @@ def _ends_after(limit_s: float, why: str) -> Iterator[None]:
         late.cancel()
 
 
-def _part_of_this_start(store: dist.Store, info: WorldInfo, *, timeout_s: float) -> dist.Store:
-    """The agent's store outlives ranks that it starts again (`--max-restarts`), and so do their addresses in it. Each rank says a word that is new, and the first one answers all of them with
-    its own until every rank has taken that: how often they were started each agent counts by itself. Raises `RuntimeError` where some do not come."""
-    mine, others = secrets.token_hex(8), range(1, info.world)
-    store.set(f"here/{info.rank}", mine)
-    if info.rank != 0:
-        part = store.get(f"part/{mine}").decode()
-        store.set(f"taken/{part}/{info.rank}", "")
-        return dist.PrefixStore(part, store)
-    here, taken = [f"here/{rank}" for rank in others], [f"taken/{mine}/{rank}" for rank in others]
-    answered, end_s = set[bytes](), time.monotonic() + timeout_s
-    while not store.check(taken):
-        if time.monotonic() > end_s:
-            raise RuntimeError(f"not all ranks came within {timeout_s:g} s")
-        for word in {*store.multi_get(here)} - answered if store.check(here) else ():
-            store.set(f"part/{word.decode()}", mine)
-            answered.add(word)
-        time.sleep(0.02 + info.world / 20_000)
-    return dist.PrefixStore(mine, store)
-
-
 SAME_NUMBER = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """For fused layers. torch takes GPUs of a host that have one number for one GPU, and where each process sees its own alone all are number 0 (its validate_rendezvous_requests)."""
 
@@ -238,20 +174,6 @@ def _sharing_problems(uuid: str, world: int) -> list[Problem]:
     rule = f"is the GPU of ranks {', '.join(map(str, sharing))}, and each needs one of its own"
     hint = "let CUDA_VISIBLE_DEVICES name all GPUs of the machine, or another one for each of its processes"
     return [Problem(where="GPU", value=uuid, rule=rule, hint=hint)]
-
-
-def _listen(host: str, port: int) -> int | None:
-    """Descriptor of a socket at the one address that the ranks of other machines know. None, for all addresses of this machine, where `host` is no address of its own:
-    a name that its hosts file calls loopback, or a translated address. Raises `RuntimeError` where the port is in use."""
-    try:
-        family, where = addresses_of(host, port, socket.SOCK_STREAM)[0]
-        if is_loopback(str(where[0])):
-            return None
-        return socket.create_server(where[:2], family=family).detach()
-    except OSError as err:
-        if err.errno == errno.EADDRINUSE:
-            raise RuntimeError("EADDRINUSE") from err
-        return None
 
 
 def own_device(info: WorldInfo, device: str) -> torch.device:
@@ -348,20 +270,9 @@ def use_interface_to(host: str) -> None:
     """Let gloo use the interface by which `host` is reached, so that it need not resolve this machine's own name. Does nothing where that is not known."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    names, own = _interfaces(), address_towards(host)
+    names, own = interfaces(), address_towards(host)
     if own in names and is_loopback(own) == is_loopback(host):
         os.environ["GLOO_SOCKET_IFNAME"] = names[own]
-
-
-def address_towards(host: str) -> str:
-    """This machine's address on the way to `host`, at which the others that reach `host` reach it, too; empty where there is none.
-
-    Debian's hosts file has this machine's own name at 127.0.1.1, where no other machine reaches it: then that of the interface that leads out, else of the first with an address, if there is one.
-    """
-    own = _address_towards(host)
-    if not is_loopback(own) or is_loopback(host):
-        return own
-    return next((a for a in (*map(_address_towards, OUTSIDE), *_interfaces()) if a and not is_loopback(a)), own)
 
 
 GLOO_EASED = {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1", "GLOO_ENABLE_STORE_V2_API": "1"}
@@ -372,38 +283,6 @@ def ease_gloo() -> None:
     asks for every rank apart: 1,024 ranks would read 9 GB in a million calls for one group, 16,384 ranks 35 TB."""
     for name, value in GLOO_EASED.items():
         os.environ.setdefault(name, value)
-
-
-def addresses_of(host: str, port: int, kind: socket.SocketKind) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """(family, address) of each way to reach `host`, those of IPv4 first. Raises `OSError`."""
-    found = [(family, where) for family, _, _, _, where in socket.getaddrinfo(host, port, type=kind)]
-    return sorted(found, key=lambda way: way[0] != socket.AF_INET)
-
-
-def _address_towards(host: str) -> str:
-    """This machine's address on the way to `host`, of IPv4 where there is such a way; empty where there is none."""
-    with contextlib.suppress(OSError):
-        for family, where in addresses_of(host, 9, socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(where)  # sends nothing
-                return str(probe.getsockname()[0])
-    return ""
-
-
-def _interfaces() -> dict[str, str]:
-    """Address -> interface, those of IPv4 first (Linux: SIOCGIFADDR of netdevice(7), /proc/net/if_inet6)."""
-    found = dict[str, str]()
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(sock.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
-                found.setdefault(socket.inet_ntoa(answer[20:24]), name)
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if int(scope, 16) != OF_LINK:
-                found.setdefault(str(ipaddress.IPv6Address(int(digits, 16))), name)
-    return found
 
 
 def _meeting_failed(info: WorldInfo, where: str, text: str, timeout_s: float) -> str:
