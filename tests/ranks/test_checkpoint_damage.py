@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from checkpoint_help import Mapping, fill, make_state, model_fields, run_state, 
 from phalanx.core.errors import CheckpointError
 from phalanx.plan.layout.parameters import Box
 from phalanx.runtime.checkpoint import folder
-from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure
+from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure, failed_save
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.groups import GroupCache
@@ -360,7 +359,7 @@ def test_clean_start_leaves_strangers_alone(tmp_path: Path) -> None:
 def test_ranks_that_meet_the_same_share_a_line(two: CheckpointManager) -> None:
     full = {rank: WriteFailure(f"/disk/__{rank}_0.distcp", "No space left on device") for rank in range(3)}
     causes = TensorsFailed({**full, 3: WriteFailure("/disk/__3_0.distcp", "Permission denied", "ask its owner")})
-    said = str(two._describe(causes, SimpleNamespace(state=run_state(3))))  # type: ignore[arg-type]
+    said = str(failed_save(causes, two.folder.of(3), listed=two.folder.list_steps()))
     assert "2 problems" in said and "steps 1, 2" in said
     assert "'rank 0, __0_0.distcp and 2 more ranks': No space left on device" in said
     assert "'rank 3, __3_0.distcp': Permission denied" in said

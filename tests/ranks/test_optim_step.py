@@ -27,7 +27,7 @@ from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.comm.sums import MessageSums
 from phalanx.runtime.state.gradients import NORM_BITS, GradientBuffers
 from phalanx.train.assembly import assemble
-from phalanx.train.step import passes, transaction
+from phalanx.train.step import not_finite, passes, transaction
 from phalanx.train.step.check import Findings
 from phalanx.train.step.loss import LossShare
 from phalanx.train.step.passes import StageRunner
@@ -411,7 +411,7 @@ def test_of_many_parameters_with_a_bad_gradient_eight_are_named(count: int, end:
     buffers = SimpleNamespace(non_finite=lambda: names)
     parts: Any = SimpleNamespace(fused=None, groups=groups, comms=comms, buffers=buffers)
     tally: Any = SimpleNamespace(loss=1.0, aux_loss=0.0, z_loss=0.0)
-    _, text, _ = transaction._why_not_finite(parts, tally)
+    _, text, _ = not_finite.why_not_finite(parts, tally)
     assert text.endswith(end)
 
 
@@ -432,7 +432,7 @@ def test_a_step_that_is_wrong_and_not_finite_again_is_a_matter_of_its_numbers(mo
     monkeypatch.setattr(transaction, "is_checked", lambda parts: True)
     monkeypatch.setattr(transaction, "look", lambda parts: Findings(products={0: ["a product"]}))
     monkeypatch.setattr(transaction, "_compute_with_room", lambda *_, **__: (tries.append(1), tally))
-    monkeypatch.setattr(transaction, "_why_not_finite", lambda *_: (RunError, "the gradient is not finite", ""))
+    monkeypatch.setattr(transaction, "why_not_finite", lambda *_: (RunError, "the gradient is not finite", ""))
     with pytest.raises(RunError, match="step 4: the gradient is not finite; nothing was changed") as info:
         reduce_step(SimpleNamespace(), [], step=3, lr=0.1)  # type: ignore[arg-type]
     assert type(info.value) is RunError and len(tries) == 2

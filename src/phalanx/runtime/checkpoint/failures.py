@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
+
+from phalanx.core.errors import CheckpointError, Problem
+from phalanx.core.units import format_bytes
 
 
 class TensorsFailed(Exception):
@@ -37,3 +42,31 @@ def write_failure(err: BaseException, path: Path) -> WriteFailure:
 def refusal_hint(err: BaseException) -> str:
     """What to do where the operating system refuses a file or folder to this user; empty for any other error."""
     return "check its owner and permissions" if isinstance(err, PermissionError) else ""
+
+
+def failed_save(err: CheckpointError | TensorsFailed, path: Path, *, listed: str) -> CheckpointError:
+    """Failures of ranks to save the checkpoint `path`, as problems that a person can act on. `listed`: which checkpoints are there."""
+
+    def failed(where: str, rule: str, *, value: object, hint: str) -> Problem:
+        if not hint:
+            hint = "free space there, or lower checkpoint.keep_last"
+            with contextlib.suppress(OSError):
+                free = format_bytes(shutil.disk_usage(path.parent).free)
+                rule += f" ({free} free on the disk of {path.parent})"
+        return Problem(where=where, value=value, rule=rule, hint=f"nothing saved before was touched ({listed}); {hint}")
+
+    if isinstance(err, CheckpointError):
+        problems = [failed(p.where, p.rule, value=p.value, hint=p.hint) for p in err.problems]
+        return CheckpointError(problems, subject="saving a checkpoint")
+    problems = []
+    alike: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for rank, cause in sorted(err.failures.items()):
+        if isinstance(cause, CheckpointError):
+            problems += [p for p in cause.problems if p not in problems]
+            continue
+        failure = cause if isinstance(cause, WriteFailure) else write_failure(cause, path)
+        alike.setdefault((failure.text, failure.hint), []).append((rank, Path(failure.path).name))
+    for (text, hint), ((rank, name), *others) in alike.items():  # a disk that is full is so for all ranks
+        more = f" and {len(others)} more {'rank' if len(others) == 1 else 'ranks'}" if others else ""
+        problems.append(failed(str(path), text, value=f"rank {rank}, {name}{more}", hint=hint))
+    return CheckpointError(problems, subject="saving a checkpoint")

@@ -29,7 +29,7 @@ from typing import Any
 from phalanx.core.errors import CheckpointError, Problem
 from phalanx.core.files import draft_of
 from phalanx.core.messages import message
-from phalanx.core.reading import MalformedError, open_regular, parse_json, parse_table, read_text, typed
+from phalanx.core.reading import MalformedError, open_regular, parse_table, read_text, typed
 from phalanx.runtime.checkpoint.failures import refusal_hint
 
 STATE_FILE = "run_state.json"
@@ -376,24 +376,6 @@ def _file_problem(path: Path, expected: FileEntry) -> Problem | None:
 
 def _reason(err: Exception) -> str:
     return err.strerror or str(err) if isinstance(err, OSError) else str(err)
-
-
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, prefix: str) -> list[Problem]:
-    """Fields that are not the same, nested ones by their dotted name."""
-    out: list[Problem] = []
-    for key in sorted({*saved, *current}):
-        where = f"{prefix}.{key}"
-        old, new = saved.get(key, "(not set)"), current.get(key, "(not set)")
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            out += differences(old, new, prefix=where)
-        elif _plain(old) != _plain(new):
-            out.append(Problem(where=where, value=_plain(new), rule=f"the checkpoint was written with {_plain(old)!r}"))
-    return out
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON gives it back, so that a tuple equals the list it was saved as."""
-    return parse_json(json.dumps(value), where="the run state")
 
 
 def with_files(state: RunState, files: Sequence[Mapping[str, FileEntry]], *, created: str) -> RunState:

@@ -14,9 +14,7 @@ Must never change: nothing that is complete is touched before its successor is c
 
 from __future__ import annotations
 
-import contextlib
 import math
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,13 +27,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from phalanx.core.errors import CheckpointError, PeerError, Problem, first_line, raise_if
-from phalanx.core.units import format_bytes
-from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure, refusal_hint, write_failure
+from phalanx.runtime.checkpoint.differences import must_stay
+from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure, failed_save, refusal_hint, write_failure
 from phalanx.runtime.checkpoint.folder import (
     CheckpointFolder,
     RunState,
     Writer,
-    differences,
     with_files,
 )
 from phalanx.runtime.checkpoint.host_copies import HostCopies, HostCopy
@@ -265,7 +262,7 @@ class CheckpointManager:
             return path
         except CheckpointError as err:
             self._first(lambda: self.folder.abandon(job.state.step))
-            raise self._describe(err, job) from None
+            raise failed_save(err, self.folder.of(job.state.step), listed=self.folder.list_steps()) from None
 
     def _empty_folder(self, step: int, *, opens: bool) -> str:
         if opens:
@@ -314,7 +311,7 @@ class CheckpointManager:
             self._first(lambda: str(self.folder.commit(state)))
         except (CheckpointError, TensorsFailed) as err:
             self._first(lambda: self.folder.abandon(step))
-            raise self._describe(err, job) from None
+            raise failed_save(err, self.folder.of(job.state.step), listed=self.folder.list_steps()) from None
         not_deleted = self._prune(step)
         now_s = time.perf_counter()
         size = sum(e.bytes for e in state.files.values())
@@ -338,33 +335,6 @@ class CheckpointManager:
 
     def _agree(self, work: Callable[[], T]) -> list[T]:
         return self._peers.agree(lambda: _on_disk(work, self.folder.path))
-
-    def _describe(self, err: CheckpointError | TensorsFailed, job: _Job) -> CheckpointError:
-        """The ranks' failures as problems that a person can act on."""
-        if isinstance(err, CheckpointError):
-            problems = [self._failed(p.where, p.rule, value=p.value, hint=p.hint) for p in err.problems]
-            return CheckpointError(problems, subject="saving a checkpoint")
-        path, problems = self.folder.of(job.state.step), []
-        alike: dict[tuple[str, str], list[tuple[int, str]]] = {}
-        for rank, cause in sorted(err.failures.items()):
-            if isinstance(cause, CheckpointError):
-                problems += [p for p in cause.problems if p not in problems]
-                continue
-            failure = cause if isinstance(cause, WriteFailure) else write_failure(cause, path)
-            alike.setdefault((failure.text, failure.hint), []).append((rank, Path(failure.path).name))
-        for (text, hint), ((rank, name), *others) in alike.items():  # a disk that is full is so for all ranks
-            more = f" and {len(others)} more {'rank' if len(others) == 1 else 'ranks'}" if others else ""
-            problems.append(self._failed(str(path), text, value=f"rank {rank}, {name}{more}", hint=hint))
-        return CheckpointError(problems, subject="saving a checkpoint")
-
-    def _failed(self, where: str, rule: str, *, value: object, hint: str) -> Problem:
-        if not hint:
-            hint = "free space there, or lower checkpoint.keep_last"
-            with contextlib.suppress(OSError):
-                free = format_bytes(shutil.disk_usage(self.folder.path).free)
-                rule += f" ({free} free on the disk of {self.folder.path})"
-        hint = f"nothing saved before was touched ({self.folder.list_steps()}); {hint}"
-        return Problem(where=where, value=value, rule=rule, hint=hint)
 
     # ---- loading -------------------------------------------------------------------------------------------------------
 
@@ -392,7 +362,7 @@ class CheckpointManager:
             state = self.folder.read_state(step)
             hint = f"go on with the recipe in {self.folder.path.parent}, or give this run another --run.name"
             raise_if(
-                [replace(p, hint=hint) for p in _must_stay(state.model, model)],
+                [replace(p, hint=hint) for p in must_stay(state.model, model)],
                 CheckpointError,
                 subject=f"settings that must stay as they are in the checkpoint {self.folder.of(step)}",
             )
@@ -440,26 +410,6 @@ class CheckpointManager:
         reader = known if known is not None and known.path == path else CheckpointReader(path)
         self._reader = reader if keep else None
         return reader
-
-
-TRAINING_ONLY = ("router.aux_loss", "router.z_loss", "router.bias_rate")
-"""Coefficients of a model that change none of its values: they may change under way, as learning rates may."""
-
-
-def _must_stay(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Problem]:
-    """What differs of two models and must not, by the names of settings."""
-    problems = []
-    for problem in differences(saved, current, prefix="model"):
-        name = problem.where.removeprefix("model.")
-        section, _, key = name.rpartition(".")
-        prefix = {"router": "router.", "yarn": "model.yarn_"}.get(section, "model.")
-        where = {"name": "model.preset", "yarn": "model.yarn_factor"}.get(name, prefix + key)
-        if where == "router.bias_rate" and not (saved["router"].get(key) and current["router"].get(key)):
-            problem = replace(problem, rule=f"{problem.rule}, and with 0 there are no biases of experts")
-        elif where in TRAINING_ONLY:
-            continue
-        problems.append(replace(problem, where=where))
-    return problems
 
 
 def _on_disk(work: Callable[[], T], path: Path) -> T:

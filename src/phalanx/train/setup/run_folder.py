@@ -15,21 +15,20 @@ import fcntl
 import itertools
 import json
 import os
-import socket
 import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import Literal, Protocol
 
 from phalanx.core.config import RECIPE_FILE, STATUS_FILE, Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, raise_if
-from phalanx.core.process import begun
-from phalanx.core.reading import is_count, parse_table
+from phalanx.core.reading import parse_table
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.data import ChatTemplate, Tokenizer, load_template, load_tokenizer, save_template
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointFolder, CheckpointManager, write_flushed
+from phalanx.train.setup.held_file import hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +44,6 @@ class RunStatus:
     unigram_loss: float | None = None
 
 
-def _is_held(text: str) -> bool:
-    """Whether the process that wrote this may still run: one of another machine is not seen."""
-    host, _, process = text.partition(" ")
-    pid, _, began = process.partition(" ")
-    return host != socket.gethostname() or (is_count(pid) and began == begun(int(pid)) != "")
-
-
 def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
     """Of a folder, by name. What they are is mostly known without a question for each, of which a run of many ranks has as many logs."""
     with os.scandir(folder) as found:
@@ -63,18 +55,6 @@ class RunLock(Protocol):
 
     def close(self) -> None:
         """Give it back."""
-
-
-class _Held:
-    """A file that holds a run as long as this is open."""
-
-    def __init__(self, path: Path, file: IO[str]) -> None:
-        self._path, self._file = path, file
-
-    def close(self) -> None:
-        """Give it back."""
-        self._path.unlink(missing_ok=True)
-        self._file.close()
 
 
 @dataclass(frozen=True)
@@ -145,39 +125,12 @@ class RunFolder:
         except OSError:
             file.close()
             with self._writing():
-                return self._hold()
+                return hold(self.path)
         with self._writing():
             file.truncate(0)
             file.write(f"{os.getpid()}\n")
             file.flush()
         return file
-
-    def _hold(self) -> RunLock:
-        """`lock` on a file system without locks. Raises `RunError`."""
-        there, path, mine = "", self.path / ".held", f"{socket.gethostname()} {os.getpid()} {begun(os.getpid())}"
-        for _ in range(3):
-            with contextlib.suppress(FileExistsError):
-                file = os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w")
-                file.write(mine)
-                file.flush()
-                return _Held(path, file)
-            with contextlib.suppress(FileNotFoundError):  # whoever had it has just left
-                there = path.read_text()
-                if _is_held(there):
-                    break
-                aside = path.with_name(f".held-{os.getpid()}")
-                os.rename(path, aside)
-                if aside.read_text() != there:  # another process was faster, and this is its own
-                    with contextlib.suppress(FileExistsError):
-                        os.link(aside, path)
-                    there = aside.read_text()
-                    aside.unlink()
-                    break
-                aside.unlink()
-        raise RunError(
-            f"{self.path}: process {there} (host, process, when it began) trains this run; stop it, give this one another --run.name, or remove {path} where that process is gone "
-            "(the file system has no locks)"
-        )
 
     @property
     def has_recipe(self) -> bool:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from phalanx.core.errors import PeerError, RunError
+from phalanx.core.errors import PeerError
 from phalanx.core.samples import owned
 from phalanx.kernels.cpu.fixed_point import bits_for
 from phalanx.models import (
@@ -45,6 +45,7 @@ from phalanx.runtime.state import ReducedGradients
 from phalanx.train.step.check import Findings, check_commit, is_checked, look, unsound
 from phalanx.train.step.exact import EVAL_BITS
 from phalanx.train.step.loss import num_valid
+from phalanx.train.step.not_finite import gave_up, why_not_finite
 from phalanx.train.step.optim import clip_scale
 from phalanx.train.step.parts import StepParts
 from phalanx.train.step.vote import ExchangeTimes, Tally, exact_vote, plain_vote
@@ -138,7 +139,7 @@ def reduce_step(
         if not found and tally.finite:
             break
         if again or not found:
-            kind, text, hint = _why_not_finite(parts, tally)
+            kind, text, hint = why_not_finite(parts, tally)
             if again:
                 raise kind(f"step {step + 1}: {text}; nothing was changed{hint}")
         findings = tuple(found.explain()) or (text,)
@@ -236,8 +237,8 @@ def eval_loss(parts: StepParts, batches: Sequence[TokenBatch], *, step: int = 0)
         sums[0] += fault
     parts.comms.all_reduce(sums, parts.groups.step_axis("world"), op_id="eval")
     total, tokens = sums.tolist()  # SYNC: the figures are for people
-    if parts.fused is not None and math.isnan(total) and (gave_up := _gave_up(parts)):
-        raise PeerError(f"validation after step {step}: {gave_up}")
+    if parts.fused is not None and math.isnan(total) and (waited := gave_up(parts)):
+        raise PeerError(f"validation after step {step}: {waited}")
     return total / max(tokens, 1.0), int(tokens)
 
 
@@ -288,41 +289,6 @@ def _balance_counts(parts: StepParts, batches: Sequence[TokenBatch], *, step: in
     parts.runner.forward(batches, _infos(parts, batches, step=step, phase="count"), add)
     parts.comms.all_reduce(counts_LE, parts.groups.step_axis("tp_dp_cp"), op_id="balance_counts")
     return counts_of_text(counts_LE, pairs=_tokens_of_step(parts, batches) * parts.spec.top_k)
-
-
-def _gave_up(parts: StepParts) -> str:
-    """What fused kernels say that waited for another rank in vain, with the ranks; the same on all. Empty where none did. Collective."""
-    world = parts.groups.axis("world")
-    told = parts.comms.gather_objects([] if parts.fused is None else parts.fused.failures(), world)
-    return "; ".join(
-        f"{failure} on rank {rank}" for rank, failed in zip(world.ranks, told, strict=True) for failure in failed
-    )
-
-
-def _why_not_finite(parts: StepParts, tally: Tally) -> tuple[type[RunError], str, str]:
-    """Error, reason and what may help; the same on all ranks. `PeerError` where kernels have waited in vain or a layer routed otherwise, which is no matter of numbers. Collective, and slow: it reads every gradient again."""
-    gave_up = "" if parts.fused is None else _gave_up(parts)
-    if gave_up:
-        return PeerError, gave_up, ""
-    world = parts.groups.axis("world")
-    doubted = any(map(bool, parts.comms.doubts))
-    told = parts.comms.gather_objects((doubted, parts.buffers.non_finite()), world)
-    otherwise = [str(rank) for rank, (doubts, _) in zip(world.ranks, told, strict=True) if doubts]
-    if otherwise:
-        kind = RunError if parts.comms.escape is None else PeerError  # which an elastic run tries again
-        text = f"a MoE layer that ran again in the backward pass routed otherwise than before, as rank {', '.join(otherwise)} found"
-        return kind, text, "; with train.recompute = none no layer runs again"
-    sources: dict[str, list[int]] = {}
-    for rank, (_, names) in zip(world.ranks, told, strict=True):
-        for name in names:
-            sources.setdefault(name, []).append(rank)
-    head = f"the gradient is not finite (loss {tally.loss:g}, aux {tally.aux_loss:g}, z {tally.z_loss:g})"
-    if not sources:
-        where = "every rank's own gradients are finite, so a sum or the norm overflowed"
-    else:
-        shown = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(sources.items())[:8]]
-        where = "; ".join(shown) + (f"; and {len(sources) - 8} more parameters" if len(sources) > 8 else "")
-    return RunError, f"{head}: {where}", "; lower optim.lr, raise optim.warmup_steps or look at this step's data"
 
 
 def _update_expert_biases(parts: StepParts, counts: NDArray[np.int64]) -> None:
