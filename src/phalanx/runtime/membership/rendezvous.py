@@ -97,12 +97,6 @@ class Sockets:
             self._note()
             return sum(_shut(fd, inode) for fd, inode in self._found.items())
 
-    def still_open(self) -> int:
-        """How many have not been closed."""
-        now = open_sockets()
-        with self._lock:
-            return sum(now.get(fd) == inode for fd, inode in self._found.items())
-
 
 def _keep_alive(fds: Iterable[int]) -> None:
     for fd in fds:

@@ -77,7 +77,6 @@ class SupervisorSettings:
     """Members of the whole run when it begins."""
     minimum: int = 1
     """The run waits while it has fewer members."""
-    heartbeat_s: float = 0.1
     limit_s: float = 3.0
     """A worker, or a host, that is silent for so long is removed."""
     hang_s: float = 30.0

@@ -32,7 +32,7 @@ from phalanx.runtime.moe.overlap_lists import (
     told_places,
 )
 from phalanx.runtime.moe.overlap_streams import RoundMessages
-from phalanx.runtime.moe.streams import Streams
+from phalanx.runtime.moe.streams import CudaStreams
 
 _MOST_BLOCKS = 64
 _TAGS = {"meta": 0, "outbound": 1, "inbound": 2, "dots": 3}
@@ -66,8 +66,8 @@ class InFlightExchange:
     lanes: Lanes
     recompute: bool
     later: Target | None = None
-    streams: Streams | None = None
-    """Streams of a device."""
+    streams: CudaStreams | None = None
+    """Of a device."""
     columns: Sequence[int]
     """Columns of each block of what comes back."""
     way: ExchangePath | None = None

@@ -16,7 +16,7 @@ import torch
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.moe.overlap.tiles import MessageEnd, MessageKind, Round
 from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
-from phalanx.runtime.moe.streams import Posted, Streams
+from phalanx.runtime.moe.streams import CudaStreams, Posted
 
 
 class RoundMessages:
@@ -25,7 +25,7 @@ class RoundMessages:
     def __init__(
         self,
         rounds: Sequence[Round],
-        streams: Streams,
+        streams: CudaStreams,
         comms: Collectives,
         axis: Axis,
         *,

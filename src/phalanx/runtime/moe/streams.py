@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,27 +34,6 @@ class Posted:
     """What it reads and writes, until the current stream has been ordered behind it."""
 
 
-class Streams(Protocol):
-    """What the executor needs of a device. Both methods return at once."""
-
-    left_free: int
-    """Multiprocessors that products leave to messages (`leaving_free`); may change from pass to pass."""
-
-    def post(
-        self,
-        comms: Collectives,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        axis: Axis,
-        *,
-        op_id: str = "",
-    ) -> Posted:
-        """Exchange the messages as one group, behind all groups posted before and behind all that the current stream has been given so far."""
-
-    def order(self, posted: Posted) -> None:
-        """What the current stream is given from here on comes behind the group."""
-
-
 class CudaStreams:
     """The streams of one CUDA device. Steps of ranks that share one have run there (gpu-check C1); never timed on several.
 
@@ -65,6 +44,7 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._messages = torch.cuda.Stream(device)
         self.left_free = 0
+        """Multiprocessors that products leave to messages (`leaving_free`); may change from pass to pass."""
 
     def post(
         self,
@@ -75,6 +55,7 @@ class CudaStreams:
         *,
         op_id: str = "",
     ) -> Posted:
+        """Exchange the messages as one group, behind all groups posted before and behind all that the current stream has been given so far. Returns at once, as `order` does."""
         self._messages.wait_event(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self._messages):
             comms.start_exchange(sends, receives, axis, op_id=op_id).wait()
@@ -82,16 +63,17 @@ class CudaStreams:
         return Posted(done, [message.tensor for message in (*sends, *receives)])
 
     def order(self, posted: Posted) -> None:
+        """What the current stream is given from here on comes behind the group."""
         torch.cuda.current_stream().wait_event(posted.done)
         posted.kept.clear()
 
 
-def message_streams_of(comms: Collectives, device: torch.device) -> Streams | None:
+def message_streams_of(comms: Collectives, device: torch.device) -> CudaStreams | None:
     """Streams of the device whose messages go by `comms`, made at the first call; None on a host. What is set as
     `comms.message_streams` before is taken."""
     if comms.message_streams is None and device.type == "cuda":
         comms.message_streams = CudaStreams(device)
-    found: Streams | None = comms.message_streams
+    found: CudaStreams | None = comms.message_streams
     return found
 
 

@@ -27,9 +27,9 @@ import torch
 
 from phalanx.core.errors import PeerError
 from phalanx.plan.program import message_id
-from phalanx.plan.reshard import MovePart
+from phalanx.plan.reshard import MovePart, ReshardPlan
 from phalanx.runtime.comm import Axis, Collectives, Exchange, Message, travels_together
-from phalanx.runtime.reshard.program import Plan, RankProgram, Step
+from phalanx.runtime.reshard.program import RankProgram, Step
 from phalanx.runtime.reshard.staging import Staging
 from phalanx.runtime.reshard.tensors import RankTensors, Tensors
 
@@ -73,7 +73,9 @@ class ReshardReport:
     seconds: float
 
 
-def run_program(plan: Plan, program: RankProgram, lane: Transport, *, source: Tensors, dest: Tensors) -> ReshardReport:
+def run_program(
+    plan: ReshardPlan, program: RankProgram, lane: Transport, *, source: Tensors, dest: Tensors
+) -> ReshardReport:
     """Send, receive, copy and add until `dest` is complete. Collective over the ranks of the plan.
 
     Raises `PeerError` where a rank has gone or does not answer in time: `dest` is then incomplete, `source` as it was.
@@ -113,7 +115,9 @@ def _own_stream(comms: Collectives, wire: torch.device) -> Iterator[None]:
 class _Run:
     """What both ways of posting share: tensors, staging, counters."""
 
-    def __init__(self, plan: Plan, program: RankProgram, lane: Transport, source: Tensors, dest: Tensors) -> None:
+    def __init__(
+        self, plan: ReshardPlan, program: RankProgram, lane: Transport, source: Tensors, dest: Tensors
+    ) -> None:
         self.program, self.lane = program, lane
         self.window = max(1, plan.open_hops)
         self.tensors = RankTensors(plan, program, source=source, dest=dest)

@@ -14,32 +14,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.layout import Box, TensorLayout
-from phalanx.plan.reshard import WHOLE, Hop, Hosts, Move, MovePart, Reduction
+from phalanx.plan.reshard import WHOLE, Hop, Move, MovePart, Reduction, ReshardPlan
 
 Store = Literal["source", "dest", "sum", "term"]
-
-
-class Plan(Protocol):
-    """What an executor reads of `plan.reshard.ReshardPlan`."""
-
-    @property
-    def moves(self) -> tuple[Move, ...]: ...
-    @property
-    def hosts(self) -> Hosts: ...
-    @property
-    def message_bytes(self) -> int: ...
-    @property
-    def open_hops(self) -> int: ...
-    @property
-    def reductions(self) -> tuple[Reduction, ...]: ...
-    @property
-    def hash(self) -> str: ...
-    def program(self, rank: int) -> tuple[Hop, ...]: ...
-    def copies(self, rank: int) -> tuple[MovePart, ...]: ...
 
 
 class PartPiece(NamedTuple):
@@ -115,7 +96,7 @@ class RankProgram:
         return max((s.nbytes for s in self.steps), default=0)
 
 
-def rank_program(plan: Plan, rank: int) -> RankProgram:
+def rank_program(plan: ReshardPlan, rank: int) -> RankProgram:
     """Find the place of everything that `rank` sends, receives, copies and adds. Raises `PlanError` where the plan does not fit its layouts."""
     return _Placing(plan, rank).program()
 
@@ -164,7 +145,7 @@ class _Arrivals:
 
 
 class _Placing:
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: ReshardPlan, rank: int) -> None:
         self.plan, self.rank = plan, rank
         sides = [m.src.ranks for m in plan.moves] + [m.dst.ranks for m in plan.moves]
         position = {ranks: ranks.index(rank) if rank in ranks else None for ranks in dict.fromkeys(sides)}

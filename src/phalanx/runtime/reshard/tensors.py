@@ -10,7 +10,8 @@ from functools import partial
 
 import torch
 
-from phalanx.runtime.reshard.program import PartPiece, Placed, Plan, RankProgram, Step
+from phalanx.plan.reshard import ReshardPlan
+from phalanx.runtime.reshard.program import PartPiece, Placed, RankProgram, Step
 from phalanx.runtime.reshard.staging import Usage
 from phalanx.runtime.reshard.sums import BoxSum
 
@@ -21,7 +22,7 @@ Tensors = Sequence[torch.Tensor | None]
 class RankTensors:
     """Source and destination tensors of `program`, and its sums."""
 
-    def __init__(self, plan: Plan, program: RankProgram, *, source: Tensors, dest: Tensors) -> None:
+    def __init__(self, plan: ReshardPlan, program: RankProgram, *, source: Tensors, dest: Tensors) -> None:
         self.program, self.source, self.dest = program, source, dest
         self.usage = Usage()
         """Usage of the sums."""

@@ -6,7 +6,7 @@ A run without a watch asks for nothing of this: every place that could tell look
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from phalanx.core.events import Event
 from phalanx.core.op_ids import read_op_id
@@ -15,18 +15,7 @@ from phalanx.observe import Sink, Sinks
 Phase = Literal[
     "waits", "data", "forward", "all-to-all", "backward", "reduction", "vote", "commit", "migration", "checkpoint"
 ]
-PHASES: tuple[Phase, ...] = (
-    "waits",
-    "data",
-    "forward",
-    "all-to-all",
-    "backward",
-    "reduction",
-    "vote",
-    "commit",
-    "migration",
-    "checkpoint",
-)
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class MemberWatch(Protocol):
