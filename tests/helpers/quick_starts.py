@@ -6,8 +6,9 @@ measured against, is that of a smaller product for a shorter time (0.6 to 1.2 s 
 
 from __future__ import annotations
 
+from phalanx.kernels.cpu import expert_pieces
 from phalanx.kernels.cpu.scripted import scripted
-from phalanx.kernels.ops import attention, cross_entropy, grouped, norm, rope, square_sum
+from phalanx.kernels.ops import attention, cross_entropy, norm, rope, square_sum
 from phalanx.train.setup import machine
 
 machine.RATE_SIZES, machine.RATE_SECONDS = (256,), 0.02
@@ -15,8 +16,8 @@ machine.RATE_SIZES, machine.RATE_SECONDS = (256,), 0.02
 for function in (
     attention._backward_heads,
     cross_entropy._losses_of_chunk,
-    grouped._forward_piece,
-    grouped._backward_piece,
+    expert_pieces.forward_piece,
+    expert_pieces.backward_piece,
     norm._forward_rows,
     norm._backward_rows,
     rope._turn_rows,

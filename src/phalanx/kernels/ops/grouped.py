@@ -19,14 +19,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.checked_pieces import checked_backward, checked_forward
+from phalanx.kernels.cpu.expert_pieces import (
+    BLOCK_ROWS,
+    BackwardScratch,
+    Scratch,
+    backward_piece,
+    backward_scratch,
+    first_projection,
+    forward_piece,
+    forward_scratch,
+    gradient_of_h,
+    gradients_of_piece,
+    second_projection,
+)
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.products import Factors, ProductSums, checked_linear
+from phalanx.kernels.cpu.products import ProductSums, checked_linear
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import padded_rows, spaced
 from phalanx.kernels.device import WeightSums, sums_of_experts
@@ -37,12 +51,6 @@ from phalanx.kernels.ops.swiglu import reference_swiglu
 
 MAX_PIECE = 2048
 """Rows of one piece of work: more does not help a product, and one overfull expert must not occupy one lane alone."""
-BLOCK_ROWS = 256
-"""Rows that elementwise operations take through all their passes while they are in a core's cache."""
-SMALL = 1e-6
-"""Row weights below this are not divided by."""
-DOT_ROWS = 16
-"""Row products are taken as the diagonals of small square products, which accumulate in fp32 without a temporary."""
 
 
 def expert_ffn(
@@ -166,11 +174,6 @@ class SlotRows:
     def rows(self) -> slice:
         return slice(self.start, self.stop)
 
-    @property
-    def blocks(self) -> list[slice]:
-        """Padded rows of the piece, block by block."""
-        return [slice(i, min(i + BLOCK_ROWS, self.size)) for i in range(0, self.size, BLOCK_ROWS)]
-
 
 def _pieces(counts: Sequence[int], dtype: torch.dtype, slots: Sequence[int] | None = None) -> list[SlotRows]:
     """Slots cut into pieces of at most MAX_PIECE rows, by the counts alone: no result depends on the number of lanes.
@@ -190,24 +193,6 @@ def _pieces(counts: Sequence[int], dtype: torch.dtype, slots: Sequence[int] | No
     return out
 
 
-class Scratch(NamedTuple):
-    """What one lane needs for one piece; allocated by the caller's thread, used again for every piece."""
-
-    x_mH: torch.Tensor
-    y_mH: torch.Tensor
-    h_mf: torch.Tensor
-    gate_up_mF: torch.Tensor
-
-
-class BackwardScratch(NamedTuple):
-    dy_mH: torch.Tensor
-    dh_mf: torch.Tensor
-    d_gate_up_mF: torch.Tensor
-    silu_bf: torch.Tensor
-    t_bf: torch.Tensor
-    dots_m: torch.Tensor
-
-
 Scratches = tuple[Scratch, BackwardScratch]
 
 
@@ -221,19 +206,6 @@ class Grads(Protocol):
     def w13_of(self, p: SlotRows) -> torch.Tensor: ...
 
     def w2_of(self, p: SlotRows) -> torch.Tensor: ...
-
-
-def forward_scratch(like: torch.Tensor, rows: int, width: int) -> Scratch:
-    hidden = like.shape[1]
-    x_mH, y_mH, gate_up_mF = (spaced(rows, columns, like) for columns in (hidden, hidden, 2 * width))
-    return Scratch(x_mH, y_mH, like.new_empty(rows, width), gate_up_mF)
-
-
-def backward_scratch(like: torch.Tensor, rows: int, width: int) -> BackwardScratch:
-    silu_bf, t_bf = like.new_empty(2, min(rows, BLOCK_ROWS), width)
-    dy_mH, d_gate_up_mF = spaced(rows, like.shape[1], like), spaced(rows, 2 * width, like)
-    dots_m = like.new_empty(rows, dtype=torch.promote_types(like.dtype, torch.float32))
-    return BackwardScratch(dy_mH, like.new_empty(rows, width), d_gate_up_mF, silu_bf, t_bf, dots_m)
 
 
 class _CpuExpertFfn(torch.autograd.Function):
@@ -303,10 +275,7 @@ class GroupedCall:
         """(M, H) the results of all pieces."""
         y_MH = torch.empty_like(self.x_MH, memory_format=torch.contiguous_format)
         scratch, native = [forward_scratch(*self.scratch_shape) for _ in range(lanes.count)], lanes.rows_for(self.x_MH)
-        if lanes.sums is not None:
-            lanes.run(lambda p, lane: self._checked_forward(p, scratch[lane], y_MH, lanes), self.largest_first)
-        else:
-            lanes.run(lambda p, lane: self.forward(p, scratch[lane], y_MH, native), self.largest_first)
+        lanes.run(lambda p, lane: self.forward(p, scratch[lane], y_MH, native, lanes), self.largest_first)
         return y_MH
 
     def scratches(self, lanes: Lanes) -> list[Scratches]:
@@ -326,37 +295,22 @@ class GroupedCall:
         """Where the piece's first projection goes: into the kept buffer where there is one."""
         return s.gate_up_mF[: p.size] if self.gate_up_P2f is None else self.gate_up_P2f[p.padded]
 
-    def forward(self, p: SlotRows, s: Scratch, y_MH: torch.Tensor, native: CompiledRows | None) -> None:
+    def forward(
+        self, p: SlotRows, s: Scratch, y_MH: torch.Tensor, native: CompiledRows | None, lanes: Lanes = SERIAL
+    ) -> None:
         scale_r1 = None if self.scale_M1 is None else self.scale_M1[p.rows]
         weights = self.w13_eFH[p.slot], self.w2_eHf[p.slot]
         x_rH, y_rH, gate_up_mF = self.x_MH[p.rows], y_MH[p.rows], self._gate_up(p, s)
+        if lanes.sums is not None:
+            checked_forward((x_rH, *weights, gate_up_mF), scale_r1, y_rH, s, native, lanes)
+            return
         if native is None:
-            scripted(_forward_piece)(x_rH, *weights, scale_r1, gate_up_mF, y_rH, s, BLOCK_ROWS)
+            scripted(forward_piece)(x_rH, *weights, scale_r1, gate_up_mF, y_rH, s, BLOCK_ROWS)
             return
         h_mf = s.h_mf[: p.size]
-        scripted(_first_projection)(x_rH, weights[0], gate_up_mF, s)
+        scripted(first_projection)(x_rH, weights[0], gate_up_mF, s)
         native.swiglu_forward(gate_up_mF, h_mf)
-        scripted(_second_projection)(h_mf, weights[1], scale_r1, y_rH, s)
-
-    def _checked_forward(self, p: SlotRows, s: Scratch, y_MH: torch.Tensor, lanes: Lanes) -> None:
-        """`forward`, the same operations, each product checked before it is used."""
-        scale_r1 = None if self.scale_M1 is None else self.scale_M1[p.rows]
-        w13_FH, w2_Hf, native = self.w13_eFH[p.slot], self.w2_eHf[p.slot], lanes.rows_for(self.x_MH)
-        gate_up_mF, h_mf, y_mH = self._gate_up(p, s), s.h_mf[: p.size], s.y_mH[: p.size]
-        scripted(_first_projection)(self.x_MH[p.rows], w13_FH, gate_up_mF, s)
-        seen, factors = lanes.late_look(native), (s.x_mH[: p.size], w13_FH.T)
-        if seen is None:
-            lanes.check("experts, first projection, forward", gate_up_mF, factors)
-        if native is None:
-            scripted(_activation)(gate_up_mF, h_mf, BLOCK_ROWS)
-        else:
-            native.swiglu_forward(gate_up_mF, h_mf, seen=seen)
-        if seen is not None:
-            lanes.check("experts, first projection, forward", gate_up_mF, factors, seen=seen)
-        torch.mm(h_mf, w2_Hf.T, out=y_mH)
-        factors, y_rH = (h_mf, w2_Hf.T), y_MH[p.rows]
-        place = "experts, second projection, forward"
-        _checked_rows(lanes, place, y_mH=y_mH, factors=factors, scale_r1=scale_r1, out_rH=y_rH)
+        scripted(second_projection)(h_mf, weights[1], scale_r1, y_rH, s)
 
     def backward(
         self,
@@ -379,223 +333,18 @@ class GroupedCall:
         dx_rH, d_weights = grads.x_MH[p.rows], [grads.w13_of(p), grads.w2_of(p)] if grads.weights else []
         d_scale_r = None if grads.row_weights_M is None else grads.row_weights_M[p.rows]
         if lanes.sums is not None:
-            _checked_backward(operands, scale_r1, dx_rH, d_scale_r, d_weights, s, t, lanes)
+            checked_backward(operands, scale_r1, dx_rH, d_scale_r, d_weights, s, t, lanes)
         elif native is None:
-            scripted(_backward_piece)(operands, scale_r1, dx_rH, d_scale_r, d_weights, s, t, BLOCK_ROWS)
+            scripted(backward_piece)(operands, scale_r1, dx_rH, d_scale_r, d_weights, s, t, BLOCK_ROWS)
         else:
             h_mf, dh_mf, d_gate_up_mF = s.h_mf[: p.size], t.dh_mf[: p.size], t.d_gate_up_mF[: p.size]
             dots_m = t.dots_m[: p.size]
-            scripted(_gradient_of_h)(operands, scale_r1, s, t)
+            scripted(gradient_of_h)(operands, scale_r1, s, t)
             native.swiglu_backward(operands[4], dh_mf, h_mf, d_gate_up_mF, dots_m)
-            scripted(_gradients_of_piece)(operands, scale_r1, dots_m, dx_rH, d_scale_r, d_weights, s, t)
+            scripted(gradients_of_piece)(operands, scale_r1, dots_m, dx_rH, d_scale_r, d_weights, s, t)
         if kept is not None:
             kept.h_Pf[p.padded].copy_(s.h_mf[: p.size])
             kept.d_gate_up_P2f[p.padded].copy_(t.d_gate_up_mF[: p.size])
-
-
-def _forward_piece(
-    x_rH: torch.Tensor,
-    w13_FH: torch.Tensor,
-    w2_Hf: torch.Tensor,
-    scale_r1: torch.Tensor | None,
-    gate_up_mF: torch.Tensor,
-    y_rH: torch.Tensor,
-    s: Scratch,
-    block: int,
-) -> None:
-    """Scripted. `r` rows of the slot, `m` with the padding: zeros, so that it adds nothing to any product."""
-    h_mf = s.h_mf[: gate_up_mF.shape[0]]
-    _first_projection(x_rH, w13_FH, gate_up_mF, s)
-    _activation(gate_up_mF, h_mf, block)
-    _second_projection(h_mf, w2_Hf, scale_r1, y_rH, s)
-
-
-def _activation(gate_up_mF: torch.Tensor, h_mf: torch.Tensor, block: int) -> None:
-    """Scripted."""
-    size, width = h_mf.shape[0], h_mf.shape[1]
-    for start in range(0, size, block):
-        gate_up_bF, h_bf = gate_up_mF[start : start + block], h_mf[start : start + block]
-        torch.ops.aten.silu(gate_up_bF[:, :width], out=h_bf)
-        h_bf.mul_(gate_up_bF[:, width:])
-
-
-def _first_projection(x_rH: torch.Tensor, w13_FH: torch.Tensor, gate_up_mF: torch.Tensor, s: Scratch) -> None:
-    """Scripted."""
-    rows, size = x_rH.shape[0], gate_up_mF.shape[0]
-    s.x_mH[:rows].copy_(x_rH)
-    s.x_mH[rows:size].zero_()
-    torch.mm(s.x_mH[:size], w13_FH.t(), out=gate_up_mF)
-
-
-def _second_projection(
-    h_mf: torch.Tensor, w2_Hf: torch.Tensor, scale_r1: torch.Tensor | None, y_rH: torch.Tensor, s: Scratch
-) -> None:
-    """Scripted."""
-    y_mH = s.y_mH[: h_mf.shape[0]]
-    torch.mm(h_mf, w2_Hf.t(), out=y_mH)
-    _scaled_rows(y_mH, scale_r1, y_rH)
-
-
-def _scaled_rows(y_mH: torch.Tensor, scale_r1: torch.Tensor | None, y_rH: torch.Tensor) -> None:
-    """Scripted."""
-    rows = y_rH.shape[0]
-    if scale_r1 is None:
-        y_rH.copy_(y_mH[:rows])
-    else:
-        torch.mul(y_mH[:rows], scale_r1, out=y_rH)
-
-
-def _backward_piece(
-    operands: list[torch.Tensor],
-    scale_r1: torch.Tensor | None,
-    dx_rH: torch.Tensor,
-    d_scale_r: torch.Tensor | None,
-    d_weights: list[torch.Tensor],
-    s: Scratch,
-    t: BackwardScratch,
-    block: int,
-) -> None:
-    """Scripted. `operands`: x and dy (r, H), w13, w2, gate_up (m, F); `d_weights`: those of w13 and w2, if wanted."""
-    _gradient_of_h(operands, scale_r1, s, t)
-    dots_m = _gradient_of_activation(operands[4], d_scale_r is not None, s, t, block)
-    _gradients_of_piece(operands, scale_r1, dots_m, dx_rH, d_scale_r, d_weights, s, t)
-
-
-def _gradient_of_activation(
-    gate_up_mF: torch.Tensor, dots: bool, s: Scratch, t: BackwardScratch, block: int
-) -> torch.Tensor:
-    """Scripted: `h` again and the gradient of gate and up; products of the rows of `h` and its gradient, if wanted."""
-    size, width = gate_up_mF.shape[0], gate_up_mF.shape[1] // 2
-    h_mf, dh_mf, d_gate_up_mF = s.h_mf[:size], t.dh_mf[:size], t.d_gate_up_mF[:size]
-    dots_m = torch.empty([size if dots else 0], dtype=dh_mf.dtype)
-    for start in range(0, size, block):
-        stop = min(start + block, size)
-        gate_bf, up_bf = gate_up_mF[start:stop, :width], gate_up_mF[start:stop, width:]
-        dh_bf, h_bf, silu_bf, t_bf = (
-            dh_mf[start:stop],
-            h_mf[start:stop],
-            t.silu_bf[: stop - start],
-            t.t_bf[: stop - start],
-        )
-        torch.ops.aten.silu(gate_bf, out=silu_bf)
-        torch.mul(silu_bf, up_bf, out=h_bf)
-        if dots:
-            dots_m[start:stop].copy_(_row_dots(dh_bf, h_bf))
-        torch.mul(dh_bf, silu_bf, out=d_gate_up_mF[start:stop, width:])
-        torch.mul(dh_bf, up_bf, out=t_bf)
-        torch.ops.aten.silu_backward(t_bf, gate_bf, grad_input=d_gate_up_mF[start:stop, :width])
-    return dots_m
-
-
-def _checked_backward(
-    operands: list[torch.Tensor],
-    scale_r1: torch.Tensor | None,
-    dx_rH: torch.Tensor,
-    d_scale_r: torch.Tensor | None,
-    d_weights: list[torch.Tensor],
-    s: Scratch,
-    t: BackwardScratch,
-    lanes: Lanes,
-) -> None:
-    """`_backward_piece`, the same operations, each product checked before it is used."""
-    x_rH, dy_rH, w13_FH, w2_Hf, gate_up_mF = operands
-    rows, size, native = x_rH.shape[0], gate_up_mF.shape[0], lanes.rows_for(x_rH, dy_rH)
-    x_mH, y_mH, h_mf = s.x_mH[:size], s.y_mH[:size], s.h_mf[:size]
-    dy_mH, dh_mf, d_gate_up_mF, dots_m = t.dy_mH[:size], t.dh_mf[:size], t.d_gate_up_mF[:size], t.dots_m[:size]
-    scripted(_gradient_of_h)(operands, scale_r1, s, t)
-    seen = lanes.late_look(native)
-    if seen is None:
-        lanes.check("experts, second projection, input gradient", dh_mf, (dy_mH, w2_Hf))
-    if native is None:
-        dots_m = scripted(_gradient_of_activation)(gate_up_mF, d_scale_r is not None, s, t, BLOCK_ROWS)
-    else:
-        native.swiglu_backward(gate_up_mF, dh_mf, h_mf, d_gate_up_mF, dots_m, seen=seen)
-    if seen is not None:
-        lanes.check("experts, second projection, input gradient", dh_mf, (dy_mH, w2_Hf), seen=seen)
-    if d_scale_r is not None and scale_r1 is not None:
-        scripted(_scale_gradient)(dots_m[:rows], scale_r1.squeeze(1), dy_rH, w2_Hf, h_mf, d_scale_r, SMALL)
-    if d_weights:
-        torch.mm(dy_mH.T, h_mf, out=d_weights[1])
-        lanes.check("experts, second projection, weight gradient", d_weights[1], (dy_mH.T, h_mf))
-        torch.mm(d_gate_up_mF.T, x_mH, out=d_weights[0])
-        lanes.check("experts, first projection, weight gradient", d_weights[0], (d_gate_up_mF.T, x_mH))
-    torch.mm(d_gate_up_mF, w13_FH, out=y_mH)
-    place = "experts, first projection, input gradient"
-    _checked_rows(lanes, place, y_mH=y_mH, factors=(d_gate_up_mF, w13_FH), scale_r1=None, out_rH=dx_rH)
-
-
-def _checked_rows(
-    lanes: Lanes,
-    place: str,
-    *,
-    y_mH: torch.Tensor,
-    factors: Factors,
-    scale_r1: torch.Tensor | None,
-    out_rH: torch.Tensor,
-) -> None:
-    """`_scaled_rows` of a product that is checked: on the way, where a compiled kernel can look at it."""
-    native = lanes.rows_for(y_mH, out_rH, scale_r1)
-    seen = lanes.late_look(native)
-    if native is None or seen is None:
-        lanes.check(place, y_mH, factors)
-        scripted(_scaled_rows)(y_mH, scale_r1, out_rH)
-        return
-    native.scale_rows(y_mH, scale_r1, out_rH, seen=seen)
-    lanes.check(place, y_mH, factors, seen=seen)
-
-
-def _gradient_of_h(operands: list[torch.Tensor], scale_r1: torch.Tensor | None, s: Scratch, t: BackwardScratch) -> None:
-    """Scripted: into `t.dh_mf`."""
-    x_rH, dy_rH, w2_Hf = operands[0], operands[1], operands[3]
-    rows, size = x_rH.shape[0], operands[4].shape[0]
-    s.x_mH[:rows].copy_(x_rH)
-    s.x_mH[rows:size].zero_()
-    if scale_r1 is None:
-        t.dy_mH[:rows].copy_(dy_rH)
-    else:
-        torch.mul(dy_rH, scale_r1, out=t.dy_mH[:rows])
-    t.dy_mH[rows:size].zero_()
-    torch.mm(t.dy_mH[:size], w2_Hf, out=t.dh_mf[:size])
-
-
-def _gradients_of_piece(
-    operands: list[torch.Tensor],
-    scale_r1: torch.Tensor | None,
-    dots_m: torch.Tensor,
-    dx_rH: torch.Tensor,
-    d_scale_r: torch.Tensor | None,
-    d_weights: list[torch.Tensor],
-    s: Scratch,
-    t: BackwardScratch,
-) -> None:
-    """Scripted: of the rows, their weights and the experts' weights, once `h` and the gradient of gate and up are there."""
-    dy_rH, w13_FH, w2_Hf = operands[1], operands[2], operands[3]
-    rows, size = dy_rH.shape[0], operands[4].shape[0]
-    h_mf, d_gate_up_mF = s.h_mf[:size], t.d_gate_up_mF[:size]
-    if d_scale_r is not None and scale_r1 is not None:
-        _scale_gradient(dots_m[:rows], scale_r1.squeeze(1), dy_rH, w2_Hf, h_mf, d_scale_r, 1e-6)
-    if len(d_weights) > 0:
-        torch.mm(t.dy_mH[:size].t(), h_mf, out=d_weights[1])
-        torch.mm(d_gate_up_mF.t(), s.x_mH[:size], out=d_weights[0])
-    torch.mm(d_gate_up_mF, w13_FH, out=s.y_mH[:size])
-    dx_rH.copy_(s.y_mH[:rows])
-
-
-def _scale_gradient(
-    dots_r: torch.Tensor,
-    scale_r: torch.Tensor,
-    dy_rH: torch.Tensor,
-    w2_Hf: torch.Tensor,
-    h_mf: torch.Tensor,
-    d_scale_r: torch.Tensor,
-    small: float,
-) -> None:
-    """Scripted. `dots` have the row weight in them already: it is divided out again, except where it is too small for that."""
-    torch.div(dots_r.to(d_scale_r.dtype), scale_r.to(d_scale_r.dtype), out=d_scale_r)
-    lost = (scale_r.abs() < small).nonzero().squeeze(1)
-    if lost.numel() > 0:
-        dh_lf = torch.mm(dy_rH.index_select(0, lost), w2_Hf).to(d_scale_r.dtype)
-        d_scale_r.index_copy_(0, lost, (dh_lf * h_mf.index_select(0, lost).to(d_scale_r.dtype)).sum(-1))
 
 
 class _Grads:
@@ -681,11 +430,3 @@ def _fill(target: torch.Tensor, source_MH: torch.Tensor, p: SlotRows) -> torch.T
     target[: p.num_rows].copy_(source_MH[p.rows])
     target[p.num_rows : p.size].zero_()
     return target[: p.size]
-
-
-def _row_dots(a_mf: torch.Tensor, b_mf: torch.Tensor, dots: int = DOT_ROWS) -> torch.Tensor:
-    """(m,) dot products of equal rows."""
-    if a_mf.dtype != torch.bfloat16 or a_mf.shape[0] % dots != 0:
-        return (a_mf * b_mf).sum(-1)
-    a, b = a_mf.view(-1, dots, a_mf.shape[1]), b_mf.view(-1, dots, b_mf.shape[1])
-    return torch.bmm(a, b.transpose(1, 2)).diagonal(dim1=1, dim2=2).reshape(-1)
