@@ -454,7 +454,7 @@ def test_few_thread_blocks_are_asked_for_where_messages_travel_beside_products()
 def test_a_group_of_few_thread_blocks_needs_nccl(monkeypatch):
     if not dist.is_nccl_available():
         with pytest.raises(RunError, match="message_ctas = 8"):
-            groups.nccl_options(8)
+            devices.nccl_options(8)
 
     class Options:
         def __init__(self, *, is_high_priority_stream):
@@ -462,6 +462,6 @@ def test_a_group_of_few_thread_blocks_needs_nccl(monkeypatch):
 
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Nccl", (), {"Options": Options}), raising=False)
-    assert groups.nccl_options(0) is None
-    options = groups.nccl_options(8)
+    assert devices.nccl_options(0) is None
+    options = devices.nccl_options(8)
     assert options.first and options.config.max_ctas == 8

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         connect as connect,
         leave_behind as leave_behind,
         nccl_backends as nccl_backends,
+        nccl_options as nccl_options,
         synchronize as synchronize,
     )
     from phalanx.runtime.comm.exchange import (
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
         Groups as Groups,
         SecondGroups as SecondGroups,
         build_groups as build_groups,
-        nccl_options as nccl_options,
         with_second_groups as with_second_groups,
     )
     from phalanx.runtime.comm.lost import (

@@ -241,6 +241,20 @@ def nccl_backends(groups: Sequence[dist.ProcessGroup]) -> list[Any]:
     return found
 
 
+def nccl_options(message_ctas: int) -> Any:
+    """Options of a group of few thread blocks, None for 0. Its kernels go before others that wait for a multiprocessor: they are few, and others wait for what they bring.
+
+    Raises `RunError` where this torch has no NCCL.
+    """
+    if not message_ctas:
+        return None
+    if not dist.is_nccl_available():
+        raise RunError(f"message_ctas = {message_ctas}: this torch has no NCCL, whose thread blocks it would limit")
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = message_ctas
+    return options
+
+
 def leave_behind() -> None:
     """Keep torch's groups of NCCL, and keep torch from destroying them, which would wait for a call in one of them."""
     names = dist.distributed_c10d._world.pg_names

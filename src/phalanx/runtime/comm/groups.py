@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 
 from phalanx.core.errors import RunError
 from phalanx.plan.mapping import PASS_GROUPS, SUMMED_GROUPS, AnyFolding, exchanged_groups, step_groups
-from phalanx.runtime.comm.devices import Use, connect
+from phalanx.runtime.comm.devices import Use, connect, nccl_options
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -133,20 +133,6 @@ class GroupCache:
 
     def __len__(self) -> int:
         return len(self._groups)
-
-
-def nccl_options(message_ctas: int) -> Any:
-    """Options of a group of few thread blocks, None for 0. Its kernels go before others that wait for a multiprocessor: they are few, and others wait for what they bring.
-
-    Raises `RunError` where this torch has no NCCL.
-    """
-    if not message_ctas:
-        return None
-    if not dist.is_nccl_available():
-        raise RunError(f"message_ctas = {message_ctas}: this torch has no NCCL, whose thread blocks it would limit")
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = message_ctas
-    return options
 
 
 @dataclass(frozen=True, eq=False)

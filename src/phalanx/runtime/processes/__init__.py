@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         in_huge_pages as in_huge_pages,
         keep_freed_memory as keep_freed_memory,
     )
+    from phalanx.runtime.processes.gpus import device_here as device_here
     from phalanx.runtime.processes.launch import (
         ANSWER_STOP as ANSWER_STOP,
         STOP_SIGNALS as STOP_SIGNALS,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from phalanx.runtime.processes.world import (
         WorldInfo as WorldInfo,
         close_world as close_world,
-        device_here as device_here,
         ease_gloo as ease_gloo,
         init_world as init_world,
         leave_errors_to_run as leave_errors_to_run,

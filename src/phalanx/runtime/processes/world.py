@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from phalanx.core.reading import is_count
 from phalanx.core.service_address import is_loopback, place
 from phalanx.runtime.comm import DEFAULT_TIMEOUT_S, LostPeers
 from phalanx.runtime.processes.addresses import address_towards, interfaces
+from phalanx.runtime.processes.gpus import gpu_problems
 from phalanx.runtime.processes.meeting import listen_at, meeting_file, part_of_this_start
 from phalanx.runtime.processes.numa import stay_near
 
@@ -182,7 +182,11 @@ def own_device(info: WorldInfo, device: str) -> torch.device:
         torch.device("cuda", 0 if info.gpu_bound else info.local_rank) if device == "cuda" else torch.device(device)
     )
     if target.type == "cuda":
-        raise_if(_gpu_problems(info, num_gpus=torch.cuda.device_count()), ConfigError, subject="the recipe")
+        raise_if(
+            gpu_problems(wanted=info.gpus_to_see, ranks=info.local_world, num_gpus=torch.cuda.device_count()),
+            ConfigError,
+            subject="the recipe",
+        )
         stay_near(torch.cuda.get_device_properties(target))  # before its context, and all pinned memory
         torch.cuda.set_device(target)
         _grow_segments(target)
@@ -231,32 +235,6 @@ def leave_errors_to_run() -> None:
     for name, value in LEFT_TO_RUN.items():
         if not (watched and name == "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
             os.environ.setdefault(name, value)
-
-
-def device_here(local_ranks: int, *, num_gpus: int | None = None) -> Literal["cpu", "cuda"]:
-    """What `launch.device = "auto"` is for so many ranks of this machine, which has `num_gpus` (None: as many as torch counts, which asks the driver and makes no context of CUDA).
-
-    Raises `ConfigError` where there are GPUs, but not one for every rank.
-    """
-    found = torch.cuda.device_count() if num_gpus is None else num_gpus
-    if found >= local_ranks:
-        return "cuda"
-    if not found:
-        return "cpu"
-    rule = f'"auto" means GPUs here, and this machine has {found} for {local_ranks} ranks'
-    hint = f"--launch.device cpu, or {found} rank{'s' if found > 1 else ''} (--launch.ranks {found})"
-    raise ConfigError([Problem(where="launch.device", value="auto", rule=rule, hint=hint)], subject="the recipe")
-
-
-def _gpu_problems(info: WorldInfo, *, num_gpus: int) -> list[Problem]:
-    """Each local rank needs a GPU of its own."""
-    if num_gpus == 0:
-        rule, hint = "needs a GPU that torch can use, and finds none on this machine", "use cpu, or see `nvidia-smi`"
-        return [Problem(where="launch.device", value="cuda", rule=rule, hint=hint)]
-    if info.gpus_to_see > num_gpus:
-        rule = f"must be at most the GPUs of this machine ({num_gpus}), one for each rank"
-        return [Problem(where="launch.ranks", value=info.local_world, rule=rule, hint=f"use {num_gpus}")]
-    return []
 
 
 def use_loopback() -> None:
