@@ -26,14 +26,13 @@ if TYPE_CHECKING:
         die_with_parent as die_with_parent,
         end_with_parent as end_with_parent,
         ends_at_once as ends_at_once,
-        free_screen as free_screen,
         leave_terminal as leave_terminal,
         on_stop as on_stop,
-        report_error as report_error,
         run_local as run_local,
         run_one as run_one,
         threads_per_rank as threads_per_rank,
     )
+    from phalanx.runtime.processes.reports import free_screen as free_screen, report_error as report_error
     from phalanx.runtime.processes.world import (
         WorldInfo as WorldInfo,
         close_world as close_world,

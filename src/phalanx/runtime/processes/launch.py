@@ -22,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,23 +30,16 @@ from typing import Any
 
 import torch
 
-from phalanx.core import messages
-from phalanx.core.errors import PeerError, PhalanxError, RunError
+from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.files import private_folder
 from phalanx.core.process import name_process, usable_cores
-from phalanx.runtime.comm import print_error
+from phalanx.runtime.processes.reports import distance, free_screen, killed, read_report, report_error, report_through
 from phalanx.runtime.processes.world import WorldInfo
 
 STOPPED = 130
 """Exit code of a run that was stopped at once (128 + SIGINT, as shells have it)."""
 SETTLE_S = 0.5
 """How long to listen for other causes after the first rank failed: a killed rank makes its peers fail too, a little later."""
-MAX_REPORT_BYTES = 32_000
-"""An error report must fit a pipe (64 KiB) that is not being read yet."""
-_report_pipe: list[int] = []
-"""Of a rank that `run_local` forked."""
-_reported = threading.Lock()
-"""Taken by who says what went wrong."""
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -208,7 +200,7 @@ def _child(main: RankMain, info: WorldInfo, *, threads: int, parent: int, report
     os.setsid()  # the terminal's Ctrl-C reaches the parent only, which passes it on once
     die_with_parent(parent)
     name_process(f"phalanx-rank-{info.rank}")
-    _report_pipe.append(report)
+    report_through(report)
     try:
         code = run_one(main, info, threads=threads)
     except BaseException as err:
@@ -218,25 +210,6 @@ def _child(main: RankMain, info: WorldInfo, *, threads: int, parent: int, report
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     return code
-
-
-def report_error(err: BaseException) -> None:
-    """Say what ends this rank, once: to its launcher where that is `run_local`, else on stderr."""
-    if not _reported.acquire(blocking=False):
-        return
-    if _report_pipe:
-        os.write(_report_pipe[0], _report(err))
-    else:
-        print_error(err)
-
-
-def _report(err: BaseException) -> bytes:
-    """The error itself where the user can act on it, else its traceback."""
-    if isinstance(err, PhalanxError):
-        data = messages.encode(err)
-        return data if len(data) <= MAX_REPORT_BYTES else messages.encode(RunError(str(err)[: MAX_REPORT_BYTES // 8]))
-    text = "".join(traceback.format_exception(err))
-    return messages.encode(text[-MAX_REPORT_BYTES // 8 :])
 
 
 def end_with_parent(by: signal.Signals) -> None:
@@ -335,45 +308,11 @@ class _Watch:
             return STOPPED
         for child in failed:
             if child.signal:
-                raise RunError(_killed(child) + (f". {self.after_kill}" if self.after_kill else ""))
-        said = [(c, _read_report(c)) for c in self.children]  # of those that were killed while they told, too
-        child, report = min((x for x in said if x[0] in failed or x[1] is not None), key=lambda x: _distance(x[1]))
+                then = f". {self.after_kill}" if self.after_kill else ""
+                raise RunError(killed(child.rank, child.pid, child.signal) + then)
+        said = [(c, read_report(c.report)) for c in self.children]  # of those that were killed while they told, too
+        child, report = min((x for x in said if x[0] in failed or x[1] is not None), key=lambda x: distance(x[1]))
         if isinstance(report, PhalanxError):
             raise report
         text = str(report).rstrip() if report is not None else f"it ended with exit code {child.code}"
         raise RunError(f"rank {child.rank} failed; the other ranks were stopped\n{text}")
-
-
-def _distance(report: PhalanxError | str | None) -> int:
-    """How far a rank's report is from the cause: a problem, a failure, a traceback, nothing, a missing peer."""
-    if isinstance(report, PhalanxError):
-        return 4 if isinstance(report, PeerError) else 1 if isinstance(report, RunError) else 0
-    return 2 if report is not None else 3
-
-
-def _killed(child: _Child) -> str:
-    try:
-        name = signal.Signals(child.signal).name
-    except ValueError:
-        name = f"signal {child.signal}"
-    why = " (was the machine out of memory? `dmesg` says so)" if child.signal == signal.SIGKILL else ""
-    return f"rank {child.rank} (process {child.pid}) was killed by {name}{why}; the other ranks were stopped"
-
-
-def _read_report(child: _Child) -> PhalanxError | str | None:
-    """What a rank that has ended has said."""
-    data = b""
-    with contextlib.suppress(BlockingIOError):
-        while chunk := os.read(child.report, 65536):
-            data += chunk
-    if not data:
-        return None
-    report: PhalanxError | str = messages.decode(data)
-    return report
-
-
-def free_screen() -> None:
-    """A rank that was killed while it drew a live table left its last line, and the cursor hidden."""
-    with contextlib.suppress(OSError, ValueError):
-        if sys.stdout.isatty():
-            print("\r\x1b[J\x1b[?25h", end="", flush=True)
