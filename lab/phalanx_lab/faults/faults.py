@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.core.errors import ConfigError, Problem, nearest
+from phalanx.core.errors import ConfigError, nearest
 from phalanx.plan.mapping.folding import GRADIENT_RULES, GradientRule
 from phalanx.verify.planted import Fault
 from phalanx.verify.setups import Case
@@ -354,9 +354,7 @@ def fault_named(name: str) -> Fault:
     found = {fault.name: fault for fault in FAULTS}
     if name not in found:
         hint = nearest(name, [*found, "all"])
-        raise ConfigError(
-            [Problem(where="--plant", value=name, rule="is not a known fault", hint=hint)], subject="arguments"
-        )
+        raise ConfigError.of("--plant", name, "is not a known fault", hint, subject="arguments")
     return found[name]
 
 
@@ -365,6 +363,5 @@ def cases_with(fault: Fault, cases: Sequence[Case], *, ranks: int) -> list[Case]
     found = [case for case in cases if fault.needs(case)][:PER_FAULT]
     if not found:
         rule = f"this fault ({fault.summary}) exists in no mapping of {ranks} rank{'s' if ranks > 1 else ''}"
-        problem = Problem(where="--plant", value=fault.name, rule=rule, hint="try --ranks 4")
-        raise ConfigError([problem], subject="arguments")
+        raise ConfigError.of("--plant", fault.name, rule, "try --ranks 4", subject="arguments")
     return found

@@ -120,9 +120,7 @@ def read_rows(path: Path) -> tuple[Row, ...]:
             table = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise DataError(
-            [Problem(where=str(path), value=None, rule=f"cannot be read ({reason})")], subject="the rows"
-        ) from error
+        raise DataError.of(str(path), None, f"cannot be read ({reason})", subject="the rows") from error
     missing = [c for c in COLUMNS if c not in columns]
     rule, hint = "is missing from the header", "training_steps.csv has all columns"
     raise_if(
@@ -131,7 +129,7 @@ def read_rows(path: Path) -> tuple[Row, ...]:
         subject="the rows",
     )
     if not table:
-        raise DataError([Problem(where=str(path), value=None, rule="has no rows")], subject="the rows")
+        raise DataError.of(str(path), None, "has no rows", subject="the rows")
     models, sources, reading = known_models(), _sources(), _Reading()
     for line, entry in enumerate(table, start=2):
         _read(reading, f"{path}:{line}", line, {k: (v or "").strip() for k, v in entry.items() if k}, models, sources)

@@ -71,7 +71,6 @@ def refusal(reason: str, *, said: str) -> TestbedError:
     """The error for a supervisor that could not enter namespaces; `said` is what it printed, which it does only if it is broken."""
     if said:
         rule = f"its first process broke: {said.splitlines()[-1]}"
-        return TestbedError([Problem(where="testbed", value=sys.executable, rule=rule)], subject="testbed")
+        return TestbedError.of("testbed", sys.executable, rule, subject="testbed")
     rule = f"needs root or user namespaces, and has neither here ({reason})"
-    problem = Problem(where="testbed", value=f"uid {os.geteuid()}", rule=rule, hint="try " + ", ".join(ways_out()))
-    return TestbedError([problem], subject="testbed")
+    return TestbedError.of("testbed", f"uid {os.geteuid()}", rule, "try " + ", ".join(ways_out()), subject="testbed")

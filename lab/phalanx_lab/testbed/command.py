@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import tyro
 
 from phalanx.core.arguments import run_subcommand
-from phalanx.core.errors import Problem, TestbedError
+from phalanx.core.errors import TestbedError
 from phalanx.core.files import check_writable, write_json
 from phalanx_lab.testbed.cluster import ClusterSpec, parse_rate
 from phalanx_lab.testbed.measure import measure as measure_links
@@ -93,7 +93,7 @@ def main(args: list[str]) -> int:
 
     if command and args[:1] != ["run"]:
         rule = "only `phalanx testbed run` takes a command"
-        raise TestbedError([Problem(where="--", value=" ".join(command), rule=rule)], subject="arguments")
+        raise TestbedError.of("--", " ".join(command), rule, subject="arguments")
     commands: dict[str, Callable[..., int]] = {"run": run, "measure": measure, "clean": clean}
     return run_subcommand(commands, args[:cut], prog="phalanx testbed", description=__doc__)
 
@@ -116,10 +116,8 @@ def run_command(args: RunArgs, command: list[str]) -> int:
     """0 if every rank that was not ended on purpose ended with 0 and all of the scenario happened, else 1."""
     check_writable(args.json)
     if not command:
-        problem = Problem(
-            where="command", value="", rule="there is none", hint="put it after --: phalanx testbed run -- hostname"
-        )
-        raise TestbedError([problem], subject="arguments")
+        hint = "put it after --: phalanx testbed run -- hostname"
+        raise TestbedError.of("command", "", "there is none", hint, subject="arguments")
     spec = _spec(args, ranks_per_host=args.ranks_per_host)
     scenario = load_scenario(args.scenario, spec=spec) if args.scenario else Scenario()
     echo = None if args.quiet else sys.stdout

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.core.errors import Problem, TestbedError
+from phalanx.core.errors import TestbedError
 from phalanx_lab.testbed import links
 from phalanx_lab.testbed.rpc import Remote, socket_pair
 
@@ -45,10 +45,8 @@ def run_tool(agent: Remote, argv: Sequence[str], batch: str) -> None:
             hint = f"this kernel lacks {kind} (load or build the module)"
             hint += "; leave link_latency_s at 0" if kind == "netem" else ""
         value = "; ".join(batch.strip().splitlines())
-        problem = Problem(
-            where=f"testbed.{agent.name}", value=value, rule=f"{Path(argv[0]).name} said: {said}", hint=hint
-        )
-        raise TestbedError([problem], subject="testbed")
+        rule = f"{Path(argv[0]).name} said: {said}"
+        raise TestbedError.of(f"testbed.{agent.name}", value, rule, hint, subject="testbed")
 
 
 class Host:
@@ -92,16 +90,13 @@ class Host:
     def agent(self) -> Remote:
         if self._agent is None:
             rule = "the host is dead"
-            raise TestbedError(
-                [Problem(where="testbed.host", value=self.index, rule=rule, hint="start it first")], subject="testbed"
-            )
+            raise TestbedError.of("testbed.host", self.index, rule, "start it first", subject="testbed")
         return self._agent
 
     def start(self, *, rate: float | None, latency_s: float) -> None:
         """New namespaces, a new link of this rate, no programs."""
         if self.alive:
-            problem = Problem(where="testbed.host", value=self.index, rule="is alive already", hint="kill it first")
-            raise TestbedError([problem], subject="testbed")
+            raise TestbedError.of("testbed.host", self.index, "is alive already", "kill it first", subject="testbed")
         name = links.host_name(self.index)
         ours, theirs = socket_pair()
         agent = Remote(name, ours)

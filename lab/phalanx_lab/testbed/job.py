@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.core.errors import Problem, TestbedError
+from phalanx.core.errors import TestbedError
 from phalanx_lab.testbed import links
 from phalanx_lab.testbed.host import Host
 
@@ -273,4 +273,4 @@ class TestbedJob:
 
 
 def _error(what: str, value: object, rule: str, hint: str) -> TestbedError:
-    return TestbedError([Problem(where=f"testbed.{what}", value=value, rule=rule, hint=hint)], subject="testbed")
+    return TestbedError.of(f"testbed.{what}", value, rule, hint, subject="testbed")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from phalanx.core.errors import Problem, TestbedError
+from phalanx.core.errors import TestbedError
 from phalanx.core.units import format_rate, format_seconds
 from phalanx_lab.testbed import links
 from phalanx_lab.testbed.testbed import Testbed
@@ -121,18 +121,15 @@ class TrafficMeter:
 
 def _failed(host: int, reason: str, log: Path) -> TestbedError:
     said = " ".join(log.read_text(errors="replace").split()[-30:])
-    problem = Problem(
-        where=f"testbed.host{host}", value=reason, rule=f"a traffic probe failed; it said: {said or 'nothing'}"
-    )
-    return TestbedError([problem], subject="measurement")
+    rule = f"a traffic probe failed; it said: {said or 'nothing'}"
+    return TestbedError.of(f"testbed.host{host}", reason, rule, subject="measurement")
 
 
 def measure(bed: Testbed, *, seconds: float = 1.0) -> LinkReport:
     """Load the links of a bed, `seconds` for each figure. Nothing else should run in it. Raises `TestbedError`."""
     hosts = bed.spec.hosts
     if hosts < 2:
-        problem = Problem(where="cluster.hosts", value=hosts, rule="a link joins two hosts", hint="use 2 or more")
-        raise TestbedError([problem], subject="measurement")
+        raise TestbedError.of("cluster.hosts", hosts, "a link joins two hosts", "use 2 or more", subject="measurement")
     begin = time.monotonic()
     folder = bed.folder / "probes"
     folder.mkdir(exist_ok=True)

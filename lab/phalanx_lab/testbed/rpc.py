@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.errors import Problem, TestbedError
+from phalanx.core.errors import TestbedError
 from phalanx_lab.testbed.owner import VARIABLE, Owner
 from phalanx_lab.testbed.supervisor import MESSAGE_BYTES
 
@@ -57,9 +57,7 @@ class Remote:
             message = json.dumps({"n": self._number, "order": order, **fields}).encode()
             if len(message) > MESSAGE_BYTES:
                 rule = f"command, environment and paths of one rank must fit in {MESSAGE_BYTES} bytes"
-                raise TestbedError(
-                    [Problem(where=f"testbed.{self.name}", value=len(message), rule=rule)], subject=order
-                )
+                raise TestbedError.of(f"testbed.{self.name}", len(message), rule, subject=order)
             try:
                 socket.send_fds(self._connection, [message], fds)
             except OSError as error:
@@ -93,7 +91,7 @@ class Remote:
         return json.loads(raw), pid
 
     def _error(self, order: str, reason: str) -> TestbedError:
-        return TestbedError([Problem(where=f"testbed.{self.name}", value=order, rule=reason)], subject="testbed")
+        return TestbedError.of(f"testbed.{self.name}", order, reason, subject="testbed")
 
 
 def start_supervisor(owner: Owner, access: str, *, log: Path) -> tuple[subprocess.Popen[bytes], Remote]:

@@ -102,8 +102,7 @@ def load_scenario(path: Path, *, spec: ClusterSpec) -> Scenario:
         data = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        problem = Problem(where="scenario", value=str(path), rule=f"cannot be read as TOML: {reason}")
-        raise TestbedError([problem], subject="scenario") from error
+        raise TestbedError.of("scenario", str(path), f"cannot be read as TOML: {reason}", subject="scenario") from error
     return parse_scenario(data, spec=spec, subject=f"scenario {path}")
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from phalanx.core.errors import Problem, TestbedError
+from phalanx.core.errors import TestbedError
 from phalanx_lab.testbed.owner import VARIABLE, make_folder, new_owner, processes_of, reap_stale
 
 OVER = (
@@ -108,8 +108,8 @@ class SlurmCluster:
 
     def __enter__(self) -> Self:
         if missing := missing_programs():
-            problem = Problem(where="SLURM", value=", ".join(missing), rule="is not installed here", hint=PACKAGES)
-            raise TestbedError([problem], subject="this machine")
+            rule = "is not installed here"
+            raise TestbedError.of("SLURM", ", ".join(missing), rule, PACKAGES, subject="this machine")
         reap_stale()
         self.owner = new_owner()
         self.folder = make_folder(self.owner)
@@ -176,8 +176,7 @@ class SlurmCluster:
         )
         if done.returncode:
             said = (done.stderr or done.stdout).strip()
-            problem = Problem(where=" ".join(command), value=done.returncode, rule=f"failed: {said}")
-            raise TestbedError([problem], subject="SLURM")
+            raise TestbedError.of(" ".join(command), done.returncode, f"failed: {said}", subject="SLURM")
         return done.stdout
 
     def submit(self, *arguments: str, more: Mapping[str, str] | None = None, cwd: Path) -> int:
@@ -211,16 +210,8 @@ class SlurmCluster:
         begin_s = time.monotonic()
         while not there():
             if time.monotonic() - begin_s > limit_s:
-                raise TestbedError(
-                    [
-                        Problem(
-                            where="SLURM",
-                            value=what,
-                            rule=f"did not come within {limit_s:g} s; nodes are {[self.state_of(n) for n in self.nodes]}\n{self.logs()}",
-                        )
-                    ],
-                    subject="SLURM",
-                )
+                rule = f"did not come within {limit_s:g} s; nodes are {[self.state_of(n) for n in self.nodes]}\n{self.logs()}"
+                raise TestbedError.of("SLURM", what, rule, subject="SLURM")
             time.sleep(LOOK_S)
         return time.monotonic() - begin_s
 

@@ -43,8 +43,7 @@ def _usable(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         rule = f"cannot be made: {error.strerror}"
-        problem = Problem(where="testbed.folder", value=str(folder), rule=rule, hint="name another folder")
-        raise TestbedError([problem], subject="testbed") from error
+        raise TestbedError.of("testbed.folder", str(folder), rule, "name another folder", subject="testbed") from error
     return folder
 
 

@@ -81,4 +81,4 @@ def _plain(value: object) -> object:
         if callable(convert := getattr(value, name, None)):
             return convert()
     rule, hint = "must be text, a number, true or false, None, or a list of these", "use str(...) of it"
-    raise ConfigError([Problem(where="settings", value=repr(value), rule=rule, hint=hint)], subject="the arguments")
+    raise ConfigError.of("settings", repr(value), rule, hint, subject="the arguments")

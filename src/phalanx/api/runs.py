@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.launching import is_run_of
 from phalanx.core.config import RECIPE_FILE, STATUS_FILE, Recipe
-from phalanx.core.errors import ConfigError, Problem, of_kind, raise_if
+from phalanx.core.errors import ConfigError, of_kind, raise_if
 from phalanx.core.events import Event
 from phalanx.core.reading import load_json
 from phalanx.observe import METRICS, History, event_of, samples
@@ -46,7 +46,7 @@ class RunHandle:
             return dict(load_json(path))
         except FileNotFoundError:
             rule, hint = "has no status yet", "wait until the run has begun"
-            raise ConfigError([Problem(where=str(path), value=None, rule=rule, hint=hint)], subject="the run") from None
+            raise ConfigError.of(str(path), None, rule, hint, subject="the run") from None
 
     def events(self) -> Iterator[Event]:
         """The steps and validations that count, by step: those that training later went back behind are left out."""
@@ -116,5 +116,5 @@ def open_run(folder: str | Path) -> RunHandle:
     found = Path(folder)
     if not (found / RECIPE_FILE).is_file():
         rule, hint = f"is not the folder of a run: it has no {RECIPE_FILE}", "give one such as runs/laptop"
-        raise ConfigError([Problem(where="folder", value=str(folder), rule=rule, hint=hint)], subject="the run")
+        raise ConfigError.of("folder", str(folder), rule, hint, subject="the run")
     return RunHandle(found)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from phalanx.cli.launching import WHERE
 from phalanx.core.arguments import print_usage
-from phalanx.core.errors import ConfigError, Problem, nearest
+from phalanx.core.errors import ConfigError, nearest
 from phalanx.core.recipe import PACKAGED
 from phalanx.core.settings import Setting, describe_settings
 
@@ -34,8 +34,7 @@ def main(args: Sequence[str]) -> int:
     if len(args) != 1 or args[0] not in SHELLS:
         given = " ".join(args) or None
         hint = "phalanx completion bash" if given is None or len(args) > 1 else nearest(given, SHELLS)
-        problem = Problem(where="SHELL", value=given, rule=f"must be one of {', '.join(SHELLS)}", hint=hint)
-        raise ConfigError([problem], subject="the arguments")
+        raise ConfigError.of("SHELL", given, f"must be one of {', '.join(SHELLS)}", hint, subject="the arguments")
     sys.stdout.write(fish() if args[0] == "fish" else bash(is_zsh=args[0] == "zsh"))
     return 0
 

@@ -131,7 +131,7 @@ def own_text(options: EvalArgs, folder: Path, *, trained_on: str | None = None) 
     recipe = RunFolder(options.run).read_recipe()
     prepared = prepare(recipe.data, resume=trained_on)
     if trained_on not in (None, prepared.train.fingerprint):
-        raise ConfigError([Problem(where="data.sources", value=recipe.data.sources, rule="is not the text that the run was trained on", hint="put it back, or give tasks with --tasks")], subject="the run")  # fmt: skip
+        raise ConfigError.of("data.sources", recipe.data.sources, "is not the text that the run was trained on", "put it back, or give tasks with --tasks", subject="the run")  # fmt: skip
     tokenizer, texts = prepared.tokenizer, list[str]()
     for stream in (s for pool in prepared.validation.pools for s in pool):
         for number in range(min(stream.num_documents, (options.limit or OWN_DOCUMENTS) - len(texts))):
@@ -139,7 +139,7 @@ def own_text(options: EvalArgs, folder: Path, *, trained_on: str | None = None) 
             if text.strip():
                 texts.append(text)
     if not texts:
-        raise ConfigError([Problem(where="data.validation_fraction", value=None, rule="left no document for validation", hint="give tasks with --tasks")], subject="the run")  # fmt: skip
+        raise ConfigError.of("data.validation_fraction", None, "left no document for validation", "give tasks with --tasks", subject="the run")  # fmt: skip
     tokens = sum(len(ids) for ids in tokenizer.encode_batch(texts))
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "validation.jsonl").write_text(lines, encoding="utf-8")

@@ -63,7 +63,7 @@ def continuation(options: GenerateArgs) -> Iterator[str]:
     tokenizer = loaded.tokenizer
     if options.chat and loaded.recipe.data.chat_template is None:
         rule = "asks for a conversation, and the run was trained on none: it has no data.chat_template"
-        raise ConfigError([Problem(where="--chat", value=True, rule=rule, hint="leave it out")], subject="the command")
+        raise ConfigError.of("--chat", True, rule, "leave it out", subject="the command")
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     prompt, stops = begin + tokenizer.encode(options.prompt).tolist(), frozenset((tokenizer.eos_id,))
     behind = prompt

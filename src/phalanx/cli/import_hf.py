@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from phalanx.core.arguments import print_usage
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError
 from phalanx.core.reading import is_count
 
 
@@ -53,6 +53,5 @@ def read_args(args: Sequence[str]) -> tuple[Path, list[str]]:
     """The folder, then overrides."""
     if not args or args[0].startswith("-"):
         rule, hint = "the first argument is the folder of the checkpoint", "phalanx import-hf DIR --run.name NAME"
-        problem = Problem(where="DIR", value=args[0] if args else None, rule=rule, hint=hint)
-        raise ConfigError([problem], subject="the command")
+        raise ConfigError.of("DIR", args[0] if args else None, rule, hint, subject="the command")
     return Path(args[0]), list(args[1:])

@@ -104,7 +104,7 @@ def _write(path: Path, script: str) -> None:
             "is there already, and another script",
             f"remove it, or name another one: --out {shlex.quote(f'{path.stem}-2{path.suffix}')}",
         )
-        raise ConfigError([Problem(where="--out", value=str(path), rule=rule, hint=hint)], subject="the arguments")
+        raise ConfigError.of("--out", str(path), rule, hint, subject="the arguments")
     write_text(path, script)
 
 

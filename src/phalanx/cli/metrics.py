@@ -18,7 +18,7 @@ from rich.text import Text
 
 from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.arguments import WordParser
-from phalanx.core.errors import DataError, Problem, printable
+from phalanx.core.errors import DataError, printable
 from phalanx.core.events import Event, StepEnded, Validated
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes, format_seconds
@@ -162,8 +162,7 @@ def run_figures(history: History, *, folder: Path) -> dict[str, Any]:
     steps = [history.steps[s] for s in sorted(history.steps)]
     if not steps:
         hint = "wait for its first step, or see events/ in the run folder"
-        problem = Problem(where=str(folder), value="no StepEnded", rule="has logged no step yet", hint=hint)
-        raise DataError([problem], subject="the event log")
+        raise DataError.of(str(folder), "no StepEnded", "has logged no step yet", hint, subject="the event log")
     settled = steps[int(SETTLED * len(steps)) :]
     validated = [history.validations[s] for s in sorted(history.validations)]
     return {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phalanx.cli.predicting.packaged import next_commands, packaged_recipes, read_predicted
 from phalanx.core.arguments import WordParser
-from phalanx.core.errors import ConfigError, Problem, nearest
+from phalanx.core.errors import ConfigError, nearest
 from phalanx.core.files import check_writable, write_text
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes, format_count, format_seconds
@@ -54,7 +54,7 @@ def _file_of(name: str) -> Path:
 
 
 def _wrong(where: str, value: str, rule: str, hint: str) -> ConfigError:
-    return ConfigError([Problem(where=where, value=value, rule=rule, hint=hint)], subject="the arguments")
+    return ConfigError.of(where, value, rule, hint, subject="the arguments")
 
 
 def table() -> str:

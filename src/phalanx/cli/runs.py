@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core.arguments import WordParser
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_count
 from phalanx.observe.page import find_runs, peek
@@ -47,8 +47,8 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
         found = find_runs(folder)
     except OSError as error:
         hint = "give the folder that run folders are in; phalanx train makes runs/NAME"
-        problem = Problem(where="folder", value=str(folder), rule=f"cannot be read ({error.strerror})", hint=hint)
-        raise ConfigError([problem], subject="the arguments") from error
+        rule = f"cannot be read ({error.strerror})"
+        raise ConfigError.of("folder", str(folder), rule, hint, subject="the arguments") from error
     rows = [peek(path, id=path.name).summary() for path in found]
     return sorted(rows, key=lambda row: -float(row["heard_s"]))
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.core.arguments import print_usage
-from phalanx.core.errors import ConfigError, Problem, printable
+from phalanx.core.errors import ConfigError, printable
 from phalanx.core.service_address import ServiceAddress, parse_service
 
 DEFAULT = "127.0.0.1:29400"
@@ -47,8 +47,8 @@ def read(args: list[str]) -> ServiceAddress:
     """Where to serve. Raises `ConfigError`."""
     address = parse_service(args[0] if args else DEFAULT)
     if len(args) > 1 or address is None or address.is_etcd:
-        problem = Problem(where="address", value=" ".join(args), rule="must be HOST:PORT", hint=f"as in {DEFAULT}")
-        raise ConfigError([problem], subject="phalanx service")
+        rule = "must be HOST:PORT"
+        raise ConfigError.of("address", " ".join(args), rule, f"as in {DEFAULT}", subject="phalanx service")
     return address
 
 

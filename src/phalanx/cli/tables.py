@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError
 
 
 def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -20,16 +20,11 @@ def replace_part(path: Path, name: str, content: str) -> None:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        problem = Problem(where="--write", value=str(path), rule=f"cannot be read ({error.strerror})", hint="")
-        raise ConfigError([problem], subject="the arguments") from error
+        rule = f"cannot be read ({error.strerror})"
+        raise ConfigError.of("--write", str(path), rule, "", subject="the arguments") from error
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
-        problem = Problem(
-            where="--write",
-            value=str(path),
-            rule="has no place for this table",
-            hint=f"add the lines {begin} and {end}",
-        )
-        raise ConfigError([problem], subject="the arguments")
+        rule = "has no place for this table"
+        raise ConfigError.of("--write", str(path), rule, f"add the lines {begin} and {end}", subject="the arguments")
     path.write_text(f"{before}{begin}\n{content}{end}{after}", encoding="utf-8")

@@ -157,12 +157,11 @@ def run_subcommand(
             _print_help(WordParser(prog=f"{prog} COMMAND", description=description))
             print("\ncommands:", wrapped("\n".join(lines)), "", f"{prog} COMMAND --help says more.", sep="\n")
             raise SystemExit(0)
-        problem = Problem(where="COMMAND", value=None, rule=f"is missing: one of {', '.join(commands)}", hint=f"{prog} --help says more")  # fmt: skip
-        raise ConfigError([problem], subject="the arguments")
+        rule = f"is missing: one of {', '.join(commands)}"
+        raise ConfigError.of("COMMAND", None, rule, f"{prog} --help says more", subject="the arguments")
     name = words[0]
     if name not in commands:
-        problem = Problem(where="COMMAND", value=name, rule=f"is none of {prog}", hint=nearest(name, commands))
-        raise ConfigError([problem], subject="the arguments")
+        raise ConfigError.of("COMMAND", name, f"is none of {prog}", nearest(name, commands), subject="the arguments")
     function = commands[name]
     (kind,) = (hint for key, hint in get_type_hints(function).items() if key != "return")
     description = " ".join((function.__doc__ or "").split())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import UnionType
-from typing import Any
+from typing import Any, Self
 
 MOST_SHOWN = 1000
 """Characters of a value in a message."""
@@ -86,6 +86,11 @@ class ProblemsError(PhalanxError):
         lines = "\n".join(f"  - {p}" for p in self.problems)
         count = len(self.problems)
         super().__init__(f"{count} problem{'s' if count != 1 else ''} with {subject}:\n{lines}")
+
+    @classmethod
+    def of(cls, where: str, value: object, rule: str, hint: str = "", *, subject: str = "input") -> Self:
+        """The error of one problem."""
+        return cls([Problem(where=where, value=value, rule=rule, hint=hint)], subject=subject)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Errors travel between ranks and from forked processes whole."""

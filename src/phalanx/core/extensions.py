@@ -51,9 +51,7 @@ class Extension:
         return found
 
     def _error(self, rule: str, hint: str) -> ConfigError:
-        return ConfigError(
-            [Problem(where=self.where, value=self.entry.value, rule=rule, hint=hint)], subject="an extension"
-        )
+        return ConfigError.of(self.where, self.entry.value, rule, hint, subject="an extension")
 
 
 def extensions(group: Group, *, taken: Collection[str]) -> Mapping[str, Extension]:

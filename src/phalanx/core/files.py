@@ -28,10 +28,8 @@ def read_json(path: Path, *, where: str) -> Any:
     try:
         return load_json(path)
     except OSError as error:
-        problem = Problem(
-            where=where, value=str(path), rule=f"cannot be read: {error.strerror}", hint="name another file"
-        )
-        raise DataError([problem], subject="a file") from error
+        rule = f"cannot be read: {error.strerror}"
+        raise DataError.of(where, str(path), rule, "name another file", subject="a file") from error
     except MalformedError as error:
         problems = [Problem(where=where, value=str(path), rule=p.rule, hint=p.hint) for p in error.problems]
         raise DataError(problems, subject="a file") from error

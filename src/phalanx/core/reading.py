@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from phalanx.core.errors import DataError, Problem, first_line
+from phalanx.core.errors import DataError, first_line
 
 MOST_BYTES = 256 << 20
 """Longest file or text that is read whole. The largest published index of weights has 9 MB."""
@@ -48,7 +48,7 @@ class MalformedError(DataError, ValueError):
 
 def malformed(where: str, value: object, rule: str, hint: str = "") -> MalformedError:
     """The error of one problem."""
-    return MalformedError([Problem(where=where, value=value, rule=rule, hint=hint)], subject="what was read")
+    return MalformedError.of(where, value, rule, hint, subject="what was read")
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

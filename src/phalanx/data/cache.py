@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.core.errors import DataError, Problem
+from phalanx.core.errors import DataError
 from phalanx.core.files import draft_of
 
 _POLL_S = 0.05
@@ -56,13 +56,9 @@ def writing(cache: Path) -> Iterator[None]:
         if error.errno not in _UNWRITABLE:
             raise
         reason = error.strerror or type(error).__name__
-        problem = Problem(
-            where="data.cache",
-            value=str(cache),
-            rule=f"must be a folder that can be written ({reason}: {error.filename or cache})",
-            hint=f"{'free some space, or ' if error.errno in _FULL else ''}name another folder with --data.cache",
-        )
-        raise DataError([problem], subject="the cache folder") from error
+        rule = f"must be a folder that can be written ({reason}: {error.filename or cache})"
+        hint = f"{'free some space, or ' if error.errno in _FULL else ''}name another folder with --data.cache"
+        raise DataError.of("data.cache", str(cache), rule, hint, subject="the cache folder") from error
 
 
 @contextlib.contextmanager
@@ -84,13 +80,8 @@ def _try_lock(descriptor: int, path: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        problem = Problem(
-            where="data.cache",
-            value=str(path.parent),
-            rule="is on a file system without file locks",
-            hint="name a folder on a local disk with --data.cache",
-        )
-        raise DataError([problem], subject="the cache folder") from error
+        rule, hint = "is on a file system without file locks", "name a folder on a local disk with --data.cache"
+        raise DataError.of("data.cache", str(path.parent), rule, hint, subject="the cache folder") from error
     return True
 
 

@@ -115,8 +115,7 @@ class ChatEncoder:
         if missing:
             rule = f"needs the control token {missing[0]}, which the tokenizer {tokenizer.name!r} does not have"
             hint = "use data.chat_template = model, or the path of a template"
-            problem = Problem(where="data.chat_template", value=CHATML, rule=rule, hint=hint)
-            raise DataError([problem], subject="the data section")
+            raise DataError.of("data.chat_template", CHATML, rule, hint, subject="the data section")
         self._uncut = [token for token in controls if len(token) == 1]
         self._spelled = _any_of("(?={})(.)", [token for token in controls if len(token) > 1])
         with_blank = tokenizer.encode_rendered([f"{token}\n" for token in controls], [""] * len(controls))
@@ -194,7 +193,7 @@ class ChatEncoder:
                     "cannot hold a message with this control token of one character",
                     "repair or remove the record",
                 )
-                raise NotRenderedError([Problem(where=token, value=None, rule=rule, hint=hint)], subject="the message")
+                raise NotRenderedError.of(token, None, rule, hint, subject="the message")
         return text if self._spelled is None else self._spelled.sub(rf"\g<1>{self._mark}", text)
 
     def _without_blanks(self, sections: Sequence[Section]) -> Iterator[Section]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.core.errors import DataError, Problem
+from phalanx.core.errors import DataError
 from phalanx.data.cache import CacheProgress
 
 RULES_VERSION = 1
@@ -100,8 +100,7 @@ def select(files: list[SourceFile], max_bytes: int, progress: CacheProgress) -> 
             taken += len(content)
     if not chosen:
         rule = "found no Python sources next to the running interpreter"
-        problem = Problem(where="data.sources", value="builtin:python", rule=rule, hint="name text files instead")
-        raise DataError([problem], subject="the data")
+        raise DataError.of("data.sources", "builtin:python", rule, "name text files instead", subject="the data")
     return tuple(chosen), identity.hexdigest()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.core.errors import DataError, Problem
+from phalanx.core.errors import DataError
 from phalanx.data.packing import IGNORE, Packed, TokenStream, pack
 
 Ints = NDArray[np.int64]
@@ -45,8 +45,7 @@ class Dataset:
         sizes = tuple(sum(s.num_windows(seq_len) for s in pool) for pool in self.pools)
         if not all(sizes):
             rule = f"leaves no {self.name} conversation an answer: all begin later"
-            problem = Problem(where="train.seq_len", value=seq_len, rule=rule, hint="use longer sequences")
-            raise DataError([problem], subject="the data")
+            raise DataError.of("train.seq_len", seq_len, rule, "use longer sequences", subject="the data")
         return sizes
 
     def cut(self, seq_len: int) -> tuple[int, int]:

@@ -232,5 +232,4 @@ def _check_batch(global_batch: int, micro_batch: int, *, dp_size: int) -> None:
     if global_batch % unit:
         nearby = max(round(global_batch / unit), 1) * unit
         rule = f"must be a multiple of train.micro_batch x data-parallel ranks = {micro_batch} x {dp_size}"
-        problem = Problem(where="train.global_batch", value=global_batch, rule=rule, hint=f"for example {nearby}")
-        raise ConfigError([problem], subject="the batch")
+        raise ConfigError.of("train.global_batch", global_batch, rule, f"for example {nearby}", subject="the batch")

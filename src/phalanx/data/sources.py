@@ -534,10 +534,8 @@ def _stat(path: Path) -> os.stat_result:
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     rule = f"cannot be read ({error.strerror or error})"
-    problem = Problem(
-        where=str(path), value=path.name, rule=rule, hint="check that it exists, its owner and permissions"
-    )
-    return DataError([problem], subject="the data")
+    hint = "check that it exists, its owner and permissions"
+    return DataError.of(str(path), path.name, rule, hint, subject="the data")
 
 
 def _all_files(source: Source) -> tuple[Path, ...]:

@@ -118,7 +118,7 @@ def write_store(
         rule = "holds no text"
         if parts and parts[0].left_out:
             rule, hint = "holds no conversation with an answer", "answers are messages of the role assistant"
-        raise DataError([Problem(where="data.sources", value=source.spec, rule=rule, hint=hint)], subject="the data")
+        raise DataError.of("data.sources", source.spec, rule, hint, subject="the data")
     held_out = split(hashes, fraction)
     as_hashed = np.array_equal(held_out, sides(hashes, fraction))
     counts, first = np.zeros((len(SIDES), tokenizer.vocab_size), np.int64), 0

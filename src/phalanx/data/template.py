@@ -174,8 +174,8 @@ class TemplateProcess:
             late = True
         if answer is None:
             rule = self._death(late)
-            problem = Problem(where=self.template.name, value=None, rule=rule, hint="use another template: data.chat_template = chatml")  # fmt: skip
-            raise DataError([problem], subject="the template")
+            hint = "use another template: data.chat_template = chatml"
+            raise DataError.of(self.template.name, None, rule, hint, subject="the template")
         told: _Told = typed(parse_json(answer, where=self.template.name), _Told, where=self.template.name)
         return told
 

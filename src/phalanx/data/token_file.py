@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.core.errors import DataError, Problem
+from phalanx.core.errors import DataError
 
 BLOCK_BYTES = 1 << 16
 
@@ -121,4 +121,4 @@ class TokenFile:
             with contextlib.suppress(OSError):
                 (self.made_in / "meta.json").unlink(missing_ok=True)
             hint = f"start again: it is made anew (or delete {self.made_in})"
-        return AlteredDataError([Problem(where=str(self.path), value=value, rule=rule, hint=hint)], subject="the data")
+        return AlteredDataError.of(str(self.path), value, rule, hint, subject="the data")

@@ -252,8 +252,8 @@ def _in_rust(name: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, PhalanxError):
         raise
     except BaseException as error:
-        problem = Problem(where=name, value=None, rule=f"the library of tokenizers failed: {first_line(error)[:200]}")
-        raise DataError([problem], subject="the tokenizer") from None
+        rule = f"the library of tokenizers failed: {first_line(error)[:200]}"
+        raise DataError.of(name, None, rule, subject="the tokenizer") from None
 
 
 def parse_tokenizer(content: str) -> tuple[tokenizers.Tokenizer, dict[str, int]]:
@@ -281,10 +281,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             raise malformed(str(folder / "tokenizer.json"), _sum(content), f"was written with checksum {meta.sum}")
         return FileTokenizer(content, eos_token=meta.eos_token, name=meta.name, bos_token=meta.bos_token)
     except (DataError, OSError, KeyError) as error:
-        problem = Problem(
-            where=str(folder), value=_META, rule=f"holds no readable tokenizer ({error})", hint="is it a run folder?"
-        )
-        raise DataError([problem], subject="the tokenizer") from error
+        rule = f"holds no readable tokenizer ({error})"
+        raise DataError.of(str(folder), _META, rule, "is it a run folder?", subject="the tokenizer") from error
 
 
 def parse_choice(config: DataConfig) -> int | Path | None:
@@ -330,9 +328,7 @@ def read_tokenizer_file(path: Path, *, eos_token: str | None, bos_token: str | N
     except (OSError, DataError) as error:
         why = error.problems[0].rule if isinstance(error, DataError) else error.strerror
         rule = f"is not a Hugging Face tokenizer.json ({why})"
-        raise DataError(
-            [Problem(where="data.tokenizer", value=str(path), rule=rule)], subject="the tokenizer"
-        ) from error
+        raise DataError.of("data.tokenizer", str(path), rule, subject="the tokenizer") from error
     named = eos_token if eos_token is not None else _named_eos(path.parent, vocabulary)
     chosen = named or next((name for name in _KNOWN_EOS if name in vocabulary), None)
     if chosen is None or chosen not in vocabulary:
@@ -347,18 +343,14 @@ def read_tokenizer_file(path: Path, *, eos_token: str | None, bos_token: str | N
             if special
             else "name one with data.eos_token"
         )
-        raise DataError(
-            [Problem(where="data.tokenizer", value=str(path), rule=rule, hint=hint)], subject="the tokenizer"
-        )
+        raise DataError.of("data.tokenizer", str(path), rule, hint, subject="the tokenizer")
     if bos_token and bos_token not in vocabulary:
         rule, special = (
             f"has no token {bos_token!r} to begin documents with",
             [t for t in vocabulary if t.startswith("<")],
         )
         hint = f"name another with data.bos_token; {nearest(bos_token, special[:20])}"
-        raise DataError(
-            [Problem(where="data.tokenizer", value=str(path), rule=rule, hint=hint)], subject="the tokenizer"
-        )
+        raise DataError.of("data.tokenizer", str(path), rule, hint, subject="the tokenizer")
     return FileTokenizer(content, eos_token=chosen, name=path.parent.name or path.name, bos_token=bos_token or "")
 
 

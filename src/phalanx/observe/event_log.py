@@ -20,7 +20,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.errors import DataError, Problem, printable
+from phalanx.core.errors import DataError, printable
 from phalanx.core.events import Event, was_refused
 from phalanx.core.reading import MalformedError, lines_of, open_regular, parse_json, typed
 
@@ -104,8 +104,8 @@ def read_events(path: Path) -> Iterator[Record]:
                     yield read_line(path, number, line)
     except OSError as error:
         hint = "give the folder of a run, such as runs/laptop"
-        problem = Problem(where=str(path), value=None, rule=f"cannot be read: {error.strerror}", hint=hint)
-        raise DataError([problem], subject="the event log") from error
+        rule = f"cannot be read: {error.strerror}"
+        raise DataError.of(str(path), None, rule, hint, subject="the event log") from error
 
 
 def event_of(record: Record) -> Event | None:
@@ -132,7 +132,7 @@ def read_line(path: Path, number: int, line: bytes) -> Record:
     except ValueError:
         pass
     rule, hint = "is not an event", "delete the line; each line is a JSON object with a kind"
-    raise DataError([Problem(where=f"{path}:{number}", value=line[:80], rule=rule, hint=hint)], subject="the event log")
+    raise DataError.of(f"{path}:{number}", line[:80], rule, hint, subject="the event log")
 
 
 _CONTROLS = re.compile(rb"\\u00[0189]|\x7f|\xc2[\x80-\x9f]|\\u20|\xe2\x80|\xe2\x81")

@@ -21,7 +21,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric as Family, start_http_server
 
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError
 from phalanx.core.events import Event, RunEnded, RunStarted, StepEnded
 from phalanx.observe.metrics import METRICS, samples
 
@@ -80,13 +80,9 @@ class PrometheusSink:
         self._tried_s = time.monotonic()
         error = self._serve()
         if error is not None and not patient:
-            problem = Problem(
-                where="observe.prometheus_port",
-                value=port,
-                rule=f"cannot be served at {address} ({error.strerror or error})",
-                hint="choose another port, or stop the program that has it",
-            )
-            raise ConfigError([problem], subject="the recipe") from error
+            rule = f"cannot be served at {address} ({error.strerror or error})"
+            hint = "choose another port, or stop the program that has it"
+            raise ConfigError.of("observe.prometheus_port", port, rule, hint, subject="the recipe") from error
         self.missing = "" if error is None else f"{address}:{port} ({error.strerror or error})"
         """What could not be opened at first."""
 

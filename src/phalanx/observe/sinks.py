@@ -258,7 +258,7 @@ def parse_sink(text: str, where: str) -> tuple[str, dict[str, str]]:
         key, equals, value = word.partition("=")
         if not equals or not key or key in options:
             rule = "must be a name, and after a colon options key=value, each key once"
-            raise ConfigError([Problem(where=where, value=text, rule=rule, hint=f"use {name}, or {name}:key=value")])
+            raise ConfigError.of(where, text, rule, f"use {name}, or {name}:key=value")
         options[key] = value
     return name, options
 
@@ -274,9 +274,7 @@ def _added(text: str, where: str, folder: Path) -> Sink:
         raise
     except Exception as error:  # of a stranger's sink, or package
         rule = f"cannot be opened by {package} ({type(error).__name__}: {first_line(error)})"
-        raise ConfigError(
-            [Problem(where=where, value=name, rule=rule, hint="leave it out, or repair the package")]
-        ) from error
+        raise ConfigError.of(where, name, rule, "leave it out, or repair the package") from error
     return sink
 
 
@@ -289,7 +287,7 @@ def _opener(text: str, where: str) -> tuple[str, str, Callable[[Path], Sink]]:
         return name, known[name].package, lambda folder: make(folder, options)
     if name not in OWN:
         rule = "is no sink of Phalanx, and none that an installed package gives"
-        raise ConfigError([Problem(where=where, value=name, rule=rule, hint=nearest(name, [*OWN, *known]))])
+        raise ConfigError.of(where, name, rule, nearest(name, [*OWN, *known]))
     if not is_installed(name):
         raise ConfigError([not_installed(where, name, name, extra=name, instead="leave it out")])
     if wrong := sorted(options.keys() - set(OWN[name])):

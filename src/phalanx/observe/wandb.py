@@ -8,7 +8,7 @@ from typing import Literal
 
 import wandb
 
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError
 from phalanx.core.events import Event, RunEnded, RunStarted
 from phalanx.observe.metrics import samples
 from phalanx.observe.recipes import recipe_values
@@ -37,8 +37,7 @@ class WandbSink:
         except Exception as error:  # wandb's own errors share no base class that means "cannot start"
             hint = 'log in with `wandb login`, or set observe.wandb_mode = "offline"'
             rule = f"cannot be reached by wandb ({type(error).__name__}: {error})"
-            problem = Problem(where="observe.wandb_project", value=project, rule=rule, hint=hint)
-            raise ConfigError([problem], subject="the recipe") from error
+            raise ConfigError.of("observe.wandb_project", project, rule, hint, subject="the recipe") from error
         # its own steps only go up: a checkpoint is told behind a later step, and a run that went back logs its steps anew
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)

@@ -750,7 +750,7 @@ def _messages() -> list[FuzzReader]:
     values: list[Any] = [
         {"a": [1, 2.5, None, True], ("b", 1): {1, 2}, "c": b"xyz", "d": Path("a/b")},
         np.arange(12, dtype=np.float32).reshape(3, 4),
-        ConfigError([Problem(where="a.b", value=3, rule="must be 4")], subject="the recipe"),
+        ConfigError.of("a.b", 3, "must be 4", subject="the recipe"),
         [Box((0, 0), (2, 3)), SavedShare.of([SavedBox(SavedTensor("a", "float32", (4,)), offsets=(0,), sizes=(4,), file="f", at=0, length=10)], {})],
         from_copies(np.ones((1, 4, 2), np.int64), equal_pool(2, 4), floor=1),
     ]  # fmt: skip
@@ -761,7 +761,7 @@ def _messages() -> list[FuzzReader]:
         try:
             read_request(data)
         except Refused as err:
-            raise ConfigError([Problem(where="request", value=None, rule=str(err))], subject="a request") from err
+            raise ConfigError.of("request", None, str(err), subject="a request") from err
 
     tree = (change_json, change_json, change_bytes, change_number)
     return [

@@ -119,8 +119,7 @@ def _cells_before(options: LayerArgs) -> dict[str, Any]:
         return layer_cells.joined(found, {"cells": [], "wrong": []})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         rule = f"must be a result of `phalanx bench layer --cells` where there is a file already: {error}"
-        problem = Problem(where="--json", value=str(options.json), rule=rule, hint="name another file")
-        raise DataError([problem], subject="a file") from error
+        raise DataError.of("--json", str(options.json), rule, "name another file", subject="a file") from error
 
 
 def _problems(options: LayerArgs) -> list[Problem]:

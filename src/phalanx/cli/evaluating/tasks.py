@@ -98,8 +98,8 @@ def _read_yaml(file: Path, lines: dict[str, int]) -> dict[str, Any]:
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.events.AliasEvent):
                 event = self.peek_event()
-                problem = Problem(where=f"{file}:{event.start_mark.line + 1}", value=f"*{event.anchor}", rule="refers to another place of the file", hint="write it out")  # fmt: skip
-                raise ConfigError([problem], subject="the tasks")
+                where, rule = f"{file}:{event.start_mark.line + 1}", "refers to another place of the file"
+                raise ConfigError.of(where, f"*{event.anchor}", rule, "write it out", subject="the tasks")
             return super().compose_node(parent, index)
 
     def refuse(loader: Any, suffix: str, node: Any) -> None:

@@ -49,7 +49,7 @@ def read_args(args: Sequence[str]) -> Request:
     if cluster is not None and (not is_dry or card_gb is not None):
         rule = "has its own cards: --card-gb has no effect" if is_dry else "goes with --dry-run alone"
         hint = "leave one of them out" if is_dry else "add --dry-run"
-        raise ConfigError([Problem(where="--cluster", value=cluster, rule=rule, hint=hint)], subject="the arguments")
+        raise ConfigError.of("--cluster", cluster, rule, hint, subject="the arguments")
     path = rest.pop(0) if rest and not rest[0].startswith("-") else None
     flags = {"dry_run": is_dry, "trust": "--trust" in args, "force": "--force" in args}
     return Request(recipe_path=path, overrides=tuple(rest), card_gb=card_gb, cluster=cluster, **flags)
@@ -66,10 +66,7 @@ def _take_card(rest: list[str], *, is_dry: bool) -> float | None:
         number = math.nan
     rule = "must be the memory of a GPU in GB" if is_dry else "goes with --dry-run alone"
     if not is_dry or not 1 <= number <= 10_000:
-        raise ConfigError(
-            [Problem(where="--card-gb", value=text, rule=rule, hint="use 80" if is_dry else "add --dry-run")],
-            subject="the arguments",
-        )
+        raise ConfigError.of("--card-gb", text, rule, "use 80" if is_dry else "add --dry-run", subject="the arguments")
     return number
 
 

@@ -142,7 +142,7 @@ def _loads(args: PlacementArgs) -> Floats:
     table = read_loads(_read(args.loads))
     if table.shape != (args.layers, args.experts):
         rule = f"must be {args.layers} layers x {args.experts} experts"
-        raise DataError([Problem(where=str(args.loads), value=table.shape, rule=rule)], subject="--loads")
+        raise DataError.of(str(args.loads), table.shape, rule, subject="--loads")
     return table
 
 
@@ -152,7 +152,7 @@ def _read(path: Path) -> Any:
         return load_json(path)
     except (OSError, MalformedError) as error:
         rule = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else error.problems[0].rule
-        raise DataError([Problem(where=str(path), value=None, rule=rule)], subject="arguments") from error
+        raise DataError.of(str(path), None, rule, subject="arguments") from error
 
 
 def _present(args: PlacementArgs) -> tuple[HostPlacement | None, HostPool]:

@@ -159,7 +159,7 @@ def _compare_steps(
         where, value = ("--learn", sorted(learned)) if learned else (str(run), None)
         rule = f"leaves no recorded step of all {world} ranks to compare"
         hint = f"recorded are {recording.steps[0]} to {recording.steps[-1]}"
-        raise DataError([Problem(where=where, value=value, rule=rule, hint=hint)], subject="the run")
+        raise DataError.of(where, value, rule, hint, subject="the run")
     timeline = run_programs(made.programs, made.folding, oracle.cost)
     return compare_steps(
         timeline, [_measured(recording, s) for s in left], step_s=[_step_s(recording, s) for s in left]
@@ -195,8 +195,7 @@ def _compare_move(
     )  # fmt: skip
     if not isinstance(folding, Folding):
         rule = "has stages with foldings of their own, which support neither elastic recovery nor replicas: the run that moved this is another"
-        raise ConfigError([Problem(where="the recipe", value=None, rule=rule, hint="use the run's recipe.toml")],
-                          subject="the comparison")  # fmt: skip
+        raise ConfigError.of("the recipe", None, rule, "use the run's recipe.toml", subject="the comparison")  # fmt: skip
     return compare_move(_measured_move(ranks), recovery_planner(recipe, spec, folding), oracle.cost)
 
 
@@ -206,7 +205,7 @@ def _measured_move(ranks: Sequence[RankMove]) -> MeasuredMove:
     silent = [own.rank for own in ranks if all(m.op_id != compared for m in own.messages)]
     if silent:
         rule = f"has no {compared} of the move after step {first.step}, with which every rank begins"
-        raise DataError([Problem(where=f"rank {silent[0]}", value=None, rule=rule)], subject="the run")
+        raise DataError.of(f"rank {silent[0]}", None, rule, subject="the run")
     began = {own.rank: min(m.begin_s for m in own.messages if m.op_id == compared) for own in ranks}
     told = {(own.rank, m.op_id): m for own in ranks for m in own.messages}
     return MeasuredMove(
@@ -233,8 +232,7 @@ def _same(made: RecipePrograms, of_run: RecipePrograms) -> None:
     predicted, ran = programs_hash(made.programs), programs_hash(of_run.programs)
     if predicted != ran:
         rule = f"has a step of other operations than the run (plan {predicted}, the run's {ran})"
-        raise ConfigError([Problem(where="the recipe", value=None, rule=rule, hint="use the run's recipe.toml")],
-                          subject="the comparison")  # fmt: skip
+        raise ConfigError.of("the recipe", None, rule, "use the run's recipe.toml", subject="the comparison")  # fmt: skip
 
 
 def _learned(oracle: ProgramOracle, recording: Recording) -> ProgramOracle:

@@ -21,8 +21,8 @@ def read_steps(text: str | None) -> tuple[int | None, int | None]:
         first, last = (int(part) if part else None for part in parts)
         if first is None or last is None or first <= last:
             return first, last
-    problem = Problem(where="--steps", value=text, rule="must be the first and the last step", hint="use 10:12, or 10")
-    raise ConfigError([problem], subject="the arguments")
+    rule = "must be the first and the last step"
+    raise ConfigError.of("--steps", text, rule, "use 10:12, or 10", subject="the arguments")
 
 
 def model_and_cluster(args: argparse.Namespace) -> tuple[ModelSpec | None, GpuCluster | None, list[Problem]]:
@@ -64,9 +64,7 @@ def model_named(name: str) -> ModelSpec:
     found = next((key for key in models if key.lower() == name.lower()), None)
     if found is None:
         hint = nearest(name, [*PRESETS, *models])
-        raise ConfigError(
-            [Problem(where="--model", value=name, rule="is not a model", hint=hint)], subject="the arguments"
-        )
+        raise ConfigError.of("--model", name, "is not a model", hint, subject="the arguments")
     m = models[found]
     ffn = m["expert_ffn"] if int(m["experts"]) else m["dense_ffn"]
     entry = {

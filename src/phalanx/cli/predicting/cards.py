@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError
 from phalanx.core.rules import recipe_problems
 from phalanx.core.units import format_bytes
 from phalanx.plan import run_problems
@@ -107,7 +107,7 @@ def check_card(recipe: Recipe, spec: ModelSpec, *, world: int, peak_bytes: int, 
     found = nearest_fit(recipe, spec, world=world, room=card.room_bytes, peak=peak)
     hint = way_out(found, "use more GPUs, or a smaller model")
     rule = f"does not fit: {card.name} leaves {room} for tensors and NCCL"
-    raise ConfigError([Problem(where="memory of a rank", value=needed, rule=rule, hint=hint)], subject="the dry run")
+    raise ConfigError.of("memory of a rank", needed, rule, hint, subject="the dry run")
 
 
 def way_out(found: FittingRun | None, otherwise: str) -> str:

@@ -312,8 +312,7 @@ def run(base: Practice, args: argparse.Namespace, *, why_not: str = "") -> dict[
         removals, duration = read_removals(args.failures)
         if not removals or duration <= 0:
             rule = "has no removals" if not removals else "ends at its beginning: all its lines are at 0"
-            problem = Problem(where=str(args.failures), value=None, rule=rule, hint="give another trace")
-            raise PlanError([problem], subject="the trace")
+            raise PlanError.of(str(args.failures), None, rule, "give another trace", subject="the trace")
         mean = duration / len(removals)
     best = young_daly(base.save_s, mean)
     practice = replace(base, interval_s=args.interval if args.interval is not None else max(best, 1.0))

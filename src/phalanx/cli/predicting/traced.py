@@ -46,8 +46,7 @@ def read_step(path: Path) -> TracedStep:
     step = found.get("step") if isinstance(found, dict) else None
     if not isinstance(step, dict):
         rule = "is not in the file: it is no trace"
-        problem = Problem(where=str(path), value="step", rule=rule, hint="use one of phalanx bench trace --json FILE")
-        raise ConfigError([problem], subject="the trace")
+        raise ConfigError.of(str(path), "step", rule, "use one of phalanx bench trace --json FILE", subject="the trace")
     return step_of(step, str(path))
 
 
@@ -62,14 +61,11 @@ def step_of(step: Mapping[str, Any], where: str) -> TracedStep:
     mapping = mapping_of_recipe(wide, spec, world=world, cluster=cluster)
     if not isinstance(mapping, RunMapping):
         rule, hint = "is not predicted from a trace where stages have foldings of their own", "folding.pp"
-        problem = Problem(where=f"{where}: folding.stages", value="set", rule=rule, hint=hint)
-        raise ConfigError([problem], subject="the trace")
+        raise ConfigError.of(f"{where}: folding.stages", "set", rule, hint, subject="the trace")
     places = {place: _rank_of(rank) for rank in step["ranks"] for place in rank["places"]}
     if sorted(places) != list(range(mapping.folding.pp)):
         rule = f"must be all places of a pipeline of {mapping.folding.pp}, each once"
-        raise ConfigError(
-            [Problem(where=f"{where}: ranks.places", value=sorted(places), rule=rule)], subject="the trace"
-        )
+        raise ConfigError.of(f"{where}: ranks.places", sorted(places), rule, subject="the trace")
     job = job_of_recipe(wide, spec)
     job = dataclasses.replace(job, global_batch=step["rounds"] * mapping.folding.dp * train.micro_batch)
     return TracedStep(job=job, mapping=mapping, places=tuple(places[i] for i in sorted(places)), cluster=cluster)

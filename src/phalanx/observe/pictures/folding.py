@@ -6,7 +6,7 @@ Columns are ranks, in order. A cell's colour is the group it communicates with m
 
 from __future__ import annotations
 
-from phalanx.core.errors import PlanError, Problem
+from phalanx.core.errors import PlanError
 from phalanx.observe.pictures.svg import page, words
 from phalanx.plan.mapping import Folding
 
@@ -20,13 +20,8 @@ GRIDS = (("attention", ("tp", "cp", "dp", "pp"), ("dp", "pp")), ("experts", ("et
 def folding_svg(folding: Folding) -> str:
     """An SVG of both grids. Raises `PlanError` above 64 ranks, where a cell could not be read."""
     if folding.world > MAX_RANKS:
-        problem = Problem(
-            where="world",
-            value=folding.world,
-            rule=f"a picture shows at most {MAX_RANKS} ranks",
-            hint="print it as text",
-        )
-        raise PlanError([problem], subject="picture")
+        rule = f"a picture shows at most {MAX_RANKS} ranks"
+        raise PlanError.of("world", folding.world, rule, "print it as text", subject="picture")
     height = TOP + sum(_grid_height(folding, axes) for _, axes, _ in GRIDS) + 18
     width = max(LEFT + CELL * folding.world + 16, 620)
     body = [words(12, 24, f"{folding.world} ranks, two grids over the same ranks", size=16, weight=600)]

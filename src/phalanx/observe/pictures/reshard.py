@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from phalanx.core.errors import PlanError, Problem
+from phalanx.core.errors import PlanError
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.pictures.svg import page
 from phalanx.plan.reshard import ReshardPlan
@@ -91,9 +91,7 @@ def svg_picture(plan: ReshardPlan) -> str:
     drawn = bars(plan)
     if len(drawn) > MOST_BARS:
         rule = f"a picture shows at most {MOST_BARS} bars"
-        raise PlanError(
-            [Problem(where="streams", value=len(drawn), rule=rule, hint="leave --svg out")], subject="picture"
-        )
+        raise PlanError.of("streams", len(drawn), rule, "leave --svg out", subject="picture")
     rows = lanes(drawn)
     top = {lane: TOP + ROW * at for at, lane in enumerate(rows)}
     scale = WIDTH / plan.makespan_s if plan.makespan_s else 0.0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.core.errors import PlanError, Problem
+from phalanx.core.errors import PlanError
 from phalanx.observe.pictures.svg import page
 from phalanx.plan.pipeline.schedule import ActionSpan, Kind, Timeline
 
@@ -116,7 +116,7 @@ def timeline_svg(timeline: Timeline) -> str:
     count = sum(map(len, timeline.spans))
     if count > MAX_SPANS:
         rule = f"a picture shows at most {MAX_SPANS} passes"
-        raise PlanError([Problem(where="passes", value=count, rule=rule, hint="fewer microbatches")], subject="picture")
+        raise PlanError.of("passes", count, rule, "fewer microbatches", subject="picture")
     shortest = min(span.end - span.start for spans in timeline.spans for span in spans)
     width = min(WIDEST, max(NARROWEST, timeline.makespan / shortest * UNIT))
     scale = width / timeline.makespan
