@@ -116,8 +116,7 @@ def main(args: list[str]) -> int:
     options = read_words(ContextArgs, args, prog="phalanx bench context", description=__doc__)
     check_writable(options.json)
     result = measure(options)
-    if options.json is not None:
-        write_json(options.json, asdict(result))
+    write_json(options.json, asdict(result))
     for failure in result.failures:
         print(f"FAILED: {failure}")
     if not result.failures and len(options.degrees) > 1:

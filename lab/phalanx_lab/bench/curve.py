@@ -73,8 +73,7 @@ def main(args: list[str]) -> int:
     )
     for failure in result.failures:
         print(f"FAILED: {failure}")
-    if options.json is not None:
-        write_json(options.json, asdict(result))
+    write_json(options.json, asdict(result))
     return 1 if result.failures else 0
 
 

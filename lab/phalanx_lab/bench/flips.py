@@ -97,8 +97,7 @@ def main(args: list[str]) -> int:
     check_writable(options.json)
     report = measure(options.case)
     print(describe(report))
-    if options.json is not None:
-        write_json(options.json, report)
+    write_json(options.json, report)
     return 0 if report["passed"] else 1
 
 

@@ -103,8 +103,7 @@ def main(args: list[str]) -> int:
     check_writable(options.json)
     report = measure(options.case)
     print(describe(report))
-    if options.json is not None:
-        write_json(options.json, report)
+    write_json(options.json, report)
     case = options.case
     return 0 if report["fast_over_plain"] <= case.fast_bar and report["exact_over_plain"] <= case.exact_bar else 1
 

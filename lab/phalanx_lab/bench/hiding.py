@@ -101,8 +101,7 @@ def main(args: list[str]) -> int:
         f"{result.speedup:.2f} times faster; link {format_rate(result.link_bit_per_s, 'bit')}, "
         f"communication {result.communication_share:.0%} of a step that hides nothing"
     )
-    if options.json is not None:
-        write_json(options.json, asdict(result))
+    write_json(options.json, asdict(result))
     return 0
 
 

@@ -89,8 +89,7 @@ def main(args: list[str]) -> int:
             folder, kills=options.kills, ranks=options.ranks, interval=options.interval, seed=options.seed, tell=print
         )
     print(report(result))
-    if options.json is not None:
-        write_json(options.json, asdict(result))
+    write_json(options.json, asdict(result))
     return 1 if result.failures else 0
 
 

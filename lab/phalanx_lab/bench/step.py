@@ -96,8 +96,7 @@ def main(args: list[str]) -> int:
         print(
             f"with pairs of passes {result['paired_step_s'] * 1e3:.0f} ms: {result['paired_speedup']:.2f} times faster than serial"
         )
-    if options.json is not None:
-        write_json(options.json, result)
+    write_json(options.json, result)
     return 0 if result["losses_equal"] and result["losses_close"] else 1
 
 

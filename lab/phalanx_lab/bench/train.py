@@ -83,8 +83,7 @@ def main(args: list[str]) -> int:
     check_writable(options.json)
     result = measure(options, tell=print)
     print(report(result))
-    if options.json is not None:
-        write_json(options.json, asdict(result))
+    write_json(options.json, asdict(result))
     return 0
 
 

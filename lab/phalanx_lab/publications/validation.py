@@ -40,8 +40,7 @@ def validation(argv: Sequence[str]) -> int:
         help="also search each job of the validation rows, and say where the fastest published mapping stands (--write always does)",
     )
     args = parser.parse_args(list(argv))
-    for path in (args.json, args.svg):
-        check_writable(path)
+    check_writable(args.json, args.svg)
     with Progress(transient=True) as bar:
         task = bar.add_task("rows")
         outcomes = validate(
@@ -55,8 +54,7 @@ def validation(argv: Sequence[str]) -> int:
             else []
         )
     result = {**report(outcomes), **({"search": [place.to_dict() for place in found]} if found else {})}
-    if args.json is not None:
-        write_json(args.json, result)
+    write_json(args.json, result)
     if args.svg is not None:
         write_text(args.svg, picture(outcomes))
     if args.write is not None:

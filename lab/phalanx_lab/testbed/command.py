@@ -165,8 +165,7 @@ def measure(args: MeasureArgs) -> int:
     print(report.explain())
     leftovers = bed.leftovers()
     print(f"  left behind: {', '.join(leftovers) or 'nothing'}")
-    if args.json is not None:
-        write_json(args.json, {**asdict(report), "warning": report.warning(), "leftovers": leftovers})
+    write_json(args.json, {**asdict(report), "warning": report.warning(), "leftovers": leftovers})
     return 1 if leftovers else 0
 
 
@@ -175,6 +174,5 @@ def clean(args: CleanArgs) -> int:
     check_writable(args.json)
     reaped = reap_stale()
     print("\n".join(reaped) or "nothing to clean")
-    if args.json is not None:
-        write_json(args.json, {"reaped": reaped})
+    write_json(args.json, {"reaped": reaped})
     return 0

@@ -29,9 +29,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(list(argv))
     launched = read_world()
     raise_if(_problems(args, launched), ConfigError, subject="the arguments")
-    for path in (args.out, args.json):
-        if launched is None or launched.rank == 0:
-            check_writable(path)
+    if launched is None or launched.rank == 0:
+        check_writable(args.out, args.json)
     begin = time.perf_counter()
     if launched is None:
         found = measure(ranks=args.ranks if args.ranks is not None else usable_cores())

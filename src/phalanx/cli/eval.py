@@ -71,8 +71,7 @@ def main(args: list[str]) -> int:
     check_writable(options.json)
     results = evaluate(options, Console())
     show(results, Console())
-    if options.json is not None:
-        write_json(options.json, results)
+    write_json(options.json, results)
     return 0
 
 

@@ -95,8 +95,7 @@ def main(args: list[str]) -> int:
 
 def folding(args: FoldingArgs) -> int:
     """Check and explain one mapping of both rank grids over the same ranks."""
-    check_writable(args.json)
-    check_writable(args.svg)
+    check_writable(args.json, args.svg)
     spec = None if args.preset is None else _preset(args.preset)
     raise_if(_idle(args), ConfigError, subject="arguments")
     if args.stages:
@@ -105,8 +104,7 @@ def folding(args: FoldingArgs) -> int:
     mapping = Folding(world=args.world, tp=args.tp, cp=args.cp, pp=args.pp, ep=args.ep, etp=args.etp)
     seq_len = args.seq if args.seq is not None else DEFAULT_SEQ
     result = folding_result(mapping, spec, seq_len=seq_len, cp_method=args.cp_method)
-    if args.json is not None:
-        write_json(args.json, result)
+    write_json(args.json, result)
     if args.svg is not None and result["tiles"]:
         write_text(args.svg, folding_svg(mapping))
     if result["tiles"]:
@@ -153,8 +151,7 @@ def _staged(args: FoldingArgs, spec: ModelSpec | None) -> int:
         "groups": {name: len(mapping.groups(name)) for name in mapping.group_names},
         "nearest": None,
     }
-    if args.json is not None:
-        write_json(args.json, result)
+    write_json(args.json, result)
     print(mapping.explain())
     print(f"{len(groups)} process groups, planned in {seconds * 1e3:.1f} ms")
     _print_problems(result)
@@ -211,8 +208,7 @@ def model(args: ModelArgs) -> int:
     check_writable(args.json)
     spec = _preset(args.preset)
     result = model_result(spec, seq_len=args.seq)
-    if args.json is not None:
-        write_json(args.json, result)
+    write_json(args.json, result)
     print(spec.explain())
     print(f"  {'part':<12}{'parameters':>14}{'share':>9}")
     for part, count in result["parts"].items():

@@ -44,8 +44,7 @@ def main(args: list[str]) -> int:
     console = Console()
     with PreparationProgress(console, live=wants_live(recipe.observe, console)) as bar:
         prepared = prepare(recipe.data, progress=bar, workers=workers)
-    if out is not None:
-        write_json(out, result_of(prepared))
+    write_json(out, result_of(prepared))
     print(printable("\n".join([told(prepared, recipe.data.cache), *prepared.all_notes(recipe.train.seq_len)])))
     return 0
 

@@ -31,8 +31,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     check_writable(args.json)
     rows = list_runs(args.folder)
-    if args.json is not None:
-        write_json(args.json, {"runs": rows})
+    write_json(args.json, {"runs": rows})
     console = Console()
     if not rows:
         console.print(Text(f"{args.folder} has no runs; phalanx train makes one"), soft_wrap=True)

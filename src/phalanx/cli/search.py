@@ -54,8 +54,7 @@ SHOWN = 3
 def main(argv: Sequence[str]) -> int:
     """Run `phalanx search ARGV...`."""
     args = _parser().parse_args(list(argv))
-    for path in (args.json, args.svg, args.recipe):
-        check_writable(path)
+    check_writable(args.json, args.svg, args.recipe)
     spec, cluster, problems = model_and_cluster(args)
     problems += [
         Problem(where=f"--{name}", value=value, rule="must be at least 1", hint="use 1 or more")

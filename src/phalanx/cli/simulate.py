@@ -83,8 +83,7 @@ def step(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", metavar="A:B", help="with --against: which of them (default: all)")
     parser.add_argument("--learn", metavar="A:B", help="with --against: steps whose medians come before the formulas")
     args, overrides = parser.parse_with_settings(argv)
-    for path in (args.json, args.trace, args.svg):
-        check_writable(path)
+    check_writable(args.json, args.trace, args.svg)
     raise_if(_without_effect(args), ConfigError, subject="the arguments")
     if args.against is not None:
         from phalanx.cli.predicting.against import (

@@ -92,7 +92,6 @@ def _rank(plan: SyncPlan, options: SyncArgs, info: WorldInfo, stop: StopRequest)
     print(f"{options.out}: {len(plan.waves)} waves, at most {format_bytes(most)} held by a process")
     if options.check:
         print(f"{format_bytes(compared)} read again and compared with the checkpoint: equal")
-    if options.json is not None:
-        figures = {"waves": len(plan.waves), "memory_bytes": plan.memory_bytes, "peak_held_bytes": most}
-        write_json(options.json, {**figures, "compared_bytes": compared, "ranks": [asdict(r) for r in reports]})
+    figures = {"waves": len(plan.waves), "memory_bytes": plan.memory_bytes, "peak_held_bytes": most}
+    write_json(options.json, {**figures, "compared_bytes": compared, "ranks": [asdict(r) for r in reports]})
     return 0

@@ -182,8 +182,7 @@ def verify(args: VerifyArgs, recipe: Recipe | None, console: Console) -> int:
         result["planted"] = fault.name
     if forced is not None:
         result |= {"overlap": forced.value, "overlap_forced": forced.num_forced, "overlap_kept": forced.kept}
-    if args.json is not None:
-        write_json(args.json, result)
+    write_json(args.json, result)
     _print_table(reports, result, console)
     _print_not_verified(result["not_verified"], console)
     if forced is not None:
@@ -335,8 +334,7 @@ def follow_recipe(args: VerifyArgs, recipe: Recipe, console: Console) -> int:
     case = _cases_of(recipe, _ranks(args, recipe))[-1]
     result = follow(case, steps=args.steps)
     result.seconds, result.not_verified = time.perf_counter() - begin_s, not_verified(recipe, case)
-    if args.json is not None:
-        write_json(args.json, asdict(result))
+    write_json(args.json, asdict(result))
     console.print(escape(result.label), soft_wrap=True)
     console.print(
         f"{result.steps} steps on {case.folding.world} ranks and on one: loss {result.reference_losses[0]:.4f} -> "
@@ -379,8 +377,7 @@ def plant_all(args: VerifyArgs, console: Console) -> int:
         "seconds": time.perf_counter() - begin_s,
         "failures": [f"{name} was not found" for name in escaped],
     }
-    if args.json is not None:
-        write_json(args.json, result)
+    write_json(args.json, result)
     _print_faults(result, ranks, console)
     return 1 if escaped else 0
 

@@ -18,9 +18,10 @@ from phalanx.core.errors import DataError, Problem, RunError
 from phalanx.core.reading import MalformedError, load_json
 
 
-def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result file, its folder included. Raises `RunError` naming the file."""
-    write_text(path, json.dumps(result, indent=2, sort_keys=True) + "\n")
+def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Write a result file (None: none is wanted), its folder included. Raises `RunError` naming the file."""
+    if path is not None:
+        write_text(path, json.dumps(result, indent=2, sort_keys=True) + "\n")
 
 
 def read_json(path: Path, *, where: str) -> Any:
@@ -35,18 +36,17 @@ def read_json(path: Path, *, where: str) -> Any:
         raise DataError(problems, subject="a file") from error
 
 
-def check_writable(path: Path | None) -> None:
+def check_writable(*paths: Path | None) -> None:
     """Raise `RunError` now rather than after minutes of work, where a result file (None: none is wanted) could not be written."""
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        was_there = path.exists()
-        path.open("a").close()
-        if not was_there:
-            path.unlink()  # work that fails must not leave an empty result
-    except OSError as error:
-        raise _cannot_write(path, error) from error
+    for path in filter(None, paths):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            was_there = path.exists()
+            path.open("a").close()
+            if not was_there:
+                path.unlink()  # work that fails must not leave an empty result
+        except OSError as error:
+            raise _cannot_write(path, error) from error
 
 
 def write_text(path: Path, text: str) -> None:

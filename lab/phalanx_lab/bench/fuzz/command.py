@@ -105,8 +105,7 @@ def main(args: list[str]) -> int:
             return repeat(readers, options, Path(folder))
         result = fuzz(readers, options, Path(folder))
     print(report(result))
-    if options.json is not None:
-        write_json(options.json, asdict(result))
+    write_json(options.json, asdict(result))
     return 1 if result.findings else 0
 
 

@@ -105,8 +105,7 @@ def main(args: list[str]) -> int:
             Console().print(_table(result, direction))
     for line in result["wrong"]:
         print(line)
-    if options.json is not None:
-        write_json(options.json, result)
+    write_json(options.json, result)
     return 1 if result["wrong"] else 0
 
 

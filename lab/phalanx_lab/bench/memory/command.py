@@ -79,9 +79,7 @@ def main(args: list[str]) -> int:
     Console().print(_table(result))
     for failure in result.failures:
         print(f"FAILED: {failure}")
-    if options.json is not None:
-        errors = {"errors": [r.error for r in result.ranks]}
-        write_json(options.json, asdict(result) | errors)
+    write_json(options.json, asdict(result) | {"errors": [r.error for r in result.ranks]})
     return 1 if result.failures else 0
 
 
@@ -102,8 +100,7 @@ def _main_foldings(options: MemoryArgs, rest: list[str]) -> int:
     cases = foldings.run_cases(foldings.chosen(part=options.part, only=options.only), rest, tell=console)
     console.print(foldings.table(cases, bar=bar))
     report = foldings.report(cases, bar=bar)
-    if options.json is not None:
-        write_json(options.json, report)
+    write_json(options.json, report)
     return 0 if report["met"] else 1
 
 

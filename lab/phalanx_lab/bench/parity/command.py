@@ -57,8 +57,7 @@ def main(args: list[str]) -> int:
     check_writable(options.json)
     report = measure(options, seed)
     print(describe(report))
-    if options.json is not None:
-        write_json(options.json, report)
+    write_json(options.json, report)
     return 1 if report["mismatches"] else 0
 
 

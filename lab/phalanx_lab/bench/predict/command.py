@@ -84,16 +84,14 @@ def main(args: list[str]) -> int:
     if options.rank_of is not None:
         return _rank_of(options.rank_of)
     raise_if(_problems(options), ConfigError, subject="the options")
-    check_writable(options.json)
-    check_writable(options.told)
+    check_writable(options.json, options.told)
     if options.recovery:
         report = measure_recovery(options)
         print(predict_recovery.describe(report))
     else:
         report = measure(options)
         print(describe(report))
-    if options.json is not None:
-        write_json(options.json, report)
+    write_json(options.json, report)
     return 0 if report["met"] else 1
 
 
@@ -181,8 +179,7 @@ def measure(options: PredictArgs) -> dict[str, Any]:
         )
         _run(options, job)
         told = json.loads(job.with_suffix(".told").read_text())
-    if options.told is not None:
-        write_json(options.told, told)
+    write_json(options.told, told)
     links = [TimedCollective(**link) for link in told["links"]]
     hardware = with_links(load_hardware("h100"), links, ranks_per_host=per_host)  # of computing nothing is asked of it
     predicted = _predicted(options, plans, told, hardware)

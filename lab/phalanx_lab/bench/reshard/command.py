@@ -118,8 +118,7 @@ def main(args: list[str]) -> int:
     Console().print(_table(result))
     for line in result.missed + result.failures:
         print(line)
-    if options.json is not None:
-        write_json(options.json, asdict(result))
+    write_json(options.json, asdict(result))
     return 1 if result.failures else 0
 
 

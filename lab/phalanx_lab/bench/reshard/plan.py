@@ -71,8 +71,7 @@ def main(args: list[str]) -> int:
         result = measure_random(
             options.seed, options.cases, unequal_links=options.unequal_links, least_bytes=options.least_bytes
         )
-    if options.json is not None:
-        write_json(options.json, result)
+    write_json(options.json, result)
     return 0
 
 

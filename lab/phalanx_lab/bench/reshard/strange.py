@@ -75,8 +75,7 @@ def main(args: list[str]) -> int:
     seed = options.seed if options.seed is not None else int(datetime.date.today().strftime("%Y%m%d"))
     report = run_drawn(options.cases, seed)
     print(describe(report))
-    if options.json is not None:
-        write_json(options.json, report)
+    write_json(options.json, report)
     return 0 if is_well(report) else 1
 
 

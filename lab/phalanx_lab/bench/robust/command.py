@@ -141,8 +141,7 @@ def main(args: list[str]) -> int:
     check_writable(options.json)
     result = measure(options)
     print(report(result))
-    if options.json is not None:
-        write_json(options.json, asdict(result))
+    write_json(options.json, asdict(result))
     return 1 if result.failures else 0
 
 

@@ -69,8 +69,7 @@ def main(args: list[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         result = run_storm(options, folder.absolute())
     print(report(result))
-    if options.json is not None:
-        write_json(options.json, asdict(result))
+    write_json(options.json, asdict(result))
     return 1 if result.failures else 0
 
 

@@ -84,8 +84,7 @@ def main(args: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="phalanx-storm-") as folder:
         result = storm(options, Path(folder), tell=print)
     print(report(result))
-    if options.json is not None:
-        write_json(options.json, asdict(result))
+    write_json(options.json, asdict(result))
     return 1 if result.failures else 0
 
 

@@ -73,8 +73,7 @@ def main(args: list[str]) -> int:
     raise_if(_problems(options), ConfigError, subject="the options")
     report = measure(options, rest)
     _show(report, Console())
-    if options.json is not None:
-        write_json(options.json, report)
+    write_json(options.json, report)
     return 0 if report["order_equal"] in (True, None) else 1
 
 

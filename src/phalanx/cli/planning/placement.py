@@ -85,8 +85,7 @@ class PlacementArgs:
 
 def placement(args: PlacementArgs) -> int:
     """Place replicas of experts on hosts, and show what losses they survive."""
-    check_writable(args.json)
-    check_writable(args.svg)
+    check_writable(args.json, args.svg)
     raise_if(_argument_problems(args), ConfigError, subject="arguments")
     loads = _loads(args)
     current, pool = _present(args)
@@ -100,8 +99,7 @@ def placement(args: PlacementArgs) -> int:
     chosen = choose(points, max_over_mean=args.max_load, max_copies=args.max_copies, by=by)
     plans = {"ours": chosen.plan, **{rule: rule_placement(rule, loads, counts, pool) for rule in OTHERS}}
     result = placement_result(plans, points, chosen, loads, counts=counts, worth=worth, seconds=seconds)
-    if args.json is not None:
-        write_json(args.json, result)
+    write_json(args.json, result)
     if args.svg is not None:
         write_text(args.svg, placement_svg(chosen.plan))
     _show(args, plans, points, chosen, loads, counts, worth)

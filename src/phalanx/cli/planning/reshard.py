@@ -59,8 +59,7 @@ class ReshardArgs:
 
 def reshard(args: ReshardArgs) -> int:
     """Plan the move of a tensor from one sharded layout to another."""
-    check_writable(args.json)
-    check_writable(args.svg)
+    check_writable(args.json, args.svg)
     problems = _shape_problems(args)
     if problems:
         return _refuse(args, _number_problems(args) + problems)
@@ -169,8 +168,7 @@ def _hosts(args: ReshardArgs, src: TensorLayout, dst: TensorLayout, rate: float,
 
 def _refuse(args: ReshardArgs, problems: list[Problem]) -> int:
     """All problems on stderr, and in the file."""
-    if args.json is not None:
-        write_json(args.json, {"legal": False, "problems": [str(p) for p in problems]})
+    write_json(args.json, {"legal": False, "problems": [str(p) for p in problems]})
     print(str(PlanError(problems, subject="the move")), file=sys.stderr)
     return 2
 

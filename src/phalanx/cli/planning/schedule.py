@@ -59,8 +59,7 @@ class ScheduleArgs:
 
 def schedule(args: ScheduleArgs) -> int:
     """Draw the timeline of a pipeline schedule."""
-    check_writable(args.json)
-    check_writable(args.svg)
+    check_writable(args.json, args.svg)
     begin = time.perf_counter()
     needed = schedules()[args.name].virtual if args.name in schedules() else None
     virtual = args.virtual if args.virtual is not None else needed or 1
@@ -79,8 +78,7 @@ def schedule(args: ScheduleArgs) -> int:
     plan, timeline = plan_pipeline(made), simulate(made, costs)
     plan.check()
     result = schedule_result(plan, timeline, costs, seconds=time.perf_counter() - begin)
-    if args.json is not None:
-        write_json(args.json, result)
+    write_json(args.json, result)
     if args.svg is not None:
         write_text(args.svg, timeline_svg(timeline))
     show_timeline(timeline, Console(highlight=False))
@@ -103,8 +101,7 @@ def _refuse(args: ScheduleArgs, problems: list[Problem], *, virtual: int) -> int
     near: dict[str, Any] = {"name": name, "pp": pp, "virtual": v, "microbatches": m}
     if args.extra_warmup is not None and schedules()[name].eager:
         near["extra_warmup"] = list(nearest_extra(args.extra_warmup, pp=pp))
-    if args.json is not None:
-        write_json(args.json, {"legal": False, "problems": [str(p) for p in problems], "nearest": near})
+    write_json(args.json, {"legal": False, "problems": [str(p) for p in problems], "nearest": near})
     print(str(PlanError(problems, subject="the schedule")), file=sys.stderr)
     if schedule_problems(args.name, **_sizes(args, virtual)):
         shown = {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in near.items()}

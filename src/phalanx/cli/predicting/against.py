@@ -92,8 +92,7 @@ def against(
     """Print the comparison; `Against.status`. Raises `ConfigError` or `DataError` with what is wrong with recipe, run or cluster."""
     first, last = read_steps(steps)
     found = compare_with_run(recipe, run, cluster_name, overrides, steps=(first, last), learn=read_steps(learn))
-    if json_file is not None:
-        write_json(json_file, found.to_dict())
+    write_json(json_file, found.to_dict())
     print(describe(found))
     return found.status
 

@@ -29,8 +29,7 @@ def flops(argv: Sequence[str]) -> int:
     if problems or spec is None or cluster is None:
         raise ConfigError(problems, subject="the arguments")
     result = rates(spec, cluster, args)
-    if args.json is not None:
-        write_json(args.json, result)
+    write_json(args.json, result)
     print(describe(result))
     return 0
 

@@ -65,8 +65,7 @@ class GoesOn:
 def goodput(argv: Sequence[str]) -> int:
     """Monte Carlo over failures."""
     args, overrides = _parser().parse_with_settings(argv)
-    for path in (args.json, args.svg):
-        check_writable(path)
+    check_writable(args.json, args.svg)
     raise_if(_recipe_problems(args, overrides), ConfigError, subject="the arguments")
     run_of = None if args.recipe is None else _goes_on(args, overrides)
     left, repair = (None, None) if run_of is None else (run_of.left, run_of.repair)
@@ -83,8 +82,7 @@ def goodput(argv: Sequence[str]) -> int:
     result |= {} if slow is None else {"slow": {**asdict(slow), "explain": slow.explain()}}
     if run_of is not None:
         result |= {"memory": memory_dict(left, run_of.predicted, goes_on=repair is not None)}
-    if args.json is not None:
-        write_json(args.json, {k: v for k, v in result.items() if k != "curves"})
+    write_json(args.json, {k: v for k, v in result.items() if k != "curves"})
     if args.svg is not None:
         write_text(args.svg, picture(result))
     print(describe(result))

@@ -34,8 +34,7 @@ def traced(argv: Sequence[str]) -> int:
     check_writable(args.json)
     found = {str(path): read_step(path) for path in args.files}
     times = {name: step.time() for name, step in found.items()}
-    if args.json is not None:
-        write_json(args.json, {name: to_dict(time) for name, time in times.items()})
+    write_json(args.json, {name: to_dict(time) for name, time in times.items()})
     print(describe(times))
     return 0
 
