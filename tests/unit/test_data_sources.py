@@ -201,37 +201,16 @@ def test_unknown_builtin():
         resolve(config("builtin:pyhton"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"weights": (1.0,)}, r"one weight for each of the 2 sources"),
-        ({"weights": (1.0, 0.0)}, r"data\.weights\[1\] = 0\.0: must be above 0"),
-        ({"weights": (float("nan"), 1.0)}, r"data\.weights\[0\] = nan"),
-        ({"weights": (float("inf"), 1.0)}, r"data\.weights\[0\] = inf"),
-        ({"validation_fraction": 0.0}, r"above 0 and at most 0\.5"),
-        ({"validation_fraction": 0.9}, r"above 0 and at most 0\.5"),
-        ({"builtin_bytes": 0}, r"at least 1"),
-        ({"builtin_bytes": 10}, r"data\.builtin_bytes = 10: has no effect without the source 'builtin:python'"),
-        ({"text_field": "body"}, r"data\.text_field = 'body': has no effect"),
-    ],
-)
-def test_settings_that_do_not_fit(folder, settings, message):
-    with pytest.raises(DataError, match=message):
-        resolve(config(folder / "b.txt", folder.parent / "tokens", **settings))
+def test_a_field_that_no_file_has(folder):
+    with pytest.raises(DataError, match=r"data\.text_field = 'body': has no effect"):
+        resolve(config(folder / "b.txt", folder.parent / "tokens", text_field="body"))
 
 
 def test_everything_at_once(folder):
-    wrong = config("gone.txt", "builtin:perl", weights=(1.0,), validation_fraction=2.0)
+    wrong = config("gone.txt", "builtin:perl")
     with pytest.raises(DataError) as caught:
         resolve(wrong)
-    assert [p.where for p in caught.value.problems] == [
-        "data.weights",
-        "data.validation_fraction",
-        "data.sources[0]",
-        "data.sources[1]",
-    ]
-    with pytest.raises(DataError, match="at least one source"):
-        resolve(DataConfig(sources=()))
+    assert [p.where for p in caught.value.problems] == ["data.sources[0]", "data.sources[1]"]
 
 
 # --- a field for each source

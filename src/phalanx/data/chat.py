@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.config import DataConfig
-from phalanx.core.errors import DataError, Problem
+from phalanx.core.errors import DataError
 from phalanx.core.reading import load_json, malformed, typed
 from phalanx.data.cache import digest
 from phalanx.data.formats import Document
@@ -155,7 +155,7 @@ class ChatEncoder:
                 rendered.append(self._sections(each.messages))
             except NotRenderedError as error:
                 found = error.problems[0]
-                log.add(Problem(where=each.where, value=found.where, rule=f"is refused: the template {found.rule}", hint=found.hint))  # fmt: skip
+                log.report(each.where, found.where, f"is refused: the template {found.rule}", found.hint)  # fmt: skip
                 rendered.append([])
         return self._encode(rendered)
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from phalanx.core.errors import DataError
@@ -24,31 +23,16 @@ RULES_VERSION = 1
 DEFAULT_BYTES = 40_000_000
 """About 11 M tokens of bpe:8192: four times what the default run sees, and prepared in some 10 s on 2 idle cores."""
 
-SKIPPED_FOLDERS = frozenset(
-    (
-        "test",
-        "tests",
-        "testing",
-        "idle_test",
-        "_vendor",
-        "vendor",
-        "vendored",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "phalanx",
-    )
-)
+SKIPPED_FOLDERS = frozenset((
+    "test", "tests", "testing", "idle_test", "_vendor", "vendor", "vendored", "site-packages", "dist-packages", "__pycache__", "phalanx",
+))  # fmt: skip
 SKIPPED_PREFIXES = ("test_", "__editable__", "_sysconfigdata")
 SMALLEST_BYTES = 256
 LARGEST_BYTES = 256 * 1024
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceFile:
-    path: str
-    size: int
-    mtime_ns: int
+Seen = tuple[int, int]
+"""Size and time of the last change (ns). The cache knows files by both and their path: a number of the file itself would be another one each time on some network file systems."""
 
 
 def python_folders() -> tuple[Path, ...]:
@@ -57,13 +41,12 @@ def python_folders() -> tuple[Path, ...]:
     return tuple(dict.fromkeys(Path(sysconfig.get_path(name)).resolve() for name in names))
 
 
-def candidates(folders: tuple[Path, ...]) -> list[SourceFile]:
-    """Files that may count, by path, without reading them."""
-    found = {c.path: c for folder in folders for c in _walk(str(folder))}
-    return [found[path] for path in sorted(found)]
+def candidates(folders: tuple[Path, ...]) -> dict[str, Seen]:
+    """Files that may count, in the order of their paths, without reading them."""
+    return dict(sorted(found for folder in folders for found in _walk(str(folder))))
 
 
-def _walk(folder: str) -> Iterator[SourceFile]:
+def _walk(folder: str) -> Iterator[tuple[str, Seen]]:
     for here, folders, names in os.walk(folder):
         folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS]
         for name in names:
@@ -75,10 +58,10 @@ def _walk(folder: str) -> Iterator[SourceFile]:
             except OSError:  # a dangling link, or a package being removed now
                 continue
             if SMALLEST_BYTES <= status.st_size <= LARGEST_BYTES:
-                yield SourceFile(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns)
+                yield path, (status.st_size, status.st_mtime_ns)
 
 
-def select(files: list[SourceFile], max_bytes: int, progress: CacheProgress) -> tuple[tuple[Path, ...], str]:
+def select(files: Mapping[str, Seen], max_bytes: int, progress: CacheProgress) -> tuple[tuple[Path, ...], str]:
     """The files of the corpus in their order, and its identity.
 
     Raises DataError where no file counts (an interpreter without its library).
@@ -104,17 +87,17 @@ def select(files: list[SourceFile], max_bytes: int, progress: CacheProgress) -> 
     return tuple(chosen), identity.hexdigest()
 
 
-def _by_content(files: list[SourceFile], progress: CacheProgress) -> dict[bytes, Path]:
+def _by_content(files: Mapping[str, Seen], progress: CacheProgress) -> dict[bytes, Path]:
     """One path for each distinct content, by hash."""
-    total, done = sum(f.size for f in files), 0
+    total, done = sum(size for size, _ in files.values()), 0
     paths: dict[bytes, Path] = {}
-    for number, file in enumerate(files):
+    for number, (path, (size, _)) in enumerate(files.items()):
         try:
-            content = Path(file.path).read_bytes()
+            content = Path(path).read_bytes()
         except OSError:  # unreadable to us: not part of what we can train on
             continue
-        paths.setdefault(hashlib.blake2b(content, digest_size=16).digest(), Path(file.path))
-        done += file.size
+        paths.setdefault(hashlib.blake2b(content, digest_size=16).digest(), Path(path))
+        done += size
         if number % 100 == 0:
             progress("scan", done, total)
     progress("scan", total, total)

@@ -45,11 +45,8 @@ MOST_MESSAGES = 1000
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHARE_GPT = {"human": "user", "gpt": "assistant"}
 _NOT_READ = {
-    "tool_calls": "calls tools",
-    "function_call": "calls tools",
-    "reasoning_content": "has its reasoning in a field of its own",
-    "reasoning": "has its reasoning in a field of its own",
-    "thinking": "has its reasoning in a field of its own",
+    **dict.fromkeys(("tool_calls", "function_call"), "calls tools"),
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "has its reasoning in a field of its own"),
     "weight": "has a weight",
     "train": "is left out of the training",
 }
@@ -175,7 +172,7 @@ def _read_added(path: Path, extension: Extension, log: ProblemLog) -> Iterator[D
     except Exception as error:  # of a stranger's reader
         rule = f"cannot be read by {extension.package} ({type(error).__name__}: {first_line(error)})"
         hint = "repair the file, or the package that reads it"
-        log.add(Problem(where=f"{path}:document {number + 1}", value=path.name, rule=rule, hint=hint))
+        log.report(f"{path}:document {number + 1}", path.name, rule, hint)
 
 
 # --- .txt
@@ -309,20 +306,16 @@ def _field_of(line: bytes, where: str, position: int, options: ReadOptions, log:
         record = parse_json(line.decode("utf-8"), where=where, plain=False)
     except UnicodeDecodeError as error:
         rule = f"must be UTF-8, and is not at byte {error.start} of the line"
-        log.add(
-            Problem(where=where, value=line[error.start : error.start + 4], rule=rule, hint="repair or remove the line")
-        )
+        log.report(where, line[error.start : error.start + 4], rule, "repair or remove the line")
         return None
     except MalformedError as error:
         shown = line.strip()[:_SHOWN].decode("utf-8", "replace")
         rule = f"must be one JSON object a line, and {error.problems[0].rule}"
-        log.add(Problem(where=where, value=shown, rule=rule, hint="repair or remove the line"))
+        log.report(where, shown, rule, "repair or remove the line")
         return None
     if not isinstance(record, dict):
         rule = f"must be a JSON object with a field {field!r}, not a {type(record).__name__}"
-        log.add(
-            Problem(where=where, value=str(record)[:_SHOWN], rule=rule, hint='for example {"' + field + '": "..."}')
-        )
+        log.report(where, str(record)[:_SHOWN], rule, 'for example {"' + field + '": "..."}')
         return None
     beside = [n for n in _beside(record, options) if record[n] not in _NOTHING]
     return _document(record.get(field), where, position, options, sorted(record), log, beside=beside)
@@ -347,7 +340,7 @@ def _document(
     """The text, or the conversation, that a field holds. `beside`: fields of the record that are not empty, and are not read."""
     for name in beside:
         rule = f"has a field {name!r} beside its messages, which is not read"
-        log.add(Problem(where=where, value=name, rule=rule, hint=_NOT_READ_BESIDE[name]))
+        log.report(where, name, rule, _NOT_READ_BESIDE[name])
     if beside:
         return None
     if options.conversations and options.text_field in names:
@@ -366,7 +359,7 @@ def _conversation(value: object, where: str, field: str, log: ProblemLog) -> tup
         shown = f"{len(value)} messages" if isinstance(value, list) else str(value)[:_SHOWN]
         rule = f"field {field!r} must be a list of 1 to {MOST_MESSAGES} messages"
         hint = 'for example [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-        log.add(Problem(where=where, value=shown, rule=rule, hint=hint))
+        log.report(where, shown, rule, hint)
         return None
     for number, message in enumerate(value, start=1):
         found = _message(message)
@@ -405,30 +398,16 @@ def _checked(text: object, where: str, options: ReadOptions, names: list[str], l
     """`text` if it is one that can be encoded."""
     field = options.text_field
     if field not in names:
-        log.add(
-            Problem(
-                where=where,
-                value=names[:8],
-                rule=f"has no field {field!r}",
-                hint=f"{options.field_hint}; {nearest(field, names)}",
-            )
-        )
+        log.report(where, names[:8], f"has no field {field!r}", f"{options.field_hint}; {nearest(field, names)}")
         return None
     if not isinstance(text, str):
-        log.add(
-            Problem(
-                where=where,
-                value=str(text)[:_SHOWN],
-                rule=f"field {field!r} must be text",
-                hint="repair or remove the record",
-            )
-        )
+        log.report(where, str(text)[:_SHOWN], f"field {field!r} must be text", "repair or remove the record")
         return None
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         rule = f"field {field!r} must be Unicode text, and holds half a surrogate pair at character {error.start}"
-        log.add(Problem(where=where, value=text[error.start], rule=rule, hint="repair or remove the record"))
+        log.report(where, text[error.start], rule, "repair or remove the record")
         return None
     return text
 
@@ -463,15 +442,8 @@ def _largest_page(path: Path, field: str, log: ProblemLog) -> int | None:
                 largest = max(largest, found)
                 if found > most:
                     rule = f"has a page that becomes more than {most} bytes"
-                    where = f"{path}:row group {group}"
-                    log.add(
-                        Problem(
-                            where=where,
-                            value=path.name,
-                            rule=rule,
-                            hint="write it with smaller row groups or batches (row_group_size = 256, write_batch_size = 64)",
-                        )
-                    )
+                    hint = "write it with smaller row groups or batches (row_group_size = 256, write_batch_size = 64)"
+                    log.report(f"{path}:row group {group}", path.name, rule, hint)
                     return None
     except PageError as error:
         log.add(_no_parquet(path, error))
@@ -490,10 +462,10 @@ def _has_text_column(schema: pa.Schema, path: Path, options: ReadOptions, log: P
         hint = (
             f"{options.field_hint}; {nearest(field, schema.names)}" if schema.names else "write the text into a column"
         )
-        log.add(Problem(where=str(path), value=schema.names[:8], rule=f"has no column {field!r}", hint=hint))
+        log.report(str(path), schema.names[:8], f"has no column {field!r}", hint)
         return False
     if schema.names.count(field) > 1:
-        log.add(Problem(where=str(path), value=field, rule="is the name of several columns", hint="rename all but one"))
+        log.report(str(path), field, "is the name of several columns", "rename all but one")
         return False
     kind = schema.field(field).type
     if options.conversations:
@@ -501,7 +473,7 @@ def _has_text_column(schema: pa.Schema, path: Path, options: ReadOptions, log: P
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         text = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
         hint = f"columns of text: {', '.join(text)}" if text else "write the text as strings"
-        log.add(Problem(where=str(path), value=str(kind), rule=f"column {field!r} must hold strings", hint=hint))
+        log.report(str(path), str(kind), f"column {field!r} must hold strings", hint)
         return False
     return True
 
@@ -513,7 +485,7 @@ def _has_messages(kind: pa.DataType, path: Path, field: str, log: ProblemLog) ->
     if not all(texts.intersection(names) for names in _KEYS):
         rule = f"column {field!r} must hold lists of messages with the texts role and content"
         hint = "leave data.chat_template out for texts" if not listed else "write each message as a table of both"
-        log.add(Problem(where=str(path), value=str(kind)[:_SHOWN], rule=rule, hint=hint))
+        log.report(str(path), str(kind)[:_SHOWN], rule, hint)
         return False
     return True
 
@@ -547,11 +519,7 @@ def _rows(columns: Iterable[_Columns], path: Path, options: ReadOptions, log: Pr
                 value = _messages_of(cell) if options.conversations else cell.as_py()
             except UnicodeDecodeError as error:
                 rule = f"must be UTF-8, and is not at byte {error.start} of the value"
-                log.add(
-                    Problem(
-                        where=where, value=error.object[error.start :][:4], rule=rule, hint="repair or remove the row"
-                    )
-                )
+                log.report(where, error.object[error.start :][:4], rule, "repair or remove the row")
                 continue
             beside = [name for name, each in others if not _is_empty(each[row])]
             document = _document(value, where, position, options, [options.text_field], log, beside=beside)
@@ -613,7 +581,7 @@ def _read_arrow(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[D
         if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the library
             raise
         rule = f"is not a readable stream of Arrow ({first_line(error)})"
-        log.add(Problem(where=str(path), value=path.name, rule=rule, hint="copy the file, or save the dataset, again"))
+        log.report(str(path), path.name, rule, "copy the file, or save the dataset, again")
 
 
 def _batches(data: mmap.mmap, ends: Iterator[int], columns: list[int]) -> Iterator[_Columns]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, raise_if
 from phalanx.core.samples import num_rounds, owned
 from phalanx.data.dataset import Dataset, pack_ids
+from phalanx.data.packing import Packed
 from phalanx.data.sampling import Mixture, permute, shares
 
 Ints = NDArray[np.int64]
@@ -30,17 +31,11 @@ _VALIDATION_KEY = 0x76616C  # fixed: runs with different seeds are compared on t
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MicroBatch:
-    """`tokens`, `labels` (-100: not predicted) and `positions` are int64 (b, S); `segments[i]` the document lengths of sequence i (sum S), `padding[i]`
-    its last tokens that are no text."""
+class MicroBatch(Packed):
+    """Sequences of a step. `labels` is -100 where nothing is predicted."""
 
     index: int
     """Number of this micro-batch in its step, over all ranks; -1 for an empty one."""
-    tokens: Ints
-    labels: Ints
-    positions: Ints
-    segments: tuple[tuple[int, ...], ...]
-    padding: tuple[int, ...]
     sample_ids: Ints
     """(b,) window ids (`data/dataset.py`); -1 for a filler of a validation batch and in an empty micro-batch."""
 
@@ -50,50 +45,52 @@ class MicroBatch:
         return self.index < 0
 
 
-class Loader:
-    """Batches of the train side. Safe to use from several threads; holds no position."""
+@dataclass(kw_only=True, eq=False)
+class _Batches:
+    """What training and validation have in common: global batches, and each rank's micro-batches of them."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        seq_len: int,
-        global_batch: int,
-        micro_batch: int,
-        seed: int,
-        any_ranks: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.seq_len = seq_len
-        self.global_batch = global_batch
-        self.micro_batch = micro_batch
-        self.seed = seed
-        self.any_ranks = any_ranks
-        _check_batch(global_batch, micro_batch, dp_size=1)
-        sizes = dataset.pool_sizes(seq_len)
-        self._mixture = Mixture(sizes=sizes, weights=dataset.weights, seed=seed)
-        self._first_id = np.cumsum(sizes) - np.asarray(sizes)
+    dataset: Dataset = field(kw_only=False)
+    seq_len: int
+    global_batch: int
+    micro_batch: int
+    any_ranks: bool = False
 
-    @property
-    def num_samples(self) -> int:
-        """Windows of the whole data set."""
-        return sum(self._mixture.sizes)
+    def __post_init__(self) -> None:
+        _check_batch(self.global_batch, self.micro_batch, dp_size=1)
+
+    def _ids(self, first: int, count: int) -> Ints:
+        """(count,) window ids from sample `first` on, -1 for fillers."""
+        raise NotImplementedError
 
     def sample_ids(self, step: int) -> Ints:
-        """(G,) window ids of a step."""
+        """(G,) window ids of a step, or of a validation batch."""
         return self._ids(step * self.global_batch, self.global_batch)
 
     def microbatches(self, step: int, *, dp_index: int = 0, dp_size: int = 1) -> list[MicroBatch]:
         """What data-parallel rank `dp_index` of `dp_size` runs in `step`, in order; as many on all ranks, empty ones last."""
         _check_batch(self.global_batch, self.micro_batch, dp_size=1 if self.any_ranks else dp_size)
-        samples = self.global_batch // self.micro_batch
-        found = [self._microbatch(step * self.global_batch, j) for j in owned(samples, owners=dp_size, owner=dp_index)]
-        return _filled(found, samples, dp_size, micro_batch=self.micro_batch, seq_len=self.seq_len)
+        samples, first = self.global_batch // self.micro_batch, step * self.global_batch
+        found = [self._microbatch(first, j) for j in owned(samples, owners=dp_size, owner=dp_index)]
+        missing = num_rounds(samples, owners=dp_size) - len(found)
+        return found + [empty_microbatch(self.micro_batch, self.seq_len) for _ in range(missing)]
 
-    def epochs(self, steps: int) -> tuple[float, ...]:
-        """How often the first `steps` steps go through each pool."""
-        drawn = self._mixture.drawn(steps * self.global_batch)
-        return tuple(n / size for n, size in zip(drawn, self._mixture.sizes, strict=True))
+    def _microbatch(self, first: int, index: int) -> MicroBatch:
+        ids = self._ids(first + index * self.micro_batch, self.micro_batch)
+        packed = pack_ids(self.dataset, ids, seq_len=self.seq_len)
+        return MicroBatch(**vars(packed), index=index, sample_ids=ids)
+
+
+@dataclass(kw_only=True, eq=False)
+class Loader(_Batches):
+    """Batches of the train side. Safe to use from several threads; holds no position."""
+
+    seed: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = self.dataset.pool_sizes(self.seq_len)
+        self._mixture = Mixture(sizes=sizes, weights=self.dataset.weights, seed=self.seed)
+        self._first_id = np.cumsum(sizes) - np.asarray(sizes)
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps so that `step` is the next one: seed and step, and what both refer to."""
@@ -135,12 +132,9 @@ class Loader:
         pools, windows, _ = self._mixture.locate(np.arange(first, first + count, dtype=np.int64))
         return self._first_id[pools] + windows
 
-    def _microbatch(self, first: int, index: int) -> MicroBatch:
-        ids = self._ids(first + index * self.micro_batch, self.micro_batch)
-        return _pack(self.dataset, ids, index=index, seq_len=self.seq_len)
 
-
-class ValidationLoader:
+@dataclass(kw_only=True, eq=False)
+class ValidationLoader(_Batches):
     """The same `num_batches` global batches at every validation, for any seed and any number of ranks.
 
     Windows are spread over the validation side, and have the shares of the mixture's weights: those of a source with too few come again, so that
@@ -148,39 +142,17 @@ class ValidationLoader:
     nothing, so that all ranks run equally many micro-batches and means stay exact.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        seq_len: int,
-        global_batch: int,
-        micro_batch: int,
-        batches: int,
-        any_ranks: bool = False,
-    ) -> None:
-        self.any_ranks = any_ranks
-        self.dataset = dataset
-        self.seq_len = seq_len
-        self.global_batch = global_batch
-        self.micro_batch = micro_batch
-        _check_batch(global_batch, micro_batch, dp_size=1)
-        ids = _validation_ids(dataset, seq_len=seq_len, wanted=batches * global_batch)
-        self.num_batches = -(-len(ids) // global_batch)
-        self._ids = np.full(self.num_batches * global_batch, -1, np.int64)
-        self._ids[: len(ids)] = ids
+    batches: int
 
-    def sample_ids(self, batch: int) -> Ints:
-        """(G,) window ids of a batch, -1 for fillers."""
-        return self._ids[batch * self.global_batch : (batch + 1) * self.global_batch]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ids = _validation_ids(self.dataset, seq_len=self.seq_len, wanted=self.batches * self.global_batch)
+        self.num_batches = -(-len(ids) // self.global_batch)
+        self._all_ids = np.full(self.num_batches * self.global_batch, -1, np.int64)
+        self._all_ids[: len(ids)] = ids
 
-    def microbatches(self, batch: int, *, dp_index: int = 0, dp_size: int = 1) -> list[MicroBatch]:
-        """What data-parallel rank `dp_index` of `dp_size` runs of validation batch `batch`, as of a training step."""
-        _check_batch(self.global_batch, self.micro_batch, dp_size=1 if self.any_ranks else dp_size)
-        ids, b = self.sample_ids(batch), self.micro_batch
-        samples = self.global_batch // b
-        mine = owned(samples, owners=dp_size, owner=dp_index)
-        found = [_pack(self.dataset, ids[j * b : (j + 1) * b], index=j, seq_len=self.seq_len) for j in mine]
-        return _filled(found, samples, dp_size, micro_batch=b, seq_len=self.seq_len)
+    def _ids(self, first: int, count: int) -> Ints:
+        return self._all_ids[first : first + count]
 
 
 def _validation_ids(dataset: Dataset, *, seq_len: int, wanted: int) -> Ints:
@@ -192,25 +164,6 @@ def _validation_ids(dataset: Dataset, *, seq_len: int, wanted: int) -> Ints:
         chosen.append(first + spread)
         first += size
     return np.concatenate(chosen)
-
-
-def _pack(dataset: Dataset, ids: Ints, *, index: int, seq_len: int) -> MicroBatch:
-    packed = pack_ids(dataset, ids, seq_len=seq_len)
-    return MicroBatch(
-        index=index,
-        tokens=packed.tokens,
-        labels=packed.labels,
-        positions=packed.positions,
-        segments=packed.segments,
-        padding=packed.padding,
-        sample_ids=ids,
-    )
-
-
-def _filled(found: list[MicroBatch], samples: int, owners: int, *, micro_batch: int, seq_len: int) -> list[MicroBatch]:
-    """The rank's micro-batches filled up to as many as the largest share has."""
-    missing = num_rounds(samples, owners=owners) - len(found)
-    return found + [empty_microbatch(micro_batch, seq_len) for _ in range(missing)]
 
 
 def empty_microbatch(micro_batch: int, seq_len: int) -> MicroBatch:

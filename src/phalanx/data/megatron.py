@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.core.errors import Problem
 from phalanx.data.problems import ProblemLog
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -42,14 +41,7 @@ def open_megatron(path: Path, log: ProblemLog) -> MegatronFile | None:
         data = np.memmap(index, np.uint8, "r") if index.stat().st_size else np.empty(0, np.uint8)
         size = path.stat().st_size
     except OSError as error:
-        log.add(
-            Problem(
-                where=str(index),
-                value=index.name,
-                rule=f"cannot be read ({error.strerror})",
-                hint="keep .bin and .idx together",
-            )
-        )
+        log.report(str(index), index.name, f"cannot be read ({error.strerror})", "keep .bin and .idx together")
         return None
     dtype = _header(index, data, log)
     if dtype is None:
@@ -71,29 +63,15 @@ def open_megatron(path: Path, log: ProblemLog) -> MegatronFile | None:
 def _header(index: Path, data: NDArray[np.uint8], log: ProblemLog) -> np.dtype[Any] | None:
     head = bytes(data[: _SHORT.size])
     if len(head) < _SHORT.size or head[: len(MAGIC)] != MAGIC:
-        log.add(
-            Problem(
-                where=str(index),
-                value=head[:9],
-                rule="is not a Megatron index (no MMIDIDX magic)",
-                hint="name the .bin and .idx of one data set",
-            )
-        )
+        rule = "is not a Megatron index (no MMIDIDX magic)"
+        log.report(str(index), head[:9], rule, "name the .bin and .idx of one data set")
         return None
     _, version, code, _ = _SHORT.unpack(head)
     if version != 1:
-        log.add(
-            Problem(
-                where=str(index), value=version, rule="must be index version 1", hint="convert it with Megatron's tools"
-            )
-        )
+        log.report(str(index), version, "must be index version 1", "convert it with Megatron's tools")
     if code not in DTYPES:
         legal = ", ".join(f"{c} ({np.dtype(t).name})" for c, t in DTYPES.items())
-        log.add(
-            Problem(
-                where=str(index), value=code, rule="is not the dtype code of an integer type", hint=f"legal: {legal}"
-            )
-        )
+        log.report(str(index), code, "is not the dtype code of an integer type", f"legal: {legal}")
     return np.dtype(DTYPES[code]).newbyteorder("<") if version == 1 and code in DTYPES else None
 
 
@@ -110,7 +88,7 @@ def _layout(
         at, documents = 26, 0
     else:
         rule = f"is {len(data)} bytes long, which does not fit its {n} sequences: truncated, or not an index"
-        log.add(Problem(where=str(index), value=len(data), rule=rule, hint="copy the file again"))
+        log.report(str(index), len(data), rule, "copy the file again")
         return None
     lengths = _array(data, at, n, "<i4")
     pointers = _array(data, at + 4 * n, n, "<i8")
@@ -145,14 +123,12 @@ def _fits(
     }
     broken = [rule for rule, bad in rules.items() if bad]
     for rule in broken:
-        log.add(Problem(where=str(path.with_suffix(".idx")), value=n, rule=rule, hint="write the data set again"))
+        log.report(str(path.with_suffix(".idx")), n, rule, "write the data set again")
     if broken or n == 0:
         return not broken
     needed = int(pointers[-1] + lengths[-1] * itemsize)
     if pointers[0] < 0 or needed > size:
         rule = f"holds {size} bytes, and its index names tokens up to byte {needed}"
-        log.add(
-            Problem(where=str(path), value=size, rule=rule, hint="copy both files again; they must belong together")
-        )
+        log.report(str(path), size, rule, "copy both files again; they must belong together")
         return False
     return True

@@ -38,9 +38,10 @@ from phalanx.core.pipes import end_program, read_message, start_program, write_m
 from phalanx.core.reading import malformed, parse_json, typed
 from phalanx.data.cache import CacheProgress, digest, ensure_folder, locked, silent
 from phalanx.data.chat import chat_identity
+from phalanx.data.corpus import Seen
 from phalanx.data.formats import CUT_SUFFIX, ReadOptions, Span, lines_before, suffix_of
 from phalanx.data.problems import ProblemLog
-from phalanx.data.sources import READER_VERSION, Seen, Source, added_readers, documents, unchanged
+from phalanx.data.sources import READER_VERSION, Source, added_readers, documents, unchanged
 from phalanx.data.template import ChatTemplate
 from phalanx.data.token_file import file_sum, sum_of
 from phalanx.data.tokenising import ANSWERS, TOKENS, TokenPart, count_targets, dtype_of, part_of, sides, tokenise

@@ -25,6 +25,9 @@ class ProblemLog:
         if len(self.found) >= MOST:
             raise DataError(self._told(), subject=f"the data (reading stopped after {MOST} wrong places)")
 
+    def report(self, where: str, value: object, rule: str, hint: str) -> None:
+        self.add(Problem(where=where, value=value, rule=rule, hint=hint))
+
     def extend(self, error: DataError) -> None:
         for problem in error.problems:
             if problem not in self.found:

@@ -125,14 +125,6 @@ class Mixture:
             windows[mine], epochs[mine] = self._windows(int(pool), order[mine])
         return pools, windows, epochs
 
-    def drawn(self, samples: int) -> tuple[int, ...]:
-        """How many of the first `samples` samples come from each pool."""
-        if len(self.sizes) == 1:
-            return (samples,)
-        block, rest = divmod(samples, BLOCK)
-        pools = self._block(block)[0][:rest]
-        return tuple(block * q + int((pools == p).sum()) for p, q in enumerate(self.quotas))
-
     def _windows(self, pool: int, order: Ints) -> tuple[Ints, Ints]:
         size = self.sizes[pool]
         epochs, positions = order // size, order % size

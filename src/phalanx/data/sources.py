@@ -28,6 +28,7 @@ from phalanx.core.process import usable_cores
 from phalanx.core.reading import MalformedError, load_json, open_regular, typed
 from phalanx.data import corpus
 from phalanx.data.cache import CacheProgress, digest, locked, silent, write_atomically, writing
+from phalanx.data.corpus import Seen
 from phalanx.data.formats import (
     TOKEN_SUFFIXES,
     Document,
@@ -50,10 +51,6 @@ _POLL_S = 0.1
 _TOLD_TIMES = 500
 _TXT_DOCUMENTS = 64
 _TXT_CHARS = (1 << 12, 1 << 16)
-
-
-Seen = tuple[int, int]
-"""Size and time of the last change (ns). The cache knows files by both and their path: a number of the file itself would be another one each time on some network file systems."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +119,8 @@ def documents(
 
 
 def resolve(config: DataConfig) -> tuple[Source, ...]:
-    """The sources of a recipe. Raises DataError with everything that is wrong with the section's values and with the files' names."""
-    problems = [*_setting_problems(config)]
-    sources = []
+    """The sources of a recipe, whose values were checked as it was read. Raises DataError with everything that is wrong with the files' names."""
+    problems, sources = list[Problem](), list[Source]()
     for i, spec in enumerate(config.sources):
         found = _resolve(spec, f"data.sources[{i}]")
         if isinstance(found, Problem):
@@ -163,38 +159,8 @@ def _mixed(source: Source, where: str) -> Problem | None:
     return Problem(where=where, value=source.spec, rule=rule, hint="list them as two sources")
 
 
-def _setting_problems(config: DataConfig) -> Iterator[Problem]:
-    if not config.sources:
-        yield Problem(
-            where="data.sources", value=(), rule="must name at least one source", hint=f"for example {BUILTIN!r}"
-        )
-    if config.weights is not None:
-        if len(config.weights) != len(config.sources):
-            rule = f"must have one weight for each of the {len(config.sources)} sources"
-            yield Problem(where="data.weights", value=config.weights, rule=rule, hint="or leave it out: then by size")
-        for i, weight in enumerate(config.weights):
-            if not 0 < weight < float("inf"):
-                yield Problem(
-                    where=f"data.weights[{i}]", value=weight, rule="must be above 0", hint="or leave the source out"
-                )
-    if not 0 < config.validation_fraction <= 0.5:
-        value = config.validation_fraction
-        yield Problem(
-            where="data.validation_fraction",
-            value=value,
-            rule="must be above 0 and at most 0.5",
-            hint="the default is 0.02",
-        )
-    if config.builtin_bytes is not None and config.builtin_bytes < 1:
-        default = f"the default is {corpus.DEFAULT_BYTES}"
-        yield Problem(where="data.builtin_bytes", value=config.builtin_bytes, rule="must be at least 1", hint=default)
-
-
 def _effect_problems(config: DataConfig, sources: list[Source]) -> Iterator[Problem]:
     """Settings that would change nothing with these files."""
-    if config.builtin_bytes is not None and all(s.kind != "builtin" for s in sources):
-        rule = f"has no effect without the source {BUILTIN!r}"
-        yield Problem(where="data.builtin_bytes", value=config.builtin_bytes, rule=rule, hint="leave it out")
     fielded = [s for s in sources if s.has_fields]
     if config.chat_template is not None and not fielded:
         rule = "has no effect: no source is a .jsonl or .parquet file, which could hold conversations"
@@ -404,9 +370,8 @@ def _nearest_file(path: Path) -> str:
 
 def identify(source: Source, cache: Path, progress: CacheProgress) -> Source:
     """The source with its identity and, for the built-in corpus, its files. Remembers both in the cache; safe in many processes at once."""
-    found = corpus.candidates(corpus.python_folders()) if source.kind == "builtin" else []
     if source.kind == "builtin":
-        seen = {c.path: (c.size, c.mtime_ns) for c in found}
+        seen = corpus.candidates(corpus.python_folders())
         told: list[object] = [[path, *of] for path, of in seen.items()]
         extra: list[object] = [corpus.RULES_VERSION, source.builtin_bytes]
     else:
@@ -418,11 +383,11 @@ def identify(source: Source, cache: Path, progress: CacheProgress) -> Source:
         if not memo.exists():
             with locked(memo.parent / ".locks" / memo.stem, progress):
                 if not memo.exists():
-                    write_atomically(memo, json.dumps(_identity(source, found, seen, progress)).encode())
+                    write_atomically(memo, json.dumps(_identity(source, seen, progress)).encode())
         try:
             known: _Known = typed(load_json(memo), _Known, where=str(memo))
         except MalformedError:  # a damaged disk
-            known = typed(_identity(source, found, seen, progress), _Known, where=str(memo))
+            known = typed(_identity(source, seen, progress), _Known, where=str(memo))
             write_atomically(memo, json.dumps(asdict(known)).encode())
     if source.kind != "builtin":
         return replace(source, identity=known.identity, seen=seen)
@@ -438,11 +403,9 @@ class _Known:
     files: list[str] = field(default_factory=list)
 
 
-def _identity(
-    source: Source, found: list[corpus.SourceFile], seen: Mapping[str, Seen], progress: CacheProgress
-) -> dict[str, object]:
+def _identity(source: Source, seen: Mapping[str, Seen], progress: CacheProgress) -> dict[str, object]:
     if source.kind == "builtin":
-        files, identity = corpus.select(found, source.builtin_bytes, progress)
+        files, identity = corpus.select(seen, source.builtin_bytes, progress)
         _check_unchanged({str(f): seen[str(f)] for f in files})  # which were hashed as they were chosen
         return {"identity": digest(identity), "files": [str(f) for f in files]}
     files = _all_files(source)
@@ -471,7 +434,7 @@ def _check_unchanged(seen: Mapping[str, Seen]) -> None:
                 "was changed while it was prepared",
                 "the same command again will do, once nothing writes to it",
             )
-            log.add(Problem(where=path, value=Path(path).name, rule=rule, hint=hint))
+            log.report(path, Path(path).name, rule, hint)
     log.raise_if_any()
 
 

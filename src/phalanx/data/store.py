@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.core.errors import DataError, Problem, first_line
+from phalanx.core.errors import DataError, first_line
 from phalanx.core.reading import load_json, malformed, typed
 from phalanx.data.cache import CacheProgress, digest
 from phalanx.data.megatron import MegatronFile, open_megatron
@@ -324,7 +324,7 @@ def _ids_are_legal(file: MegatronFile, tokenizer: Tokenizer, log: ProblemLog) ->
             document = int(np.searchsorted(file.begin, at, side="right")) - 1
             rule = f"is not an id of the tokenizer {tokenizer.name!r}, whose ids are below {tokenizer.vocab_size}"
             hint = "set data.tokenizer to the tokenizer.json that made these tokens"
-            log.add(Problem(where=f"{file.path}:document {document}", value=int(chunk[bad[0]]), rule=rule, hint=hint))
+            log.report(f"{file.path}:document {document}", int(chunk[bad[0]]), rule, hint)
             return False
     return True
 
