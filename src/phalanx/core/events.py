@@ -79,8 +79,7 @@ class StepEnded(Event):
     """The same of the backward passes, a layer that is run again in them included."""
     hidden_forward_s: tuple[float, ...] = ()
     """Time for which dispatch or combine was under way while the rank did something else, per MoE layer. At most: a message counts
-    from
-    its posting to the end of the wait for it, though it may have been there before anyone asked."""
+    from its posting to the end of the wait for it, though it may have been there before anyone asked."""
     hidden_backward_s: tuple[float, ...] = ()
     slowness: float | None = None
     """Slowness in an elastic run: how many times as long for its work the slowest host (on one machine: rank) took as the others

@@ -17,27 +17,32 @@ from phalanx.core.errors import printable
 from phalanx.core.events import was_refused
 from phalanx.observe.index.curves import LARGEST, MOST_STEPS, number
 
+PHASES = ("told_s", "noticed_s", "formed_s", "built_s", "moved_s")
 KEPT = {
     "starts": 200, "validations": 8192, "checkpoints": 400, "notes": 200, "samples": 20, "recoveries": 500, "rollbacks": 100,
     "losses": 500, "stragglers": 100, "moves": 200, "recorded": 64, "placed": 100,
 }  # fmt: skip
 """List of `Course` -> how many of its entries are kept."""
 FIELDS = {
-    "starts": {"step", "world", "folding"}, "validations": {"step", "loss", "seconds"}, "checkpoints": {"step", "bytes", "blocked_s", "total_s"},
-    "notes": {"level", "text"}, "samples": {"step", "prompt", "text"}, "rollbacks": {"history", "step", "from_step", "why", "damaged", "abandoned"},
-    "recoveries": {"generation", "members", "step", "folding", "why", "life", "lost_s", "moved_bytes", "resumed_s", "since_lost_s", "told_s", "noticed_s", "formed_s", "built_s", "moved_s"},
-    "losses": {"uid", "host", "why", "at_s"}, "stragglers": {"step", "host", "members", "slowness", "put_out", "why"},
-    "moves": {"step", "why", "experts", "moved_s", "before", "after"}, "recorded": {"step", "generation", "committed", "begin_s"},
-    "placed": {"step", "why", "folding", "log", "offset"},
+    "starts": ("step", "world", "folding"), "validations": ("step", "loss", "seconds"), "checkpoints": ("step", "bytes", "blocked_s", "total_s"),
+    "notes": ("level", "text"), "samples": ("step", "prompt", "text"), "rollbacks": ("history", "step", "from_step", "why", "damaged", "abandoned"),
+    "recoveries": ("generation", "members", "step", "folding", "why", "life", "lost_s", "moved_bytes", "resumed_s", "since_lost_s", *PHASES),
+    "losses": ("uid", "host", "why", "at_s"), "stragglers": ("step", "host", "members", "slowness", "put_out", "why"),
+    "moves": ("step", "why", "experts", "moved_s", "before", "after"), "recorded": ("step", "generation", "committed", "begin_s"),
+    "placed": ("step", "why", "folding", "log", "offset"),
 }  # fmt: skip
 """What entries of each list have, beside `at`. Values are those of `plain_value`."""
-SUMS = ("moved_bytes", "told_s", "noticed_s", "formed_s", "built_s", "moved_s")
+KEYS: dict[str, tuple[str, ...]] = {
+    "checkpoints": ("step",), "notes": ("text",), "samples": ("step", "prompt"), "rollbacks": ("history", "step"), "losses": ("uid",),
+    "stragglers": ("step", "host"), "moves": ("step",),
+}  # fmt: skip
+"""Of lists whose entries are fields of one event: two that agree in these say the same."""
+SUMS = ("moved_bytes", *PHASES)
 MOST_TEXT = 2000
 CLOCKS_S = 1.0
 """Clocks of hosts differ by less, and a run does not start again within it."""
 START_S = 5.0
 """Members tell of one start so far apart at most."""
-PHASES = ("told_s", "noticed_s", "formed_s", "built_s", "moved_s")
 Entry = dict[str, Any]
 
 
@@ -90,6 +95,8 @@ class RunCourse:
         kind = record["kind"]
         if kind in _TAKERS:
             _TAKERS[kind](self, record, at)
+        elif (name := LISTS.get(kind, "")) in KEYS:
+            self.keep(name, {"at": at, **plain(record, *FIELDS[name])}, key=KEYS[name])
 
     def keep(self, name: str, entry: Entry, *, key: tuple[str, ...] = (), apart_s: float = math.inf) -> None:
         """Put an entry in its place. Of those with the same `key`, told at most `apart_s` apart, the one told last counts; the oldest goes where there are too many."""
@@ -166,7 +173,7 @@ def _check_entries(name: str, entries: list[Entry]) -> None:
     """Raises `ValueError` where they are not what `RunCourse.take` makes."""
     numbers = ("at", *{"recoveries": SUMS, "recorded": ("step", "begin_s"), "placed": ("offset",)}.get(name, ()))
     for entry in entries:
-        if entry.keys() != FIELDS[name] | {"at"} or any(math.isnan(number(entry[n])) for n in numbers):
+        if entry.keys() != {"at", *FIELDS[name]} or any(math.isnan(number(entry[n])) for n in numbers):
             raise ValueError(f"{name} has an entry that cannot be")
         _check_plain(name, entry)
 
@@ -199,20 +206,7 @@ def _run_ended(course: RunCourse, record: Entry, at: float) -> None:
 
 
 def _validated(course: RunCourse, record: Entry, at: float) -> None:
-    course.validate({"at": at, **plain(record, "step", "loss", "seconds")})
-
-
-def _checkpoint(course: RunCourse, record: Entry, at: float) -> None:
-    entry = {"at": at, **plain(record, "step", "bytes", "blocked_s", "total_s")}
-    course.keep("checkpoints", entry, key=("step",))
-
-
-def _note(course: RunCourse, record: Entry, at: float) -> None:
-    course.keep("notes", {"at": at, **plain(record, "level", "text")}, key=("text",))
-
-
-def _sampled(course: RunCourse, record: Entry, at: float) -> None:
-    course.keep("samples", {"at": at, **plain(record, "step", "prompt", "text")}, key=("step", "prompt"))
+    course.validate({"at": at, **plain(record, *FIELDS["validations"])})
 
 
 def _team_formed(course: RunCourse, record: Entry, at: float) -> None:
@@ -241,25 +235,6 @@ def _resumed(course: RunCourse, record: Entry, at: float) -> None:
         found["since_lost_s"] = max(found["since_lost_s"] or 0.0, since) if since else found["since_lost_s"]
 
 
-def _went_back(course: RunCourse, record: Entry, at: float) -> None:
-    entry = {"at": at, **plain(record, "history", "step", "from_step", "why", "damaged", "abandoned")}
-    course.keep("rollbacks", entry, key=("history", "step"))
-
-
-def _member_lost(course: RunCourse, record: Entry, at: float) -> None:
-    course.keep("losses", {"at": at, **plain(record, "uid", "host", "why", "at_s")}, key=("uid",))
-
-
-def _straggling(course: RunCourse, record: Entry, at: float) -> None:
-    entry = {"at": at, **plain(record, "step", "host", "members", "slowness", "put_out", "why")}
-    course.keep("stragglers", entry, key=("step", "host"))
-
-
-def _experts_moved(course: RunCourse, record: Entry, at: float) -> None:
-    entry = {"at": at, **plain(record, "step", "why", "experts", "moved_s", "before", "after")}
-    course.keep("moves", entry, key=("step",))
-
-
 def _state_placed(course: RunCourse, record: Entry, at: float) -> None:
     entry = {"at": at, **plain(record, "step", "why", "folding", "log"), "offset": int(_zero(record.get("offset")))}
     course.keep("placed", entry)
@@ -286,8 +261,7 @@ LISTS = {
 }  # fmt: skip
 """Kind of event -> the list that it changes."""
 _TAKERS = {
-    "RunStarted": _run_started, "RunEnded": _run_ended, "Validated": _validated, "CheckpointSaved": _checkpoint, "Note": _note,
-    "Sampled": _sampled, "TeamFormed": _team_formed, "TrainingResumed": _resumed, "WentBack": _went_back,
-    "MemberLost": _member_lost, "Straggling": _straggling, "ExpertsMoved": _experts_moved, "StepRecorded": _step_recorded,
-    "StatePlaced": _state_placed,
+    "RunStarted": _run_started, "RunEnded": _run_ended, "Validated": _validated, "TeamFormed": _team_formed,
+    "TrainingResumed": _resumed, "StepRecorded": _step_recorded, "StatePlaced": _state_placed,
 }  # fmt: skip
+"""Of the other kinds in `LISTS` an entry is some of their fields (`KEYS`)."""
