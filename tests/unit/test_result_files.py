@@ -41,7 +41,7 @@ COMMANDS = {
     "eval .": ("phalanx.cli.eval", "evaluate"),
     "prepare": ("phalanx.cli.prepare", "load_recipe"),
     "search --model tiny --cluster h100x8": ("phalanx.cli.search", "search"),
-    "simulate a.toml --cluster h100x8": ("phalanx.cli.simulate", "predict_recipe"),
+    "simulate a.toml --cluster h100x8": ("phalanx.cli.simulate", "read_and_predict"),
     "calibrate --out cluster.toml": ("phalanx.cli.calibrate", "measure"),
     "simulate a.toml --cluster h100x8 --against run": ("phalanx.cli.predicting.against", "compare_with_run"),
     "simulate flops --model tiny": ("phalanx.cli.predicting.flops", "rates"),

@@ -10,7 +10,7 @@ from phalanx.api.recipe_words import RecipeLike, Settings, count_problems, recip
 from phalanx.cli.launching import Request, read_recipe
 from phalanx.cli.predicting.arguments import model_named, precision_problems
 from phalanx.cli.predicting.dry_run import describe, machine_here, rank_estimates, tokenizer_vocab
-from phalanx.cli.predicting.recipe import predict_recipe
+from phalanx.cli.predicting.recipe import read_and_predict
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, nearest, of_kind, raise_if
 from phalanx.core.recipe import no_device
@@ -87,7 +87,7 @@ def predict(recipe: RecipeLike, cluster: str, settings: Settings | None = None) 
     """Time, memory and rates of a step of `recipe` on a cluster that need not be here, such as `h100x64` or `FILE.toml:64`. Raises `ConfigError` or `PlanError`."""
     with recipe_words(recipe, settings) as words:
         raise_if(_name_problems(cluster=cluster), ConfigError, subject="the arguments")
-        return predict_recipe(None if words.path is None else Path(words.path), cluster, words.overrides)
+        return read_and_predict(None if words.path is None else Path(words.path), cluster, words.overrides)[1]
 
 
 def search(

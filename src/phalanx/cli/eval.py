@@ -22,7 +22,7 @@ from rich.table import Table
 
 from phalanx.cli.evaluating import OFFLINE, HarnessJob, read_tasks, task_files
 from phalanx.cli.export_hf import ExportArgs, export
-from phalanx.core.arguments import read_words
+from phalanx.core.arguments import read_words, too_small
 from phalanx.core.errors import ConfigError, DataError, Problem, RunError, not_installed, printable, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.process import is_installed
@@ -107,11 +107,7 @@ def evaluate(options: EvalArgs, console: Console) -> dict[str, Any]:
 
 def problems(options: EvalArgs) -> list[Problem]:
     """What is wrong with the arguments, and what is not installed."""
-    found = [
-        Problem(where=name, value=value, rule="must be at least 1", hint="leave it out")
-        for name, value in {"--limit": options.limit, "--batch": options.batch, "--threads": options.threads}.items()
-        if value is not None and value < 1
-    ]
+    found = too_small(options, hint="leave it out", limit=1, batch=1, threads=1)
     if options.allow_functions and not options.tasks:
         found.append(Problem(where="--allow-functions", value=None, rule="has no effect without --tasks", hint="leave it out"))  # fmt: skip
     missing = [name for name in NEEDED if not is_installed(name)]

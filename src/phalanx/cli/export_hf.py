@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from phalanx.core.arguments import read_words
-from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.arguments import read_words, too_small
+from phalanx.core.errors import ConfigError, raise_if
 from phalanx.core.files import new_folder
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def main(args: list[str]) -> int:
 
 def export(options: ExportArgs) -> Export:
     """Write the checkpoint; returns what was written. Raises `ConfigError` or `CheckpointError`, and then nothing is left behind."""
-    raise_if(problems(options), ConfigError, subject="the command")
+    raise_if(too_small(options, hint="leave it out", shard_mb=1, ranks=1), ConfigError, subject="the command")
     from phalanx.runtime.processes import run_local
     from phalanx.train.huggingface import finish_export, plan_export, write_shards
 
@@ -80,13 +80,3 @@ def _rank(plan: object, rank: int, ranks: int) -> int:
     assert isinstance(plan, Export)
     write_shards(plan, index=rank, count=ranks)
     return 0
-
-
-def problems(options: ExportArgs) -> list[Problem]:
-    """What is wrong with the numbers."""
-    numbers = {"--shard-mb": options.shard_mb, "--ranks": options.ranks}
-    return [
-        Problem(where=name, value=value, rule="must be at least 1", hint="leave it out")
-        for name, value in numbers.items()
-        if value < 1
-    ]

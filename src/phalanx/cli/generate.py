@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from phalanx.core.arguments import read_words
+from phalanx.core.arguments import read_words, too_small
 from phalanx.core.errors import ConfigError, Problem, printable, raise_if
 from phalanx.data import ChatEncoder, Tokenizer, continued
 
@@ -91,22 +91,13 @@ def problems(options: GenerateArgs) -> list[Problem]:
         ("--seed", options.seed, 0 <= options.seed < 2**63, "must lie between 0 and 2**63 - 1", "use 0"),
         ("PROMPT", options.prompt, bool(options.prompt) or not options.chat, "must say something with --chat", "ask"),
         ("PROMPT", options.prompt, _is_utf8(options.prompt), "must be UTF-8 text", "see the locale of this terminal"),
-        (
-            "--threads",
-            options.threads,
-            options.threads is None or options.threads >= 1,
-            "must be at least 1",
-            "leave it out",
-        ),
-        (
-            "--top-k",
-            options.top_k,
-            options.temperature != 0 or options.top_k == GenerateArgs.top_k,
-            "has no effect with --temperature 0",
-            "leave it out",
-        ),
     )
-    return [Problem(where=w, value=v, rule=r, hint=h) for w, v, ok, r, h in rules if not ok]
+    found = [Problem(where=w, value=v, rule=r, hint=h) for w, v, ok, r, h in rules if not ok]
+    found += too_small(options, hint="leave it out", threads=1)
+    if options.temperature == 0 and options.top_k != GenerateArgs.top_k:
+        rule = "has no effect with --temperature 0"
+        found.append(Problem(where="--top-k", value=options.top_k, rule=rule, hint="leave it out"))
+    return found
 
 
 def _is_utf8(text: str) -> bool:

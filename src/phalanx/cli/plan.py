@@ -81,16 +81,10 @@ class ModelArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx plan ARGS...`; returns the exit status."""
-    commands: dict[str, Callable[..., int]] = {
-        "folding": folding,
-        "model": model,
-        "schedule": schedule,
-        "reshard": reshard,
-        "placement": placement,
-    }
+    commands: tuple[Callable[..., int], ...] = (folding, model, schedule, reshard, placement)
     if args[:2] == ["model", "--preset"]:  # what `plan folding` calls it
         args = ["model", *args[2:]]
-    return run_subcommand(commands, args, prog="phalanx plan", description=__doc__)
+    return run_subcommand({c.__name__: c for c in commands}, args, prog="phalanx plan", description=__doc__)
 
 
 def folding(args: FoldingArgs) -> int:
@@ -158,9 +152,7 @@ def _staged(args: FoldingArgs, spec: ModelSpec | None) -> int:
     return 0 if result["legal"] else 2
 
 
-def folding_result(
-    mapping: Folding, spec: ModelSpec | None, *, seq_len: int, cp_method: str = "ring"
-) -> dict[str, Any]:
+def folding_result(mapping: Folding, spec: ModelSpec | None, *, seq_len: int, cp_method: str) -> dict[str, Any]:
     """What `plan folding --json` writes. Builds every group of every rank, as a run would."""
     begin = time.perf_counter()
     tiles = not folding_problems(mapping)
@@ -179,16 +171,11 @@ def folding_result(
         "num_groups": len(groups),
         "seconds": seconds,
         "tiles": tiles,
-        "folding": mapping.to_dict() if mapping_is_positive(mapping) else None,
+        "folding": mapping.to_dict() if min(mapping.tp, mapping.cp, mapping.pp, mapping.ep, mapping.etp) >= 1 else None,
         "hash": mapping.hash if tiles else None,
         "groups": {name: len(mapping.groups(name)) for name in mapping.group_names} if tiles else {},
         "nearest": None if near is None else near.to_dict(),
     }
-
-
-def mapping_is_positive(mapping: Folding) -> bool:
-    """Whether the derived degrees can be computed at all."""
-    return min(mapping.tp, mapping.cp, mapping.pp, mapping.ep, mapping.etp) >= 1
 
 
 def _print_problems(result: dict[str, Any]) -> None:
@@ -251,10 +238,6 @@ def _part(name: str) -> str:
 
 
 def _preset(name: str) -> ModelSpec:
-    known = (
-        []
-        if name in PRESETS
-        else [Problem(where="preset", value=name, rule="is not a preset", hint=nearest(name, PRESETS))]
-    )
-    raise_if(known, ConfigError, subject="arguments")
+    if name not in PRESETS:
+        raise ConfigError.of("preset", name, "is not a preset", nearest(name, PRESETS), subject="arguments")
     return PRESETS[name]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rich.progress import Progress
 
 from phalanx.cli.predicting.arguments import PRECISIONS, model_and_cluster, precision_problems
-from phalanx.core.arguments import WordParser
+from phalanx.core.arguments import WordParser, too_small
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_seconds
@@ -56,11 +56,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(list(argv))
     check_writable(args.json, args.svg, args.recipe)
     spec, cluster, problems = model_and_cluster(args)
-    problems += [
-        Problem(where=f"--{name}", value=value, rule="must be at least 1", hint="use 1 or more")
-        for name, value in (("seq", args.seq), ("batch", args.batch), ("top", args.top), ("exact", args.exact))
-        if value < 1
-    ]
+    problems += too_small(args, hint="use 1 or more", seq=1, batch=1, top=1, exact=1)
     problems += precision_problems(args.precision, cluster, where="--precision")
     asked = args.ep_overlap or ()
     problems += [

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from phalanx.cli.lab import lab_part
-from phalanx.cli.predicting.recipe import predict_recipe
+from phalanx.cli.predicting.recipe import read_and_predict
 from phalanx.core.arguments import WordParser
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
@@ -92,7 +92,7 @@ def step(argv: Sequence[str]) -> int:
 
         how = {"steps": args.steps, "learn": args.learn, "json_file": args.json}
         return against(args.recipe, args.against, args.cluster, overrides, **how)
-    prediction = predict_recipe(
+    _, prediction = read_and_predict(
         args.recipe, args.cluster, overrides, stragglers=args.straggler or (), spread=args.spread
     )
     if args.json is not None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from phalanx.core.arguments import too_small
 from phalanx.core.errors import ConfigError, DataError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.reading import MalformedError, load_json
@@ -110,11 +111,7 @@ def placement(args: PlacementArgs) -> int:
 
 
 def _argument_problems(args: PlacementArgs) -> list[Problem]:
-    problems = [
-        Problem(where=f"--{name}", value=getattr(args, name), rule="must be at least 1", hint="use 1 or more")
-        for name in ("hosts", "slots", "experts", "layers", "f")
-        if getattr(args, name) < 1
-    ]
+    problems = too_small(args, hint="use 1 or more", hosts=1, slots=1, experts=1, layers=1, f=1)
     if (args.loads is None) == (args.skew is None):
         rule = "one of --loads FILE and --skew Z says how tokens are spread"
         problems.append(

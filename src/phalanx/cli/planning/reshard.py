@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from phalanx.core.arguments import too_small
 from phalanx.core.errors import PlanError, Problem, nearest
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.reading import is_count, parse_table
@@ -108,29 +109,16 @@ def _layout(
 
 def _shape_problems(args: ReshardArgs) -> list[Problem]:
     """Problems of the shape alone: neither layout can be read without it, and each would say the same of it."""
-    problems = []
-    if min(args.shape, default=0) < 0:
-        problems.append(
-            Problem(where="--shape", value=args.shape, rule="must have no negative dim", hint="use 0 or more")
-        )
-    return problems
+    if min(args.shape, default=0) >= 0:
+        return []
+    return [Problem(where="--shape", value=args.shape, rule="must have no negative dim", hint="use 0 or more")]
 
 
 def _number_problems(args: ReshardArgs) -> list[Problem]:
-    problems = []
-    least = (
-        ("--itemsize", args.itemsize, 1),
-        ("--ranks-per-host", args.ranks_per_host, 1),
-        ("--staging-kib", args.staging_kib, 1),
-        ("--dst-first-rank", args.dst_first_rank, 0),
-    )
-    for where, value, low in least:
-        if value is not None and value < low:
-            problems.append(Problem(where=where, value=value, rule=f"must be at least {low}", hint=f"use {low}"))
+    problems = too_small(args, itemsize=1, ranks_per_host=1, staging_kib=1, dst_first_rank=0)
     if args.method not in METHODS:
-        problems.append(
-            Problem(where="--method", value=args.method, rule="is not known", hint=nearest(args.method, METHODS))
-        )
+        hint = nearest(args.method, METHODS)
+        problems.append(Problem(where="--method", value=args.method, rule="is not known", hint=hint))
     return problems
 
 
@@ -192,18 +180,21 @@ def reshard_result(plan: ReshardPlan, took: float) -> dict[str, Any]:
     }
 
 
-def _schedule_text(plan: ReshardPlan, *, most: int = 12) -> str:
+MOST_STREAMS = 12
+
+
+def _schedule_text(plan: ReshardPlan) -> str:
     """The first streams, a line each."""
     lines = []
     streams = [
         (phase, s) for phase in plan.phases for s in sorted(phase.schedule.streams, key=lambda s: (s.begin_s, s.flow))
     ]
-    for phase, stream in streams[:most]:
+    for phase, stream in streams[:MOST_STREAMS]:
         way = _tree_text(stream.edges[0].src, [(edge.src, edge.dst) for edge in stream.edges])
         begin, end = (format_seconds(phase.start_s + at) for at in (stream.begin_s, stream.end_s))
         lines.append(f"  flow {stream.flow:>3} bytes {stream.start}:{stream.stop}  {begin} to {end}  hosts {way}")
-    if len(streams) > most:
-        lines.append(f"  ... and {len(streams) - most} more")
+    if len(streams) > MOST_STREAMS:
+        lines.append(f"  ... and {len(streams) - MOST_STREAMS} more")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError
-from phalanx.core.rules import recipe_problems
+from phalanx.core.rules import recipe_problems, value_of
 from phalanx.core.units import format_bytes
 from phalanx.plan import run_problems
 from phalanx.plan.mapping import Folding, legal_foldings
@@ -138,7 +138,7 @@ def _ways(recipe: Recipe) -> Iterator[dict[str, Any]]:
     while micro % 2 == 0:
         micro //= 2
         halves.append((micro, 2 * (len(halves) + 1)))
-    further = {name: _further(values, _value(recipe, name)) for name, values in CHANGES.items()}
+    further = {name: _further(values, value_of(recipe, name)) for name, values in CHANGES.items()}
     options = [
         [(name, None, 0), *((name, value, far) for value, far in values)]
         for name, values in {**further, "train.micro_batch": tuple(halves)}.items()
@@ -174,11 +174,6 @@ def _tried(recipe: Recipe, settings: Mapping[str, Any], *, world: int, peak: Pea
     if recipe_problems(changed, given=(), world=world) or run_problems(changed, world=world):
         return None
     return FittingRun(settings=settings, peak_bytes=peak(changed))
-
-
-def _value(recipe: Recipe, name: str) -> Any:
-    section, field = name.split(".")
-    return getattr(getattr(recipe, section), field)
 
 
 def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:

@@ -20,18 +20,6 @@ from phalanx.simulate.mapping import parse_stragglers, straggler_problems
 from phalanx.simulate.step import Prediction, predict
 
 
-def predict_recipe(
-    path: Path | None,
-    cluster_name: str,
-    overrides: Sequence[str],
-    *,
-    stragglers: Sequence[str] = (),
-    spread: float | None = None,
-) -> Prediction:
-    """The prediction of a recipe, with slow ranks as `--straggler` and `--spread` say them. Raises as `read_and_predict` does."""
-    return read_and_predict(path, cluster_name, overrides, stragglers=stragglers, spread=spread)[1]
-
-
 def read_and_predict(
     path: Path | None,
     cluster_name: str,
@@ -40,7 +28,7 @@ def read_and_predict(
     stragglers: Sequence[str] = (),
     spread: float | None = None,
 ) -> tuple[Recipe, Prediction]:
-    """The same, and the recipe as it was predicted. Raises `ConfigError` or `PlanError` with all problems, of the cluster and of the recipe."""
+    """The recipe as it is predicted, and its prediction, with slow ranks as `--straggler` and `--spread` say them. Raises `ConfigError` or `PlanError` with all problems, of the cluster and of the recipe."""
     problems: list[Problem] = []
     cluster, recipe = None, None
     try:
