@@ -53,7 +53,7 @@ def _section(here: Here, name: str, *more: str) -> dict[str, Any]:
         words = ["--only", name, "--json", str(file), *SHAPE, *more, *([] if here.on_gpu else ["--cpu"])]
 
         def program() -> int:
-            return run_on_cards(partial(_run_script, words, port), ranks=RANKS, threads=1)
+            return run_on_cards(partial(_run_script, words, port), ranks=RANKS)
 
         still_s = here.pick(LIMIT_S, PATIENCE_S)  # in all: nothing tells how far it is
         ended = run_bounded(program, folder=Path(folder), marks=lambda: 0, still_s=still_s)

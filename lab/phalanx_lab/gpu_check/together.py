@@ -18,7 +18,7 @@ JOIN_S = 30.0
 
 def check_sharing(here: Here) -> None:
     """A2.nccl: what all of stage C needs."""
-    code = run_on_cards(lambda info, stop: _share(here, info, stop), ranks=2, threads=1)
+    code = run_on_cards(lambda info, stop: _share(here, info, stop), ranks=2)
     here.tell("exit status of the ranks", code, most=0)
 
 
@@ -42,7 +42,7 @@ def check_symmetric(here: Here) -> None:
     """A2.symmetric: whether two processes can write into each other's memory on one card (of fused kernels, stage C), and whether MPS is there. Both are recorded; a no is no failure."""
     here.tell("nvidia-cuda-mps-control", shutil.which("nvidia-cuda-mps-control") or "is not there")
     here.needs_gpu("symmetric memory")
-    code = run_on_cards(lambda info, stop: _write_into_other(here, info), ranks=2, threads=1)
+    code = run_on_cards(lambda info, stop: _write_into_other(here, info), ranks=2)
     here.tell("exit status of the ranks", code)
 
 

@@ -164,7 +164,7 @@ def train_still(recipe: Recipe, *, still_s: float) -> Ended:
 
     def program() -> int:
         main = partial(train, recipe, hook=Rebalancer)
-        return run_on_cards(main, ranks=recipe.launch.ranks, threads=1)
+        return run_on_cards(main, ranks=recipe.launch.ranks)
 
     return run_bounded(
         program, folder=run.with_name(f"{run.name}.out"), marks=lambda: len(steps_of(recipe)), still_s=still_s

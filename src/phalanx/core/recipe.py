@@ -233,8 +233,8 @@ def _doubt(reading: _Reading, section: str) -> None:
     reading.broken |= {n for n in reading.settings if n.startswith(f"{section}.")}
 
 
-def _same_key(reading: _Reading, key: str, prefix: str = "") -> str:
-    same = [f"{prefix}{s.name}" for s in reading.settings.values() if s.key == key]
+def _same_key(reading: _Reading, key: str) -> str:
+    same = [s.name for s in reading.settings.values() if s.key == key]
     return "did you mean " + " or ".join(repr(n) for n in same) + "?" if same else ""
 
 

@@ -13,52 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 WHOLE = (
-    0,
-    -1,
-    1,
-    2,
-    255,
-    256,
-    65536,
-    2**31 - 1,
-    2**31,
-    2**32,
-    2**53,
-    2**63 - 1,
-    2**63,
-    -(2**63),
-    10**9,
-    10**18,
-    10**30,
-    10**63,
-)
+    0, -1, 1, 2, 255, 256, 65536, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), 10**9, 10**18, 10**30, 10**63,
+)  # fmt: skip
 NUMBERS = (*WHOLE, 0.5, -0.0, 1e-300, 1e300, 1e18)
 WORDS = (
     "", "a", "²", "٣", "0", "-1", "1e9", "nan", "inf", "null", "None", "true", "/", "..", "../../etc/passwd", "/dev/zero", "\x00", "\x1b]0;x\x07", "\u202e", "é" * 40, "a" * 70000, "9" * 4301, "%s%n",
     "{}", "byte", "bpe:²", "x:0", "0" * 30,
 )  # fmt: skip
 RAW = (
-    b"",
-    b"\x00",
-    b"\xff",
-    b"\xff\xfe",
-    b"\xef\xbb\xbf",
-    b"\n",
-    b"\r",
-    b'"',
-    b"[",
-    b"{",
-    b"}",
-    b"\\ud800",
-    b"\\u0000",
-    b"\x1b[2J",
-    b"NaN",
-    b"1e999",
-    b"\xed\xa0\x80",
-    b"#",
-    b"=",
-    b".",
-)
+    b"", b"\x00", b"\xff", b"\xff\xfe", b"\xef\xbb\xbf", b"\n", b"\r", b'"', b"[", b"{", b"}", b"\\ud800", b"\\u0000", b"\x1b[2J", b"NaN",
+    b"1e999", b"\xed\xa0\x80", b"#", b"=", b".",
+)  # fmt: skip
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
@@ -156,17 +121,9 @@ def _again(data: bytes, rng: random.Random) -> bytes:
 
 def _insert(data: bytes, rng: random.Random) -> bytes:
     at = rng.randrange(len(data) + 1)
-    return (
-        data[:at]
-        + rng.choice(
-            (
-                rng.choice(RAW),
-                rng.randbytes(rng.randrange(1, 20)),
-                rng.choice((b"[", b'{"a":')) * rng.choice((50, 2000, 100_000)),
-            )
-        )
-        + data[at:]
-    )
+    raw, some = rng.choice(RAW), rng.randbytes(rng.randrange(1, 20))
+    deep = rng.choice((b"[", b'{"a":')) * rng.choice((50, 2000, 100_000))
+    return data[:at] + rng.choice((raw, some, deep)) + data[at:]
 
 
 def _word(data: bytes, rng: random.Random) -> bytes:
@@ -188,15 +145,8 @@ def _range(data: bytes, rng: random.Random) -> tuple[int, int]:
 
 
 _BYTE_CHANGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    _flip,
-    _flip,
-    _cut,
-    _truncate,
-    _again,
-    _insert,
-    _word,
-    change_number,
-)
+    _flip, _flip, _cut, _truncate, _again, _insert, _word, change_number,
+)  # fmt: skip
 
 
 # ---- trees -----------------------------------------------------------------------------------------------------------
@@ -239,21 +189,8 @@ def _strange(rng: random.Random, old: Any = None) -> Any:
     deep: Any = 1
     for _ in range(rng.choice((1, 40, 300))):
         deep = [deep] if rng.random() < 0.5 else {"a": deep}
-    return rng.choice(
-        (
-            rng.choice(NUMBERS),
-            rng.choice(WORDS),
-            None,
-            True,
-            [],
-            {},
-            [0] * rng.choice((1, 1000)),
-            deep,
-            float("nan"),
-            float("inf"),
-            "\ud800",
-        )
-    )
+    number, word, zeros = rng.choice(NUMBERS), rng.choice(WORDS), [0] * rng.choice((1, 1000))
+    return rng.choice((number, word, None, True, [], {}, zeros, deep, float("nan"), float("inf"), "\ud800"))
 
 
 def _twice(text: bytes, rng: random.Random) -> bytes:
@@ -264,23 +201,7 @@ def _twice(text: bytes, rng: random.Random) -> bytes:
 def _toml_value(rng: random.Random) -> str:
     number = str(rng.choice(NUMBERS))
     word = json.dumps(rng.choice(WORDS))
-    return rng.choice(
-        (
-            number,
-            number,
-            word,
-            "nan",
-            "-inf",
-            "1979-05-27T07:32:00",
-            "[]",
-            f"[{number}, {word}]",
-            "{}",
-            '{ value = 1, source = "x" }',
-            f"{{ value = {number}, source = {word} }}",
-            "[" * rng.choice((3, 3000)),
-            "true",
-            '"""',
-            "9" * 400,
-            "9" * 4301,
-        )
-    )
+    return rng.choice((
+        number, number, word, "nan", "-inf", "1979-05-27T07:32:00", "[]", f"[{number}, {word}]", "{}", '{ value = 1, source = "x" }',
+        f"{{ value = {number}, source = {word} }}", "[" * rng.choice((3, 3000)), "true", '"""', "9" * 400, "9" * 4301,
+    ))  # fmt: skip

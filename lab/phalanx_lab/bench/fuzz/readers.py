@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 import random
+import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -101,31 +102,22 @@ class FuzzReader:
 
 def all_readers(home: Path) -> tuple[FuzzReader, ...]:
     """All of them; seeds that are folders are made below `home`."""
-    made = [
-        _recipes(),
-        _clusters(),
-        _plans(),
-        _logs(),
-        _checkpoints(home),
-        _published(home),
-        _tokenizers(),
-        _stores(home),
-        _texts(),
-        _talks(),
-        _messages(),
-        _words(),
-    ]
+    made = [_recipes(), _clusters(), _plans(), _logs(), _checkpoints(home), _published(home)]
+    made += [_tokenizers(), _stores(home), _texts(), _talks(), _messages(), _words()]
     return tuple(reader for group in made for reader in group)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
 
 
 def _file(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
     """A reader of a file of this name."""
 
     def run(data: bytes, folder: Path) -> object:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        return read(path)
+        _write(folder / name, data)
+        return read(folder / name)
 
     return run
 
@@ -204,13 +196,9 @@ def _example(kind: type[events.Event], step: int) -> events.Event:
             return given[0]
         if origin is tuple:
             return tuple(value(name, each) for each in (given[:1] * 2 if given[-1] is ... else given))
-        return (
-            {}
-            if origin not in (None, typing.Union) and issubclass(origin, Mapping)
-            else value(name, given[0])
-            if given
-            else None
-        )
+        if origin not in (None, typing.Union) and issubclass(origin, Mapping):
+            return {}
+        return value(name, given[0]) if given else None
 
     hints = typing.get_type_hints(kind)
     return kind(**{name: value(name, of) for name, of in hints.items()})
@@ -231,9 +219,7 @@ def _logs() -> list[FuzzReader]:
         return b"".join(line.replace(b'"op_id":"laptop"', b'"op_id":"mb0.L1.fwd.dispatch.rows"') for line in lines)
 
     def read(data: bytes, folder: Path) -> None:
-        path = log_path(folder, 0)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        _log_at(folder, data)
         refused: PhalanxError | None = None
         for work in (_metrics, _trace):
             try:
@@ -304,19 +290,14 @@ def _indexes(log: bytes) -> FuzzReader:
 
 
 def _log_at(folder: Path, log: bytes) -> None:
-    path = log_path(folder, 0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(log)
+    _write(log_path(folder, 0), log)
 
 
 def _metrics(folder: Path) -> None:
     course = read_run(folder)
     with open(os.devnull, "w", encoding="utf-8") as out:
-        show(
-            course,
-            {**run_figures(course.history, folder=folder), **recovery_figures(course)},
-            Console(file=out, width=100),
-        )
+        figures = {**run_figures(course.history, folder=folder), **recovery_figures(course)}
+        show(course, figures, Console(file=out, width=100))
 
 
 def _trace(folder: Path) -> None:
@@ -369,15 +350,7 @@ def _signed(data: bytes, rng: random.Random) -> bytes:
 _SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": False}  # fmt: skip
 _EXPERTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 16, "intermediate_size": 40, "shared_expert_intermediate_size": 24, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
 _LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0}  # fmt: skip
-_YARN = {
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "beta_fast": 32,
-        "beta_slow": 1,
-    }
-}
+_YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}}  # fmt: skip
 
 
 def _configs() -> list[dict[str, Any]]:
@@ -537,7 +510,7 @@ def _stores(home: Path) -> list[FuzzReader]:
             for n in names
         ),
         *talks,
-        *_megatron(home),
+        *_megatron(),
         _identities(home, config),
         _contents(home),
     ]
@@ -548,9 +521,7 @@ def _identities(home: Path, config: DataConfig) -> FuzzReader:
     (memo,) = (home / "cache" / "identities").glob("*.json")
 
     def identity(data: bytes, folder: Path) -> None:
-        path = folder / "identities" / memo.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        _write(folder / "identities" / memo.name, data)
         identify(resolve(config)[0], folder, silent)
 
     return FuzzReader(name="identity", seeds=[memo.read_bytes()], changes=(change_json, change_bytes), read=identity)
@@ -561,10 +532,8 @@ def _contents(home: Path) -> FuzzReader:
     (memo,) = (home / "cache" / "contents").glob("*.json")
 
     def read(data: bytes, folder: Path) -> None:
-        before, now = (folder / "contents" / f"{name}.json" for name in ("before", "now"))
-        before.parent.mkdir(parents=True, exist_ok=True)
-        before.write_bytes(data)
-        now.write_bytes(memo.read_bytes())
+        _write(folder / "contents" / "before.json", data)
+        _write(folder / "contents" / "now.json", memo.read_bytes())
         what_changed(folder, "before", "now")
 
     return FuzzReader(name="contents", seeds=[memo.read_bytes()], changes=(change_json, change_bytes), read=read)
@@ -595,17 +564,11 @@ def _prepared_talks(home: Path) -> list[FuzzReader]:
     ]
 
 
-def _megatron(home: Path) -> list[FuzzReader]:
+def _megatron() -> list[FuzzReader]:
     tokens = np.arange(200, dtype="<u2") % 250
     lengths, starts = np.full(10, 20, "<i4"), np.arange(11, dtype="<i8")
     pointers = np.arange(10, dtype="<i8") * 40
-    head = (
-        b"MMIDIDX\x00\x00"
-        + (1).to_bytes(8, "little")
-        + bytes([8])
-        + (10).to_bytes(8, "little")
-        + (11).to_bytes(8, "little")
-    )
+    head = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, 10, 11)
     index = head + lengths.tobytes() + pointers.tobytes() + starts.tobytes()
 
     def read(name: str, data: bytes, folder: Path) -> None:
@@ -794,21 +757,7 @@ def _words() -> list[FuzzReader]:
         raise_if(problems, ConfigError, subject="words")
 
     seeds = [
-        b"10:12",
-        b"h100x128",
-        b"tp2.ep2,tp1.ep4",
-        b"2x2 S0S1",
-        b"4 R P1",
-        b"1gbit",
-        b"256MB",
-        b"1.5e3mbit",
-        b"host=3:1.2",
-        b"rank=7:2",
-        b"host=10%:1.5",
-        b"coarse:4",
-        b"tiles:rows=64,share=2",
-        b"node0:29400",
-        b"etcd://a:2379/run",
-        b"mb0.L3.fwd.dispatch.rows",
-    ]
+        b"10:12", b"h100x128", b"tp2.ep2,tp1.ep4", b"2x2 S0S1", b"4 R P1", b"1gbit", b"256MB", b"1.5e3mbit", b"host=3:1.2", b"rank=7:2",
+        b"host=10%:1.5", b"coarse:4", b"tiles:rows=64,share=2", b"node0:29400", b"etcd://a:2379/run", b"mb0.L3.fwd.dispatch.rows",
+    ]  # fmt: skip
     return [FuzzReader(name="words", seeds=seeds, changes=(change_bytes, change_number), read=all_of)]

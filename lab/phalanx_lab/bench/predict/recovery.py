@@ -114,13 +114,13 @@ class PlannedCourse:
         self.recipe, self.constants = recipe, constants
         self.planner = _recovery_planner(recipe)
         world = recipe.launch.ranks
-        self.plan = self.planner.plan([_fact(slot, None) for slot in range(world)])
+        self.plan = self.planner.plan([_fact(slot) for slot in range(world)])
         self.first = self.plan.folding
         self.losses = 0
 
     def after(self, slots: Sequence[int], *, step_s: float) -> RecoveryTime:
         """The prediction where `slots` die now; the course goes on behind them. `step_s`: of the first mapping."""
-        dead = {_fact(slot, None).uid for slot in slots}
+        dead = {_fact(slot).uid for slot in slots}
         facts = [
             replace(fact, descriptor=self._descriptor(self.plan, rank))
             for rank, fact in enumerate(self.plan.members)
@@ -160,8 +160,8 @@ class PlannedCourse:
         return plan.state_descriptor(rank) if rank < plan.folding.world else None
 
 
-def _fact(slot: int, descriptor: Any) -> Fact:
-    return Fact(uid=f"local.{slot}.0", machine="local", descriptor=descriptor)
+def _fact(slot: int) -> Fact:
+    return Fact(uid=f"local.{slot}.0", machine="local", descriptor=None)
 
 
 def _recovery_planner(recipe: Recipe) -> RecoveryPlanner:

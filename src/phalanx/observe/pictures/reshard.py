@@ -16,7 +16,7 @@ from phalanx.plan.reshard import ReshardPlan
 
 PALETTE = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b")
 ROW, LEFT, TOP, WIDTH = 24, 130, 76, 980
-MOST_BARS = 20_000
+MOST_BARS, MOST_ROWS = 20_000, 32
 SHADES = ".:-=+*#%@"
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -57,7 +57,7 @@ def _shared(plan: ReshardPlan) -> bool:
     return any(phase.schedule.rounds_s for phase in plan.phases)
 
 
-def text_picture(plan: ReshardPlan, *, width: int = 100, most_rows: int = 32) -> str:
+def text_picture(plan: ReshardPlan, *, width: int) -> str:
     """One line a lane. A letter stands for a flow (0-9, a-z, A-Z, again from 0), a dot for an idle lane."""
     drawn = bars(plan)
     rows = lanes(drawn)
@@ -66,7 +66,7 @@ def text_picture(plan: ReshardPlan, *, width: int = 100, most_rows: int = 32) ->
     columns = max(20, width - 16)
     shared = _shared(plan)
     lines = []
-    for host, sends in rows[:most_rows]:
+    for host, sends in rows[:MOST_ROWS]:
         busy = [0.0] * columns
         label = ["."] * columns
         for bar in drawn:
@@ -80,8 +80,8 @@ def text_picture(plan: ReshardPlan, *, width: int = 100, most_rows: int = 32) ->
         if shared:
             label = [SHADES[min(len(SHADES) - 1, round(b * (len(SHADES) - 1)))] for b in busy]
         lines.append(f"host {host:>3} {'sends' if sends else 'takes'} {''.join(label)}")
-    if len(rows) > most_rows:
-        lines.append(f"... and {len(rows) - most_rows} more lanes")
+    if len(rows) > MOST_ROWS:
+        lines.append(f"... and {len(rows) - MOST_ROWS} more lanes")
     meaning = "how busy a lane is, from . to @" if shared else "a letter stands for a flow, . for idle"
     return "\n".join([*lines, f"{'':>15}{meaning}; 0 to {format_seconds(plan.makespan_s)}"])
 
