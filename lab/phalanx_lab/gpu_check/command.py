@@ -58,13 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="checks whose names begin so")
     parser.add_argument("--json", type=Path, metavar="FILE", help="lines are appended to it")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="C3 leaves there what its members recorded")
-    parser.add_argument(
-        "--limit-s",
-        type=float,
-        default=LIMIT_S,
-        metavar="S",
-        help="no check runs longer than that after the first began",
-    )
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, metavar="S", help="no check runs longer than that after the first began")  # fmt: skip
     parser.add_argument("--self-test", action="store_true", help="on a CPU, tiny")
     parser.add_argument("--list", action="store_true", help="print the plan and run nothing")
     return parser

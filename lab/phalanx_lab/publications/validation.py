@@ -30,15 +30,9 @@ def validation(argv: Sequence[str]) -> int:
     parser.add_argument("--data", type=Path, metavar="CSV", help="measurements (default: those that come with Phalanx)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write errors by family and in all, and every row")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw predicted against measured")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="replace the tables between the marks of a Markdown file"
-    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the tables between the marks of a Markdown file")  # fmt: skip
     parser.add_argument("--rows", action="store_true", help="print every row")
-    parser.add_argument(
-        "--search",
-        action="store_true",
-        help="also search each job of the validation rows, and say where the fastest published mapping stands (--write always does)",
-    )
+    parser.add_argument("--search", action="store_true", help="also search each job of the validation rows, and say where the fastest published mapping stands (--write always does)")  # fmt: skip
     args = parser.parse_args(list(argv))
     check_writable(args.json, args.svg)
     with Progress(transient=True) as bar:

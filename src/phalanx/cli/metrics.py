@@ -51,19 +51,11 @@ def main(argv: Sequence[str]) -> int:
     parser = WordParser(
         prog="phalanx metrics", description="Show the course of a run from its event log, or compare several runs."
     )
-    parser.add_argument(
-        "run", nargs="*", type=Path, help="folder of the run, such as runs/laptop; of several, what differs is shown"
-    )
-    parser.add_argument(
-        "--rank", type=int, help="whose log to read (default: 0, or all of an elastic run, joined by step)"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the figures of the run, and its whole curves, to this file"
-    )
+    parser.add_argument("run", nargs="*", type=Path, help="folder of the run, such as runs/laptop; of several, what differs is shown")  # fmt: skip
+    parser.add_argument("--rank", type=int, help="whose log to read (default: 0, or all of an elastic run, joined by step)")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of the run, and its whole curves, to this file")  # fmt: skip
     parser.add_argument("--names", action="store_true", help="list the metrics by name instead")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="replace that list between the marks of a Markdown file"
-    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="replace that list between the marks of a Markdown file")  # fmt: skip
     args = parser.parse_args(argv)
     if args.write is not None:
         replace_part(args.write, "metrics", names_markdown())

@@ -24,9 +24,7 @@ def main(argv: Sequence[str]) -> int:
     parser = WordParser(
         prog="phalanx runs", description="List the runs of a folder: what they do, how far they are, how good."
     )
-    parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path("runs"), help="folder whose runs are listed (default: runs)"
-    )
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="folder whose runs are listed (default: runs)")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the list to this file")
     args = parser.parse_args(argv)
     check_writable(args.json)

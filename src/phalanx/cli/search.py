@@ -123,36 +123,16 @@ def _find(args: argparse.Namespace, job: Job, cluster: GpuCluster, room: float) 
 def _parser() -> argparse.ArgumentParser:
     parser = WordParser(prog="phalanx search", description="Find the best mapping of a model on a cluster.")
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="NAME",
-        help="a preset (phalanx settings model.preset lists them), or a model of the published measurements",
-    )
-    add(
-        "--cluster",
-        required=True,
-        metavar="NAMExRANKS",
-        help="such as h100x128 (phalanx simulate clusters lists them), or FILE.toml:128",
-    )
+    add("--model", required=True, metavar="NAME", help="a preset (phalanx settings model.preset lists them), or a model of the published measurements")  # fmt: skip
+    add("--cluster", required=True, metavar="NAMExRANKS", help="such as h100x128 (phalanx simulate clusters lists them), or FILE.toml:128")  # fmt: skip
     add("--seq", type=int, default=4096, help="sequence length (default 4096)")
     add("--batch", type=int, default=256, help="sequences of a step (default 256)")
     add("--precision", choices=PRECISIONS, default="bf16")
-    add(
-        "--routing",
-        choices=("balanced", "learned"),
-        default="learned",
-        help="how tokens meet experts: as under a trained router (default learned), or evenly, as in benchmarks",
-    )
+    add("--routing", choices=("balanced", "learned"), default="learned", help="how tokens meet experts: as under a trained router (default learned), or evenly, as in benchmarks")  # fmt: skip
     add("--schedules", nargs="+", choices=tuple(schedules()), metavar="NAME", help=f"of {', '.join(schedules())}")
     add("--ep-overlap", nargs="+", choices=get_args(EpOverlap), metavar="HOW",
         help="how dispatch overlaps with computation: none, chunks, pair, tiles, fused (default: what runs there in this precision, but fused; pair needs processors to run, fused devices)")  # fmt: skip
-    add(
-        "--straggler",
-        action="append",
-        metavar="WHO:FACTOR",
-        help="rank the best with slow ranks, as in phalanx simulate; may be repeated",
-    )
+    add("--straggler", action="append", metavar="WHO:FACTOR", help="rank the best with slow ranks, as in phalanx simulate; may be repeated")  # fmt: skip
     add("--spread", type=float, metavar="S", help="the same, with the pace of every device drawn")
     add("--top", type=int, default=10, help="mappings to show (default 10)")
     add("--exact", type=int, default=RERANKED, help=f"mappings to run on the exact schedule (default {RERANKED})")

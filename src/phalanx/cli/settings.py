@@ -26,9 +26,7 @@ def main(argv: Sequence[str]) -> int:
     parser = WordParser(prog="phalanx settings", description="List the settings of a recipe.")
     parser.add_argument("name", nargs="*", help="a section (train), or a setting (train.steps, or steps); default: all")
     parser.add_argument("--markdown", action="store_true", help="as Markdown tables")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="replace the tables between the marks of a Markdown file"
-    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the tables between the marks of a Markdown file")  # fmt: skip
     parser.add_argument("--schema", type=Path, metavar="FILE", help="write the JSON schema of recipes, for editors")
     args = parser.parse_args(argv)
     if args.schema is not None:

@@ -73,12 +73,7 @@ def step(argv: Sequence[str]) -> int:
         metavar="WHO:FACTOR",
         help="who computes slower, such as host=3:1.2, rank=17:1.1, or host=0.5%%:1.1 for hosts drawn at random; may be repeated",
     )
-    parser.add_argument(
-        "--spread",
-        type=float,
-        metavar="S",
-        help="draw every device's pace with this spread (standard deviation of its logarithm)",
-    )
+    parser.add_argument("--spread", type=float, metavar="S", help="draw every device's pace with this spread (standard deviation of its logarithm)")  # fmt: skip
     parser.add_argument("--against", type=Path, metavar="RUN", help="compare with recorded steps of a run, id by id")
     parser.add_argument("--steps", metavar="A:B", help="with --against: which of them (default: all)")
     parser.add_argument("--learn", metavar="A:B", help="with --against: steps whose medians come before the formulas")

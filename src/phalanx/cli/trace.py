@@ -44,15 +44,9 @@ def main(argv: Sequence[str]) -> int:
         description="What each rank did in the steps that --observe.trace_steps recorded, and how an elastic run recovered: a file for https://ui.perfetto.dev.",
     )
     parser.add_argument("run", type=Path, help="folder of the run, such as runs/laptop")
-    parser.add_argument(
-        "--steps", metavar="A:B", help="first and last step; one number for one step (default: all recorded)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="where the trace goes (default: trace.json in the run folder)"
-    )
-    parser.add_argument(
-        "--summary", action="store_true", help="print communication exposed and hidden; no trace unless --out is given"
-    )
+    parser.add_argument("--steps", metavar="A:B", help="first and last step; one number for one step (default: all recorded)")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the trace goes (default: trace.json in the run folder)")  # fmt: skip
+    parser.add_argument("--summary", action="store_true", help="print communication exposed and hidden; no trace unless --out is given")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of the summary to this file")
     args = parser.parse_args(argv)
     first, last = read_steps(args.steps)

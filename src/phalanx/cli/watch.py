@@ -28,20 +28,10 @@ def main(argv: Sequence[str]) -> int:
         prog="phalanx watch",
         description="Show runs in a browser: curves, loads of experts, the mapping, recoveries, recorded steps; several runs beside one another.",
     )
-    parser.add_argument(
-        "run", nargs="*", type=Path, help="run folders, such as runs/laptop (default: all below --folder)"
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="folder whose runs are shown (default: runs, where no run is given)"
-    )
-    parser.add_argument(
-        "--port", type=int, help=f"port to listen on; 0 takes a free one (default: the first free one from {PORT} on)"
-    )
-    parser.add_argument(
-        "--address",
-        default="127.0.0.1",
-        help="address to listen on (default: 127.0.0.1, reachable from this machine only)",
-    )
+    parser.add_argument("run", nargs="*", type=Path, help="run folders, such as runs/laptop (default: all below --folder)")  # fmt: skip
+    parser.add_argument("--folder", type=Path, help="folder whose runs are shown (default: runs, where no run is given)")  # fmt: skip
+    parser.add_argument("--port", type=int, help=f"port to listen on; 0 takes a free one (default: the first free one from {PORT} on)")  # fmt: skip
+    parser.add_argument("--address", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, reachable from this machine only)")  # fmt: skip
     args = parser.parse_args(argv)
     below = args.folder if args.folder is not None else None if args.run else Path("runs")
     raise_if(_problems(args.run, below, args.port), ConfigError, subject="the arguments")

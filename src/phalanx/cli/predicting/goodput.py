@@ -244,55 +244,21 @@ def _rate(args: argparse.Namespace) -> float:
 def _parser() -> WordParser:
     parser = WordParser(prog="phalanx simulate goodput", description="Progress under failures.")
     add = parser.add_argument
-    add(
-        "--recipe",
-        type=Path,
-        metavar="RECIPE",
-        help="derive --detect and --repair from this recipe on --cluster; its settings may follow",
-    )
+    add("--recipe", type=Path, metavar="RECIPE", help="derive --detect and --repair from this recipe on --cluster; its settings may follow")  # fmt: skip
     add("--cluster", metavar="NAMExRANKS", help="with --recipe: such as h100x128")
-    add(
-        "--straggler",
-        action="append",
-        metavar="WHO:FACTOR",
-        help="with --recipe: slow ranks, as in phalanx simulate; may be repeated",
-    )
+    add("--straggler", action="append", metavar="WHO:FACTOR", help="with --recipe: slow ranks, as in phalanx simulate; may be repeated")  # fmt: skip
     add("--spread", type=float, metavar="S", help="the same, with the pace of every device drawn")
     add("--ranks", type=int, default=None, help="ranks of the job (default 16384, or those of --cluster)")
     add("--hosts", type=int, default=None, help="hosts of the job (default a host for 8 ranks, or those of --cluster)")
-    add(
-        "--rate",
-        type=float,
-        help="failures of a rank in an hour (default Llama 3's)",
-    )
-    add(
-        "--failures",
-        type=Path,
-        metavar="CSV",
-        help="a trace of removals in place of --rate and --days: MILLISECONDS,add|remove,NODE",
-    )
+    add("--rate", type=float, help="failures of a rank in an hour (default Llama 3's)")
+    add("--failures", type=Path, metavar="CSV", help="a trace of removals in place of --rate and --days: MILLISECONDS,add|remove,NODE")  # fmt: skip
     add("--days", type=float, help="length of the job (default 54)")
     add("--interval", type=float, default=None, help="seconds between saves (default: Young and Daly's)")
     add("--save", type=float, default=10.0, help="seconds that a save stops the job (default 10)")
-    add(
-        "--detect",
-        type=float,
-        default=None,
-        help="seconds until a failure is known (default 60; of a recipe its resilience.limit_s)",
-    )
-    add(
-        "--restart",
-        type=float,
-        default=600.0,
-        help="seconds from there to the first step from a checkpoint (default 600)",
-    )
+    add("--detect", type=float, help="seconds until a failure is known (default 60; of a recipe its resilience.limit_s)")  # fmt: skip
+    add("--restart", type=float, default=600.0, help="seconds from there to the first step from a checkpoint (default 600)")  # fmt: skip
     add("--repair", type=float, default=None, help="the same from replicas (default 20; derived from --recipe)")
-    add(
-        "--survival",
-        type=float,
-        default=0.99,
-        help="share of failures that leave a replica of everything (default 0.99)",
-    )
+    add("--survival", type=float, default=0.99, help="share of failures that leave a replica of everything (default 0.99)")  # fmt: skip
     add("--replace", type=float, default=1800.0, help="seconds until a lost host is replaced (default 1800)")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE")

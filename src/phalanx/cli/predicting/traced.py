@@ -26,9 +26,7 @@ EVEN = ("--router.force", "balanced", "--launch.device", "cuda")
 def traced(argv: Sequence[str]) -> int:
     """Print a table with a line for each file."""
     parser = WordParser(prog="phalanx simulate traced", description=__doc__)
-    parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="written by phalanx bench trace --json FILE"
-    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="written by phalanx bench trace --json FILE")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the predictions")
     args = parser.parse_args(list(argv))
     check_writable(args.json)
