@@ -35,12 +35,10 @@ from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
-from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
+from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.mapping.folding import fit_problems, make_folding
-from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.model.model import PRESETS
-from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.processes.launch import StopRequest, run_local
@@ -49,6 +47,7 @@ from phalanx.train.assembly import assemble
 from phalanx.train.setup.machine import MemoryMeter
 from phalanx.train.step.loss import num_valid, objective
 from phalanx.train.step.transaction import StepParts, train_step
+from phalanx_lab.plain_model import plain_context
 
 Method = Literal["ring", "all_gather", "ulysses"]
 PATIENCE_S = 3600.0
@@ -244,18 +243,10 @@ def build(
 ) -> tuple[StepParts, TokenBatch]:
     """A run of `job.cp` ranks and this rank's part of its one sequence. Collective."""
     folding, spec = make_folding(world=job.cp, cp=job.cp), PRESETS[job.preset]
-    ctx = ModelContext(
-        spec=spec,
-        dispatch=DispatchSpec(),
-        placement=plain_placement(max(1, spec.num_experts), folding),
-        groups=build_groups(folding, rank=rank, cache=cache),
-        comms=Collectives(timeout_s=PATIENCE_S),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        recompute=job.recompute,
-        cp_method=job.method,
-        lanes=Lanes(1, rows=compiled_rows()),
-    )
+    ctx = plain_context(
+        spec, build_groups(folding, rank=rank, cache=cache), dtype=dtype, comms=Collectives(timeout_s=PATIENCE_S),
+        recompute=job.recompute, cp_method=job.method, lanes=Lanes(1, rows=compiled_rows()),
+    )  # fmt: skip
     return assemble(ctx, optim=OptimConfig(), num_microbatches=1), part_of(_sequence(job, spec.vocab), folding, rank)
 
 

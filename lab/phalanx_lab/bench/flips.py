@@ -34,11 +34,9 @@ from phalanx.core.errors import ConfigError, Problem, UnsoundError, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
-from phalanx.models.context import ModelContext, TokenBatch
+from phalanx.models.context import TokenBatch
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.model.model import resolve_model
-from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.processes.allocator import keep_freed_memory
@@ -48,6 +46,7 @@ from phalanx.train.assembly import assemble
 from phalanx.train.step.check import look
 from phalanx.train.step.transaction import ReducedStep, StepParts, _compute, commit_step, reduce_step, train_step
 from phalanx_lab.faults.flips import Aim, BitFlip, FlippedMessages, FlippedProducts
+from phalanx_lab.plain_model import plain_context
 
 SHARES = {"state": 0.2, "messages": 0.2, "products": 0.5, "elsewhere": 0.1}
 """Of the flips, by kind."""
@@ -425,14 +424,8 @@ def _parts(
 ) -> StepParts:
     """As a run of the recipe has them: every shard on two ranks."""
     spec = resolve_model(ModelConfig(preset=case.preset), RouterConfig(), tokenizer_vocab=case.vocab)
-    ctx = ModelContext(
-        spec=spec,
-        dispatch=DispatchSpec(),
-        placement=plain_placement(max(1, spec.num_experts), folding),
-        groups=build_groups(folding, rank=rank, cache=cache),
-        comms=Collectives(timeout_s=600.0, sums=messages),
-        dtype=getattr(torch, case.dtype),
-        device=torch.device("cpu"),
-        lanes=Lanes(1, rows=compiled_rows(), sums=products),
-    )
+    ctx = plain_context(
+        spec, build_groups(folding, rank=rank, cache=cache), dtype=getattr(torch, case.dtype),
+        comms=Collectives(timeout_s=600.0, sums=messages), lanes=Lanes(1, rows=compiled_rows(), sums=products),
+    )  # fmt: skip
     return assemble(ctx, optim=OptimConfig(), num_microbatches=1, samples=case.ranks, holders=2)

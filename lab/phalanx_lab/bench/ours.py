@@ -13,10 +13,9 @@ from phalanx.core.config import OptimConfig, PipelineConfig
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.device import WeightSums
 from phalanx.kernels.native import compiled_rows
-from phalanx.models.context import ModelContext, TokenBatch
+from phalanx.models.context import TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.runtime.comm.collectives import Collectives
@@ -25,6 +24,7 @@ from phalanx.runtime.processes.allocator import keep_freed_memory
 from phalanx.train.assembly import assemble
 from phalanx.train.step.transaction import eval_loss, train_step
 from phalanx_lab.bench.workload import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, WorkloadShape, batch_of
+from phalanx_lab.plain_model import plain_context
 
 OPTIM = OptimConfig(beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM)
 HOST = torch.device("cpu")
@@ -58,20 +58,11 @@ class OurRun:
     ) -> None:
         keep_freed_memory(threads=threads)
         groups = groups or build_groups(make_folding(world=1), rank=0, cache=GroupCache())
-        folding, spec = groups.folding, shape.spec()
-        ctx = ModelContext(
-            spec=spec,
-            dispatch=DispatchSpec(overlap=overlap),
-            placement=plain_placement(spec.num_experts, folding.of_rank(groups.rank)),
-            groups=groups,
-            comms=comms or Collectives(),
-            dtype=dtype,
-            device=device,
-            kernels=kernels,
-            recompute=recompute,
-            weight_sums=weight_sums,
-            lanes=Lanes(threads, rows=compiled_rows() if native else None),
-        )
+        spec = shape.spec()
+        ctx = plain_context(
+            spec, groups, dtype=dtype, dispatch=DispatchSpec(overlap=overlap), comms=comms or Collectives(), device=device, kernels=kernels,
+            recompute=recompute, weight_sums=weight_sums, lanes=Lanes(threads, rows=compiled_rows() if native else None),
+        )  # fmt: skip
         self.device = device
         self.shape, self.rate, self.lanes, self.groups = shape, rate, ctx.lanes, groups
         pipeline = make_pipeline(PipelineConfig(pair_passes=pair_passes), spec, pp=1, seq_len=shape.seq_len)

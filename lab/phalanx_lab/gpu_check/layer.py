@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,13 +16,12 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.moe import MoE
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.model import PRESETS, ModelSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx_lab.bench.workload import WorkloadShape
 from phalanx_lab.gpu_check.here import Here
+from phalanx_lab.plain_model import plain_context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +87,8 @@ def context(
 ) -> ModelContext:
     """One rank that holds everything."""
     groups = build_groups(make_folding(world=1), rank=0, cache=GroupCache())
-    return ModelContext(
-        spec=spec,
-        dispatch=dispatch or DispatchSpec(),
-        placement=plain_placement(spec.num_experts, groups.folding.of_rank(0)),
-        groups=groups,
-        comms=Collectives(),
-        dtype=dtype,
-        device=device,
-        kernels=kernels,
-        lanes=Lanes(1),
-    )
+    how: dict[str, Any] = {"dispatch": dispatch or DispatchSpec(), "kernels": kernels, "lanes": Lanes(1)}
+    return plain_context(spec, groups, dtype=dtype, device=device, **how)
 
 
 def make_layer(part: LayerPart, here: Here, *, dispatch: DispatchSpec | None = None) -> LayerRun:

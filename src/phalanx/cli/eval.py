@@ -107,7 +107,7 @@ def evaluate(options: EvalArgs, console: Console) -> dict[str, Any]:
 
 def problems(options: EvalArgs) -> list[Problem]:
     """What is wrong with the arguments, and what is not installed."""
-    found = too_small(options, hint="leave it out", limit=1, batch=1, threads=1)
+    found = too_small(options, "leave it out", limit=1, batch=1, threads=1)
     if options.allow_functions and not options.tasks:
         found.append(Problem(where="--allow-functions", value=None, rule="has no effect without --tasks", hint="leave it out"))  # fmt: skip
     missing = [name for name in NEEDED if not is_installed(name)]

@@ -52,7 +52,7 @@ def main(args: list[str]) -> int:
 
 def export(options: ExportArgs) -> Export:
     """Write the checkpoint; returns what was written. Raises `ConfigError` or `CheckpointError`, and then nothing is left behind."""
-    raise_if(too_small(options, hint="leave it out", shard_mb=1, ranks=1), ConfigError, subject="the command")
+    raise_if(too_small(options, "leave it out", shard_mb=1, ranks=1), ConfigError, subject="the command")
     from phalanx.runtime.processes import run_local
     from phalanx.train.huggingface import finish_export, plan_export, write_shards
 

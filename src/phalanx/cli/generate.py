@@ -93,7 +93,7 @@ def problems(options: GenerateArgs) -> list[Problem]:
         ("PROMPT", options.prompt, _is_utf8(options.prompt), "must be UTF-8 text", "see the locale of this terminal"),
     )
     found = [Problem(where=w, value=v, rule=r, hint=h) for w, v, ok, r, h in rules if not ok]
-    found += too_small(options, hint="leave it out", threads=1)
+    found += too_small(options, "leave it out", threads=1)
     if options.temperature == 0 and options.top_k != GenerateArgs.top_k:
         rule = "has no effect with --temperature 0"
         found.append(Problem(where="--top-k", value=options.top_k, rule=rule, hint="leave it out"))

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(list(argv))
     check_writable(args.json, args.svg, args.recipe)
     spec, cluster, problems = model_and_cluster(args)
-    problems += too_small(args, hint="use 1 or more", seq=1, batch=1, top=1, exact=1)
+    problems += too_small(args, "use 1 or more", seq=1, batch=1, top=1, exact=1)
     problems += precision_problems(args.precision, cluster, where="--precision")
     asked = args.ep_overlap or ()
     problems += [

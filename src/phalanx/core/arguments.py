@@ -136,7 +136,7 @@ def read_words(
         raise ConfigError(unknown or _problems(text, parser), subject="the arguments") from stop
 
 
-def too_small(options: Any, *, hint: str = "", **least: int) -> list[Problem]:
+def too_small(options: Any, hint: str = "", /, **least: int) -> list[Problem]:
     """Numbers among what `read_words` has read that are below the least one that makes sense, which is the `hint` too where none is given; None is no number. `shape__tokens` is the option --shape.tokens."""
     values = {name.replace("__", "."): n for name, n in least.items()}
     return [

@@ -21,18 +21,17 @@ from torch.overrides import TorchFunctionMode
 
 from phalanx.core.config import OptimConfig
 from phalanx.kernels.ops.cross_entropy import IGNORE
-from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
+from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.families.names import shapes_of
 from phalanx.models.router import Router
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.placement import plain_placement
-from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.train.assembly import assemble
 from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint
 from phalanx.train.step.transaction import StepParts, train_step
 from phalanx.verify.reference import GradientRecorder
+from phalanx_lab.plain_model import plain_context
 
 
 class _Float64(TorchFunctionMode):
@@ -117,16 +116,8 @@ def run_theirs(model: Any, batch: TokenBatch, *, gradients: bool = True) -> Thei
 
 def parts_of(rank: int, cache: GroupCache, checkpoint: HfCheckpoint, folding: Folding, dtype: torch.dtype) -> StepParts:
     """A run's state on this rank of a mapping, not yet filled."""
-    ctx = ModelContext(
-        spec=checkpoint.spec,
-        dispatch=DispatchSpec(),
-        placement=plain_placement(max(1, checkpoint.spec.num_experts), folding),
-        groups=build_groups(folding, rank=rank, cache=cache),
-        comms=Collectives(timeout_s=240),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        kernels="fast" if dtype == torch.float32 else "reference",
-    )
+    groups, kernels = build_groups(folding, rank=rank, cache=cache), "fast" if dtype == torch.float32 else "reference"
+    ctx = plain_context(checkpoint.spec, groups, dtype=dtype, comms=Collectives(timeout_s=240), kernels=kernels)
     return assemble(ctx, optim=OptimConfig(clip_norm=0.0), num_microbatches=1)
 
 

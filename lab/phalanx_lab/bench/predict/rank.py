@@ -16,9 +16,8 @@ import torch
 from phalanx.cli.calibration import measure_links, world_axis
 from phalanx.core.errors import RunError
 from phalanx.core.events import Collective, Event, Operation
-from phalanx.models.context import ModelContext, TokenBatch
+from phalanx.models.context import TokenBatch
 from phalanx.models.shard import part_of
-from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.program.step import StepProgram
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
@@ -30,6 +29,7 @@ from phalanx.train.assembly import assemble
 from phalanx.train.step.transaction import StepParts, train_step
 from phalanx_lab.bench.predict.plans import FLOOR_S, Glue, PlanSetup, StepPlan, paced_s
 from phalanx_lab.bench.predict.spans import Told, told_step
+from phalanx_lab.plain_model import plain_context
 
 CHAIN = 15
 """Operations and collectives, forward and backward, whose gaps say what passes between them."""
@@ -171,17 +171,8 @@ def _strange(program: StepProgram, events: Sequence[Event]) -> set[str]:
 def _parts(plan: StepPlan, rank: int, cache: GroupCache, comms: Collectives) -> StepParts:
     pipeline = plan.planned
     groups = build_groups(plan.folding, rank=rank, cache=cache, table_ranks=pipeline.stages.table_ranks)
-    ctx = ModelContext(
-        spec=plan.setup.spec,
-        dispatch=plan.dispatch,
-        placement=plain_placement(plan.setup.spec.num_experts, plan.folding.of_rank(rank)),
-        groups=groups,
-        comms=comms,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        recompute=plan.recompute,
-        cp_method=plan.cp_method,
-    )
+    how: dict[str, Any] = {"dispatch": plan.dispatch, "recompute": plan.recompute, "cp_method": plan.cp_method}
+    ctx = plain_context(plan.setup.spec, groups, dtype=torch.float32, comms=comms, **how)
     return assemble(ctx, optim=plan.optim, num_microbatches=plan.microbatches, pipeline=pipeline)
 
 

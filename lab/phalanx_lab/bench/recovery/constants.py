@@ -29,14 +29,11 @@ import torch
 
 from phalanx.core.config import OptimConfig
 from phalanx.core.errors import RunError
-from phalanx.models.context import ModelContext
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.state import STATE_KINDS
 from phalanx.plan.layout.tensors import Held, TensorLayout
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.model.model import PRESETS, ModelSpec
-from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact
 from phalanx.plan.reshard.plan import plan_reshard
@@ -58,6 +55,7 @@ from phalanx.simulate.failures.recovery_time import Constants
 from phalanx.train.assembly import assemble
 from phalanx.train.placement.state_transfer import checksums, move_state
 from phalanx.train.step.transaction import StepParts
+from phalanx_lab.plain_model import plain_context
 
 T = TypeVar("T")
 MEMBERS = 3
@@ -322,17 +320,8 @@ def _fresh_s_per_byte() -> float:
 
 def _put_together(spec: ModelSpec) -> StepParts:
     """Parts of one rank, put together as a generation builds them."""
-    folding = make_folding(world=1)
-    ctx = ModelContext(
-        spec=spec,
-        dispatch=DispatchSpec(),
-        placement=plain_placement(spec.num_experts, folding.of_rank(0)),
-        groups=build_groups(folding, rank=0, cache=GroupCache(timeout_s=TIMEOUT_S)),
-        comms=Collectives(timeout_s=TIMEOUT_S),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        drawn=False,
-    )
+    groups = build_groups(make_folding(world=1), rank=0, cache=GroupCache(timeout_s=TIMEOUT_S))
+    ctx = plain_context(spec, groups, dtype=torch.float32, comms=Collectives(timeout_s=TIMEOUT_S), drawn=False)
     parts = assemble(ctx, optim=OptimConfig(zero=0), num_microbatches=1)
     parts.state.make_room()
     return parts

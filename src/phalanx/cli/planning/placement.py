@@ -111,7 +111,7 @@ def placement(args: PlacementArgs) -> int:
 
 
 def _argument_problems(args: PlacementArgs) -> list[Problem]:
-    problems = too_small(args, hint="use 1 or more", hosts=1, slots=1, experts=1, layers=1, f=1)
+    problems = too_small(args, "use 1 or more", hosts=1, slots=1, experts=1, layers=1, f=1)
     if (args.loads is None) == (args.skew is None):
         rule = "one of --loads FILE and --skew Z says how tokens are spread"
         problems.append(
