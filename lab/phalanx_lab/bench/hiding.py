@@ -16,13 +16,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import sys
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import tyro
 
 from phalanx.core.arguments import read_words
@@ -32,11 +29,11 @@ from phalanx.core.units import format_rate
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups, with_second_groups
-from phalanx.runtime.processes.world import close_world, init_world, read_world
+from phalanx.runtime.processes.world import close_world
 from phalanx_lab.bench.ours import OPTIM, OurRun
+from phalanx_lab.bench.rank_jobs import join_ranks, run_ranks, tell
 from phalanx_lab.bench.workload import WorkloadShape
 from phalanx_lab.testbed.cluster import ClusterSpec
-from phalanx_lab.testbed.testbed import Testbed
 
 What = Literal["gradients", "ring", "pair"]
 SHAPES = {
@@ -128,16 +125,8 @@ def measure(options: HidingArgs) -> HidingResult:
 
 
 def _run(options: HidingArgs, rate_bit_per_s: float | None) -> Turns:
-    with tempfile.TemporaryDirectory(prefix="phalanx-hiding-") as name:
-        job_file = Path(name) / "job.json"
-        plain = {k: v for k, v in asdict(options).items() if k != "json"}
-        job_file.write_text(json.dumps(plain))
-        with Testbed(ClusterSpec(hosts=2, ranks_per_host=1, link_bit_per_s=rate_bit_per_s)) as bed:
-            command = [sys.executable, "-m", "phalanx", "bench", "hiding", "--rank-of", str(job_file)]
-            result = bed.run(command).wait(timeout_s=600)
-            if not result.ok:
-                raise RunError(f"the ranks of the benchmark failed: {result.explain()}")
-        return Turns(**json.loads(job_file.with_suffix(".turns").read_text()))
+    job, spec = {**asdict(options), "json": None}, ClusterSpec(hosts=2, ranks_per_host=1, link_bit_per_s=rate_bit_per_s)
+    return Turns(**run_ranks("hiding", job, spec, timeout_s=600))
 
 
 # ---- one rank ------------------------------------------------------------------------------------------------------------------
@@ -145,10 +134,7 @@ def _run(options: HidingArgs, rate_bit_per_s: float | None) -> Turns:
 
 def _rank(job_file: Path) -> int:
     options = HidingArgs(**json.loads(job_file.read_text()))
-    info = read_world()
-    assert info is not None  # the testbed sets it
-    torch.set_num_threads(1)
-    init_world(info, timeout_s=120)
+    info = join_ranks(120)
     folding, cache = make_folding(world=info.world, **DEGREES[options.what]), GroupCache(timeout_s=120)
     groups = build_groups(folding, rank=info.rank, cache=cache)
     paired = options.what == "pair"
@@ -180,7 +166,7 @@ def _rank(job_file: Path) -> int:
         hidden=hidden, waiting=waiting, sent_bytes=counted, losses_equal=_same_loss(ours, comms, paired=paired)
     )
     if info.rank == 0:
-        job_file.with_suffix(".turns").write_text(json.dumps(asdict(turns)))
+        tell(job_file, asdict(turns))
     close_world()
     return 0
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -35,13 +33,12 @@ from phalanx.plan.mapping.folding import make_folding
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups, with_second_groups
 from phalanx.runtime.processes.allocator import keep_freed_memory
-from phalanx.runtime.processes.world import close_world, init_world, read_world
+from phalanx.runtime.processes.world import close_world
 from phalanx_lab.bench.ours import OurRun
-from phalanx_lab.bench.rates import request, serve, tell, told
+from phalanx_lab.bench.rank_jobs import join_ranks, request, run_ranks, tell
 from phalanx_lab.bench.workload import WorkloadShape
 from phalanx_lab.testbed.cluster import ClusterSpec
 from phalanx_lab.testbed.links import COARSE
-from phalanx_lab.testbed.testbed import Testbed
 
 SHAPE = WorkloadShape(
     layers=4, hidden=256, heads=4, kv_heads=4, experts=8, top_k=2, ffn=512, vocab=1024, batch=8, seq_len=256
@@ -114,13 +111,8 @@ def _problems(options: StepArgs) -> list[Problem]:
 
 def measure(options: StepArgs) -> dict[str, Any]:
     """All of it in one bed. Raises `RunError` where a rank fails."""
-    with tempfile.TemporaryDirectory(prefix="phalanx-step-") as name:
-        job_file = Path(name) / "job.json"
-        job_file.write_text(json.dumps({**asdict(options), "json": None}))
-        with Testbed(ClusterSpec(hosts=2, ranks_per_host=1), grain=COARSE, own_cores=True) as bed:
-            command = [sys.executable, "-m", "phalanx", "bench", "step", "--rank-of", str(job_file)]
-            found = told(job_file, serve(bed, command, job_file, timeout_s=LONGEST_S))
-    return result_of(options, found)
+    job, spec = {**asdict(options), "json": None}, ClusterSpec(hosts=2, ranks_per_host=1)
+    return result_of(options, run_ranks("step", job, spec, timeout_s=LONGEST_S, grain=COARSE, own_cores=True))
 
 
 def result_of(options: StepArgs, found: dict[str, Any]) -> dict[str, Any]:
@@ -156,11 +148,8 @@ def result_of(options: StepArgs, found: dict[str, Any]) -> dict[str, Any]:
 
 def _rank(job_file: Path) -> int:
     options = StepArgs(**json.loads(job_file.read_text()))
-    info = read_world()
-    assert info is not None  # the testbed sets it
-    torch.set_num_threads(1)
     keep_freed_memory(threads=1)  # as a run does
-    init_world(info, timeout_s=PATIENCE_S)
+    info = join_ranks(PATIENCE_S)
     folding = make_folding(world=info.world, ep=info.world)
     cache = GroupCache(timeout_s=PATIENCE_S)
     groups = build_groups(folding, rank=info.rank, cache=cache)

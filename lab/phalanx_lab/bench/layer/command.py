@@ -24,8 +24,6 @@ seconds of the other methods. How far it stays behind the best of these is its r
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -54,10 +52,9 @@ from phalanx_lab.bench.layer.rank import (
     take_turns,
 )
 from phalanx_lab.bench.layer.scores import figures, medians, regret
-from phalanx_lab.bench.rates import serve, tell, told
+from phalanx_lab.bench.rank_jobs import run_ranks, tell
 from phalanx_lab.testbed import links
 from phalanx_lab.testbed.cluster import ClusterSpec
-from phalanx_lab.testbed.testbed import Testbed
 
 LONGEST_S = 1500.0
 """Seconds that a layer may take; with `--cells`, that a cell may take in the mean."""
@@ -154,14 +151,9 @@ def _problems(options: LayerArgs) -> list[Problem]:
 
 def measure(options: LayerArgs) -> dict[str, Any]:
     """All of it in one bed. Raises `RunError` where a rank fails."""
-    with tempfile.TemporaryDirectory(prefix="phalanx-layer-") as name:
-        job_file = Path(name) / "job.json"
-        job_file.write_text(json.dumps({**asdict(options), "json": None}))
-        with Testbed(ClusterSpec(hosts=2, ranks_per_host=1), grain=links.COARSE, own_cores=True) as bed:
-            command = [sys.executable, "-m", "phalanx", "bench", "layer", "--rank-of", str(job_file)]
-            measured = len(layer_cells.part_of(options.part)) if options.cells else 1
-            ended = serve(bed, command, job_file, timeout_s=LONGEST_S * measured)
-            found: dict[str, Any] = told(job_file, ended)
+    job, spec = {**asdict(options), "json": None}, ClusterSpec(hosts=2, ranks_per_host=1)
+    timeout_s = LONGEST_S * (len(layer_cells.part_of(options.part)) if options.cells else 1)
+    found: dict[str, Any] = run_ranks("layer", job, spec, timeout_s=timeout_s, grain=links.COARSE, own_cores=True)
     return found if options.cells else _result(options, found)
 
 

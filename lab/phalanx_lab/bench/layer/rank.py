@@ -33,10 +33,9 @@ from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
 from phalanx.runtime.moe.overlap_tuner import Tuner
 from phalanx.runtime.moe.routed import RoutedExperts, routed_experts
 from phalanx.runtime.processes.allocator import keep_freed_memory
-from phalanx.runtime.processes.world import init_world, read_world
 from phalanx_lab.bench.layer.loads import exact_routing, load_vector, pair_counts
 from phalanx_lab.bench.layer.methods import AUTO, OURS, Inside, overlap_of, sends_tokens
-from phalanx_lab.bench.rates import request
+from phalanx_lab.bench.rank_jobs import join_ranks, request
 
 PATIENCE_S = 300.0
 MESSAGES = ("communication", "distinct")
@@ -72,11 +71,8 @@ class RankPlace:
     """This rank among the others."""
 
     def __init__(self, job_file: Path) -> None:
-        info = read_world()
-        assert info is not None  # the testbed sets it
-        torch.set_num_threads(1)
         keep_freed_memory(threads=1)
-        init_world(info, timeout_s=PATIENCE_S)
+        info = join_ranks(PATIENCE_S)
         self.job_file, self.rank = job_file, info.rank
         self.folding = make_folding(world=info.world, ep=info.world)
         self.groups = build_groups(self.folding, rank=info.rank, cache=GroupCache(timeout_s=PATIENCE_S))

@@ -21,8 +21,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +47,7 @@ from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.comm.peers import own_group
 from phalanx.runtime.pipeline.boundary import Boundary
 from phalanx.runtime.pipeline.runner import run_pipeline
-from phalanx.runtime.processes.world import close_world, init_world, read_world
+from phalanx.runtime.processes.world import close_world
 from phalanx.train.step.warmup import transfer_seconds
 from phalanx_lab.bench.pipeline.models import (
     MODELS,
@@ -60,8 +58,8 @@ from phalanx_lab.bench.pipeline.models import (
     StageModel,
     gradient_digest,
 )
+from phalanx_lab.bench.rank_jobs import join_ranks, run_ranks, tell
 from phalanx_lab.testbed.cluster import ClusterSpec
-from phalanx_lab.testbed.testbed import Testbed
 
 REPLICAS = 2
 """Ranks of a stage."""
@@ -110,17 +108,8 @@ def main(args: list[str]) -> int:
 
 def measure(options: PipelineArgs, shape: ModelShape) -> dict[str, Any]:
     """All configurations of one model in one job of the testbed. Raises `RunError` where it fails or gradients differ."""
-    with tempfile.TemporaryDirectory(prefix="phalanx-pipeline-") as name:
-        job_file = Path(name) / "job.json"
-        job = {"model": shape.name, "microbatches": options.microbatches, "rounds": options.rounds}
-        job_file.write_text(json.dumps(job | {"link_mbit": options.link_mbit}))
-        with Testbed(_cluster(options)) as bed:
-            command = [sys.executable, "-m", "phalanx", "bench", "pipeline", "--rank-of", str(job_file)]
-            result = bed.run(command, env={"OMP_NUM_THREADS": "1"}).wait(timeout_s=600)
-            if not result.ok:
-                raise RunError(f"the ranks of the benchmark failed: {result.explain()}")
-        told: dict[str, Any] = json.loads(job_file.with_suffix(".told").read_text())
-    return _result(options, shape, told)
+    job = {**dataclasses.asdict(options), "json": None, "models": (shape.name,)}
+    return _result(options, shape, run_ranks("pipeline", job, _cluster(options), timeout_s=600))
 
 
 def _cluster(options: PipelineArgs) -> ClusterSpec:
@@ -272,13 +261,10 @@ def _place(options: PipelineArgs, shape: ModelShape, rank: int) -> _Place:
 
 
 def _rank(job_file: Path) -> int:
-    job = json.loads(job_file.read_text())
-    options = PipelineArgs(microbatches=job["microbatches"], rounds=job["rounds"], link_mbit=job["link_mbit"])
-    info = read_world()
-    assert info is not None  # the testbed sets it
-    torch.set_num_threads(1)
-    init_world(info, timeout_s=TIMEOUT_S)
-    place = _place(options, MODELS[job["model"]], info.rank)
+    options = PipelineArgs(**json.loads(job_file.read_text()))
+    (model,) = options.models
+    info = join_ranks(TIMEOUT_S)
+    place = _place(options, MODELS[model], info.rank)
     comms, axis = place.boundary.comms, place.boundary.axis
     transfers_s = {m: max(comms.gather_objects(_one_transfer(place, options, m), axis)) for m in place.boundaries}
     f = transfers_s["best"] * place.shape.transfers_per_forward
@@ -291,7 +277,7 @@ def _rank(job_file: Path) -> int:
     mine = _told(turns) | {"cpu_share": (time.process_time() - cpu_s) / (time.perf_counter() - begin_s)}
     told = comms.gather_objects(mine, axis)
     if info.rank == 0:
-        job_file.with_suffix(".told").write_text(json.dumps(_together(told) | {"transfers_s": transfers_s}))
+        tell(job_file, _together(told) | {"transfers_s": transfers_s})
     close_world()
     return 0
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,8 +37,8 @@ from phalanx_lab.bench.predict.fitted_costs import learn, paces, usual_pace
 from phalanx_lab.bench.predict.plans import PLANS, WORLD, Glue, PlanPrediction, StepPlan
 from phalanx_lab.bench.predict.rank import SIZES, rank_report
 from phalanx_lab.bench.predict.spans import recorded_step
+from phalanx_lab.bench.rank_jobs import read_told, run_ranks, tell
 from phalanx_lab.testbed.cluster import ClusterSpec
-from phalanx_lab.testbed.testbed import Testbed
 
 PACED_BARS = {"median": 0.05, "worst": 0.12, "kendall_tau": 0.9}
 REAL_BARS = {"median": 0.12, "worst": 0.12, "kendall_tau": 0.9}
@@ -171,14 +170,8 @@ def measure(options: PredictArgs) -> dict[str, Any]:
     plans = plans_of(options)
     world = predict_real.WORLD if options.real else WORLD
     per_host = world // options.hosts if options.testbed else world
-    with tempfile.TemporaryDirectory(prefix="phalanx-predict-") as folder:
-        job = Path(folder) / "job.json"
-        names = [plan.name for plan in plans]
-        job.write_text(
-            json.dumps({"plans": names, "steps": options.steps, "ranks_per_host": per_host, "real": options.real})
-        )
-        _run(options, job)
-        told = json.loads(job.with_suffix(".told").read_text())
+    names = [plan.name for plan in plans]
+    told = _run(options, {"plans": names, "steps": options.steps, "ranks_per_host": per_host, "real": options.real})
     write_json(options.told, told)
     links = [TimedCollective(**link) for link in told["links"]]
     hardware = with_links(load_hardware("h100"), links, ranks_per_host=per_host)  # of computing nothing is asked of it
@@ -237,20 +230,19 @@ def _at_usual_pace(seconds: Sequence[float], slower: Sequence[float]) -> float:
     return statistics.median(s / pace for s, pace in zip(seconds, slower, strict=True))
 
 
-def _run(options: PredictArgs, job: Path) -> None:
-    if not options.testbed:
+def _run(options: PredictArgs, job: dict[str, Any]) -> Any:
+    if options.testbed:
+        rate, _ = read_rate(options.rate, where="--rate")
+        spec = ClusterSpec(hosts=options.hosts, ranks_per_host=WORLD // options.hosts, link_bit_per_s=rate)
+        return run_ranks("predict", job, spec, timeout_s=JOB_S)
+    with tempfile.TemporaryDirectory(prefix="phalanx-predict-") as folder:
+        job_file = Path(folder) / "job.json"
+        job_file.write_text(json.dumps(job))
         world = predict_real.WORLD if options.real else WORLD
-        code = run_local(lambda info, stop: _rank(info, job), ranks=world, threads=1)
+        code = run_local(lambda info, stop: _rank(info, job_file), ranks=world, threads=1)
         if code:
             raise RunError(f"a rank of the benchmark ended with {code}")
-        return
-    rate, _ = read_rate(options.rate, where="--rate")
-    spec = ClusterSpec(hosts=options.hosts, ranks_per_host=WORLD // options.hosts, link_bit_per_s=rate)
-    command = [sys.executable, "-m", "phalanx", "bench", "predict", "--rank-of", str(job)]
-    with Testbed(spec) as bed:
-        result = bed.run(command, env={"OMP_NUM_THREADS": "1"}).wait(timeout_s=JOB_S)
-        if not result.ok:
-            raise RunError(f"the ranks of the benchmark failed: {result.explain()}")
+        return read_told(job_file)
 
 
 def _rank_of(job: Path) -> int:
@@ -272,7 +264,7 @@ def _rank(info: Any, job: Path) -> int:
         each = [found[i : i + learned + len(plans)] for i in range(0, len(found), learned + len(plans))]
         told["learned"], told["compared"] = [r[:learned] for r in each], [r[learned:] for r in each]
     if info.rank == 0:
-        job.with_suffix(".told").write_text(json.dumps(told))
+        tell(job, told)
     return 0
 
 
