@@ -12,9 +12,10 @@ import os
 import signal
 import sys
 import sysconfig
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -70,6 +71,16 @@ def write_text(folder: Path, *, files: int = 12) -> Path:
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:files]:
         (folder / f"{path.stem}.txt").write_text(path.read_text(encoding="utf-8")[:20_000])
     return folder
+
+
+@contextlib.contextmanager
+def kept_or_temporary(folder: Path | None, *, prefix: str) -> Iterator[Path]:
+    """The folder that was asked for, which stays, or a temporary one."""
+    if folder is not None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        yield Path(name)
 
 
 class Logs:

@@ -11,12 +11,10 @@ rank, or the parent alone; a share of the kills while a checkpoint is being writ
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -31,7 +29,15 @@ from phalanx.core.errors import ConfigError, RunError, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.observe.event_log import log_path, read_events
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
-from phalanx_lab.bench.cluster import GONE_S, TrainingCluster, await_end, send, tiny_run, train_command
+from phalanx_lab.bench.cluster import (
+    GONE_S,
+    TrainingCluster,
+    await_end,
+    kept_or_temporary,
+    send,
+    tiny_run,
+    train_command,
+)
 
 MODES = ("all ranks", "one rank", "all ranks", "parent")
 """Who is killed, in turn."""
@@ -81,10 +87,7 @@ def main(args: list[str]) -> int:
     options = read_words(KillArgs, args, prog="phalanx bench kill", description=__doc__)
     raise_if(too_small(options, kills=1, ranks=2, interval=1), ConfigError, subject="the options")
     check_writable(options.json)
-    with contextlib.ExitStack() as stack:
-        folder = options.folder
-        if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-kill-")))
+    with kept_or_temporary(options.folder, prefix="phalanx-kill-") as folder:
         result = kill_and_compare(
             folder, kills=options.kills, ranks=options.ranks, interval=options.interval, seed=options.seed, tell=print
         )

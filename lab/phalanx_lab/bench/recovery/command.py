@@ -18,7 +18,6 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -31,6 +30,7 @@ from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.simulate.failures.goodput import read_nodes
+from phalanx_lab.bench.cluster import kept_or_temporary
 from phalanx_lab.bench.recovery.cores import SlotCores
 from phalanx_lab.bench.recovery.model import (
     PAPER_FAILURE_S,
@@ -141,9 +141,7 @@ def main(args: list[str]) -> int:
     with contextlib.ExitStack() as stack:
         before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs end with this one
         stack.callback(signal.signal, signal.SIGTERM, before)
-        folder = options.folder
-        if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-recovery-")))
+        folder = stack.enter_context(kept_or_temporary(options.folder, prefix="phalanx-recovery-"))
         cases = measure(options, folder, tell=lambda text: print(text, flush=True))
     print(report(cases))
     return 1 if result(options, cases)["doubled_samples"] else 0
@@ -202,14 +200,7 @@ def calibrate(
 ) -> Figures:
     """Step, save, restart and repair of this model on this machine: one kill each, with nothing else to wait for."""
     often = Torchrun(workload, folder / "calibrate", slots=options.slots, interval=CALIBRATION_STEPS, asynchronous=False, name="calibration")  # fmt: skip
-    ours = PhalanxSystem(
-        workload,
-        folder / "calibrate-ours",
-        slots=options.slots,
-        mode=options.mode,
-        interval=10**6,
-        replica_slots=options.replica_slots,
-    )
+    ours = _ours(workload, folder / "calibrate-ours", options, interval=10**6)
     found = []
     for system in (often, ours):
         last = Change(at_s=6.0, lost=(options.slots - 1,))
@@ -333,16 +324,14 @@ def _replay_all(
 
 def _system(name: str, workload: Workload, place: Path, case: TraceCase, options: RecoveryArgs) -> System:
     if name == OURS:
-        return PhalanxSystem(
-            workload,
-            place,
-            slots=options.slots,
-            mode=options.mode,
-            interval=case.intervals[name],
-            replica_slots=options.replica_slots,
-        )
+        return _ours(workload, place, options, interval=case.intervals[name])
     beside = name == BEST
     return Torchrun(workload, place, slots=options.slots, interval=case.intervals[name], asynchronous=beside, name=name)
+
+
+def _ours(workload: Workload, folder: Path, options: RecoveryArgs, *, interval: int) -> PhalanxSystem:
+    slots, room = options.slots, options.replica_slots
+    return PhalanxSystem(workload, folder, slots=slots, mode=options.mode, interval=interval, replica_slots=room)
 
 
 def result(options: RecoveryArgs, cases: list[TraceCase]) -> dict[str, Any]:

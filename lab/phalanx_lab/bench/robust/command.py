@@ -239,19 +239,14 @@ def _watch(
         ready = wait(list(open_ends), min(left_s, TICK_S))
         now_s = time.monotonic()
         still_s, seen_s = max(still_s, now_s - seen_s - TICK_S), now_s
-        for end in ready:
+        for end in [each for each in open_ends if each in ready]:
             number = open_ends.pop(end)
             with contextlib.suppress(EOFError):  # it has ended without a word
-                told[number] = _receive(end)
+                told[number] = end.recv()
     hung = set(open_ends.values())
     codes = ranks.cluster.codes
     ranks.cluster.until(lambda: codes.keys() >= {str(n) for n in survivors if n not in hung}, limit_s)
     return [_judge(n, told.get(n), codes.get(str(n)), killed_s, limit_s) for n in survivors], still_s
-
-
-def _receive(end: Any) -> Raised:
-    said: Raised = end.recv()
-    return said
 
 
 def _judge(rank: int, told: Raised | None, code: int | None, killed_s: float, limit_s: float) -> Survivor:

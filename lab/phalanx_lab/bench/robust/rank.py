@@ -92,20 +92,12 @@ class Raised:
 class RobustLayer:
     """The layer on this rank, by every method."""
 
-    def __init__(
-        self,
-        info: WorldInfo,
-        folding: Folding,
-        shape: RobustShape,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        lost: LostPeers | None = None,
-    ) -> None:
+    def __init__(self, info: WorldInfo, folding: Folding, shape: RobustShape, *, lost: LostPeers | None = None) -> None:
         torch.set_num_threads(1)
         keep_freed_memory(threads=1)
-        init_world(info, timeout_s=timeout_s)
-        groups = build_groups(folding, rank=info.rank, cache=GroupCache(timeout_s=timeout_s))
-        self.comms, self.world = Collectives(timeout_s=timeout_s, lost=lost), groups.axis("world")
+        init_world(info, timeout_s=TIMEOUT_S)
+        groups = build_groups(folding, rank=info.rank, cache=GroupCache(timeout_s=TIMEOUT_S))
+        self.comms, self.world = Collectives(timeout_s=TIMEOUT_S, lost=lost), groups.axis("world")
         self.rank, self.shape, self.method = info.rank, shape, ""
         self.routed = {
             method: routed_experts(

@@ -7,13 +7,12 @@ doing on a board in shared memory, so a fault can be aimed at a phase. Every pro
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, Self
 from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
 from phalanx.core.events import Emit, Event
-from phalanx.observe.event_log import encode
+from phalanx.observe import event_log
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.service import HUNG_S, Pulse, StoreProcess, start_store
 from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
@@ -71,7 +70,7 @@ class EventFile:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def __call__(self, event: Event, /) -> None:
-        os.write(self._fd, encode(event, time_s=now_s()))
+        os.write(self._fd, event_log.encode(event, time_s=now_s()))
 
 
 class ChaosCluster(TrainingCluster):
@@ -381,9 +380,6 @@ def users_of(folder: Path) -> list[int]:
     return found
 
 
-def read_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """All events of all processes, in no order. The last line of a killed process may be cut."""
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                yield json.loads(line)
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """All events of all processes, one process after another. The last line of a killed process may be cut."""
+    return [event for path in sorted(folder.glob("*.jsonl")) for event in event_log.read_events(path)]

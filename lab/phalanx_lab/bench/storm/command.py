@@ -13,8 +13,6 @@ Locally a host is a supervisor with its ranks, a process group of this machine. 
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,7 +22,7 @@ import tyro
 from phalanx.core.arguments import read_words
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
-from phalanx_lab.bench.cluster import write_text
+from phalanx_lab.bench.cluster import kept_or_temporary, write_text
 from phalanx_lab.bench.storm.chaos_cluster import ChaosCluster
 from phalanx_lab.bench.storm.run import LINK_KINDS, LOCAL_KINDS, StormPlan, StormResult, report, storm
 from phalanx_lab.bench.storm.trainer import StormSetup, TrainerChaosCluster, recipe_of
@@ -62,10 +60,7 @@ def main(args: list[str]) -> int:
     """Run `phalanx bench storm ARGS...`; exit status 0 if everything held."""
     options = read_words(StormArgs, args, prog="phalanx bench storm", description=__doc__)
     check_writable(options.json)
-    with contextlib.ExitStack() as stack:
-        folder = options.folder
-        if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-storm-")))
+    with kept_or_temporary(options.folder, prefix="phalanx-storm-") as folder:
         folder.mkdir(parents=True, exist_ok=True)
         result = run_storm(options, folder.absolute())
     print(report(result))

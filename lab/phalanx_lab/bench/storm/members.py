@@ -187,7 +187,7 @@ def _settled(cluster: ChaosCluster, step: int) -> bool:
 
 
 def _judge(result: ToyStormResult, cluster: ChaosCluster, folder: Path, steps: int) -> None:
-    events = list(read_events(folder))
+    events = read_events(folder)
     result.faults = len(cluster.faults)
     for fault in cluster.faults:
         result.by_kind[fault.kind] = result.by_kind.get(fault.kind, 0) + 1
