@@ -25,9 +25,9 @@ APART = {
 RankMain = Callable[[WorldInfo, StopRequest], int]
 
 
-def run_on_cards(main: RankMain, *, ranks: int) -> int:
+def run_on_cards(main: RankMain, *, ranks: int, threads: int = 1) -> int:
     """As `run_local`. Call it before any call of CUDA."""
-    return run_local(lambda info, stop: main(own_card(info), stop), ranks=ranks, threads=1)
+    return run_local(lambda info, stop: main(own_card(info), stop), ranks=ranks, threads=threads)
 
 
 def own_card(info: WorldInfo) -> WorldInfo:

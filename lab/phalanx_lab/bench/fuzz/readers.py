@@ -171,7 +171,7 @@ def _plans() -> list[FuzzReader]:
     loads = np.random.default_rng(0).random((2, 8))
     placement = from_copies(np.ones((2, 4, 4), np.int64), equal_pool(4, 4), floor=2).to_json().encode()
     descriptor = StateDescriptor(
-        folding=make_folding(world=4, ep=2), rank=1, slots=((0, (0, 1)),), hosts=(0, 1), racks=(0, 1)
+        folding=make_folding(world=4, ep=2), rank=1, slots=((0, (0, 1)),), hosts=(0, 0, 1, 1), racks=(0, 0, 1, 1)
     )
     return [
         FuzzReader(name="placement", seeds=[placement], changes=(change_json, change_json, change_bytes, change_number), read=_file("p.json", lambda p: read_host_placement(read_json(p, where="--current")).explain())),
@@ -708,7 +708,9 @@ def _messages() -> list[FuzzReader]:
     members = (Member("local.0.ab", "local"), Member("local.1.cd", "local"))
     generation = Generation(number=3, epoch="e", members=members, left=(("local.2.ef", 2),), why="killed", lost_s=1.5)
     who = Announcement(member=members[0], plan_hash="p", version="v", last=generation, data={"a": 1})
-    at = StateDescriptor(folding=make_folding(world=4, ep=2), rank=1, slots=((0, (0, 1)),), hosts=(0, 1), racks=(0, 1))
+    at = StateDescriptor(
+        folding=make_folding(world=4, ep=2), rank=1, slots=((0, (0, 1)),), hosts=(0, 0, 1, 1), racks=(0, 0, 1, 1)
+    )
     report = MemberReport(uid="local.0.ab", step=7, holds=True, about=StateReport(descriptor=at, host="h"))
     values: list[Any] = [
         {"a": [1, 2.5, None, True], ("b", 1): {1, 2}, "c": b"xyz", "d": Path("a/b")},
