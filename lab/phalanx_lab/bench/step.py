@@ -212,11 +212,6 @@ def _fit_link(
         found_s = statistics.median(_turn(model, comms, axis)[0] for _ in range(3)) - alone_s
         if abs(found_s / wanted_s - 1) < 0.05:
             return rate
-        rate *= _correction(found_s / wanted_s)
+        rate *= min(max(found_s / wanted_s, 0.5), 2.0)  # by twice at most, since what was measured may be noise
     request(job_file, rate, comms=comms, axis=axis)
     return rate
-
-
-def _correction(ratio: float) -> float:
-    """A link that takes too long gets faster; by twice at most, since what was measured may be noise."""
-    return min(max(ratio, 0.5), 2.0)

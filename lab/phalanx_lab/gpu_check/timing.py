@@ -36,17 +36,17 @@ def seconds_of(work: Callable[[], object], here: Here, *, repeats: int = 15) -> 
     return statistics.median(found)
 
 
-def seconds_in_a_row(work: Callable[[], object], here: Here, *, repeats: int = 40) -> float:
+def seconds_in_a_row(work: Callable[[], object], here: Here) -> float:
     """Median time of `work` between two of the same, as in a step of many layers: the host prepares the next while the device works. The first half is not counted."""
     if not here.on_gpu:
         return seconds_of(work, here)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(41)]
     for mark in marks:
         mark.record()
         work()
     torch.cuda.synchronize()
     found = [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(marks)]
-    return statistics.median(found[repeats // 2 :])
+    return statistics.median(found[20:])
 
 
 def dense_flops_per_s(here: Here, *, loaded_s: float = 0.0) -> float:

@@ -145,11 +145,11 @@ def _kill(pid: int, owner: Owner) -> None:
         os.close(handle)
 
 
-def reap_stale(*, wait_s: float = 5.0) -> list[str]:
+def reap_stale() -> list[str]:
     """Kill the processes and remove the folders of dead owners. Returns what was found, in words."""
     namespace = _process_namespace()
     reaped: dict[int, str] = {}
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + 5.0
     while True:
         stale = [(p, o) for p, o in tagged_processes() if o.namespace == namespace and not o.is_alive()]
         for pid, owner in stale:

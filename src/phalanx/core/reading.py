@@ -78,9 +78,9 @@ def read_file(path: Path | str, *, most: int = MOST_BYTES) -> bytes:
     return data
 
 
-def read_text(path: Path | str, *, where: str | None = None, most: int = MOST_BYTES) -> str:
+def read_text(path: Path | str, *, most: int = MOST_BYTES) -> str:
     """A file as text. Raises `OSError`, and `MalformedError` where it is not UTF-8."""
-    return as_text(read_file(path, most=most), where=where or str(path))
+    return as_text(read_file(path, most=most), where=str(path))
 
 
 def lines_of(file: BinaryIO, *, most: int = MOST_LINE, before: int = 0) -> Iterator[bytes]:

@@ -66,7 +66,6 @@ class Store:
 
     streams: dict[str, tuple[TokenStream, ...]]
     counts: Ints
-    documents: int
     text_bytes: int
     left_out: int
     """Conversations without any answer."""
@@ -201,9 +200,7 @@ def open_store(folder: Path, source: Source, tokenizer: Tokenizer) -> Store:
         if isinstance(error, DataError):
             raise
         raise malformed(str(folder), None, f"is no folder of prepared tokens ({error})", "delete it") from error
-    return Store(
-        streams=streams, counts=counts, documents=meta.documents, text_bytes=meta.text_bytes, left_out=meta.left_out
-    )
+    return Store(streams=streams, counts=counts, text_bytes=meta.text_bytes, left_out=meta.left_out)
 
 
 def _open_tokens(folder: Path, part: int, path: Path, tokens: NDArray[Any], tokenizer: Tokenizer) -> TokenFile:

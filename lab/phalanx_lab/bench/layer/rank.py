@@ -285,16 +285,16 @@ def as_lists(clocked: Mapping[str, Sequence[Times]]) -> dict[str, dict[str, list
     }
 
 
-def fit_link(layer: BenchLayer, *, share: float, iterations: int = 3, rounds: int = 3) -> float:
+def fit_link(layer: BenchLayer, *, share: float) -> float:
     """Set the rate of the link at which the communication of a forward pass takes `share` of its compute; bits per second.
 
     The first guess is bytes over time, then what was measured corrects it: a stream of messages carries less than the link does.
     """
-    clocked = take_turns(layer, ["compute serial"], iterations=iterations)
+    clocked = take_turns(layer, ["compute serial"], iterations=3)
     rate = layer.sent_bytes("serial")["forward"] * 8 / (share * _least(clocked["compute serial"]))
-    for _ in range(rounds):
+    for _ in range(3):
         layer.place.set_link(rate)
-        clocked = take_turns(layer, ["compute serial", "communication"], iterations=iterations, warm_up=1)
+        clocked = take_turns(layer, ["compute serial", "communication"], iterations=3, warm_up=1)
         found = _least(clocked["communication"]) / _least(clocked["compute serial"])
         if abs(found / share - 1) < 0.03:
             break

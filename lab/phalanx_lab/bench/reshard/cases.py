@@ -101,9 +101,9 @@ def _random_layout(
 # ---- scale ----------------------------------------------------------------------------------------------------------------------
 
 
-def wide_case(ranks: int = 512) -> ReshardCase:
+def wide_case() -> ReshardCase:
     """Every rank has a part of what every rank needs: ranks x ranks unit tasks."""
-    shape = (8192, 8192)
+    ranks, shape = 512, (8192, 8192)
     src = read_layout(f"{ranks // 8}x8 S01R", shape)
     dst = read_layout(f"{ranks // 8}x8 RS01", shape, first_rank=ranks)
     return ReshardCase(

@@ -193,14 +193,14 @@ def measure_nine() -> dict[str, Any]:
     return {"rows": rows}
 
 
-def worst_with_tile_weights(case: ReshardCase, *, runs: int = 20) -> float:
+def worst_with_tile_weights(case: ReshardCase) -> float:
     """Worst makespan of the greedy with whole source tiles for weights, as it was shipped."""
     templates = templates_of(case.moves, case.hosts)
     tasks = unit_flows(templates, whole_groups(templates), case.hosts).flows
     template = templates[0]
     tile = np.bincount(template.src_of, weights=template.elements)[template.src_of] * template.itemsize
     return max(
-        busy_times(tasks, case.hosts, greedy(tasks, case.hosts, weights=tile.tolist(), seed=s))[1] for s in range(runs)
+        busy_times(tasks, case.hosts, greedy(tasks, case.hosts, weights=tile.tolist(), seed=s))[1] for s in range(20)
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from phalanx.core.errors import RunError
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+TRACES_S = 3600.0
 _RUN = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); from phalanx_lab.bench.trace.child import main; main(sys.argv[2], sys.argv[3])"
 
 
@@ -59,7 +60,7 @@ def build_shim(folder: Path) -> Path:
     return target
 
 
-def run_traces(cases: Sequence[dict[str, Any]], *, cache: Path, timeout_s: float = 3600.0) -> list[dict[str, Any]]:
+def run_traces(cases: Sequence[dict[str, Any]], *, cache: Path) -> list[dict[str, Any]]:
     """What each case says of itself, in order (`child.py`). Raises `RunError` where the process ends with an error, with its last words."""
     shim = build_shim(cache)
     with tempfile.TemporaryDirectory(prefix="phalanx-trace-") as scratch:
@@ -69,7 +70,7 @@ def run_traces(cases: Sequence[dict[str, Any]], *, cache: Path, timeout_s: float
         env = os.environ | {"PYTHONHASHSEED": "0", "TRITON_INTERPRET": "0", "HOME": scratch}
         done = subprocess.run(
             [sys.executable, "-c", _RUN, str(shim), str(asked), str(told)],
-            env=env, capture_output=True, text=True, timeout=timeout_s,
+            env=env, capture_output=True, text=True, timeout=TRACES_S,
         )  # fmt: skip
         if done.returncode or not told.exists():
             raise RunError(f"the trace ended with {done.returncode}: {done.stderr.strip()[-2000:]}")

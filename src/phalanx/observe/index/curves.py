@@ -9,7 +9,6 @@ Legend: R rows, C columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,8 +36,7 @@ def number(value: Any) -> float:
 class Curves:
     """Rows of steps. `last` is the highest step that is there."""
 
-    def __init__(self, columns: Sequence[str] = COLUMNS) -> None:
-        self.columns = tuple(columns)
+    def __init__(self) -> None:
         self.width = 1
         self.rows = 0
         """Rows up to the last that has a step."""
@@ -46,7 +44,7 @@ class Curves:
         self._allocate(64)
 
     def _allocate(self, rows: int) -> None:
-        shape = (rows, len(self.columns))
+        shape = (rows, len(COLUMNS))
         self.count = np.zeros(shape, np.float32)
         self.total = np.zeros(shape, np.float64)
         self.low = np.full(shape, np.inf, np.float32)
@@ -135,7 +133,7 @@ class Curves:
         begin -= begin % size
         cuts = np.arange(begin, max(begin, end), size)
         if not len(cuts):
-            empty = np.zeros((0, len(self.columns)))
+            empty = np.zeros((0, len(COLUMNS)))
             return size * self.width, begin * self.width + 1, empty, empty, empty, np.zeros(0)
         part = slice(begin, end)
         at = cuts - begin
@@ -157,7 +155,7 @@ class Curves:
         """What describes them, and the rows."""
         self.settle()
         parts = [np.ascontiguousarray(getattr(self, name)[: self.rows]) for name, _ in self._arrays()]
-        head = {"columns": list(self.columns), "width": self.width, "rows": self.rows}
+        head = {"columns": list(COLUMNS), "width": self.width, "rows": self.rows}
         return head, b"".join(part.astype(part.dtype.newbyteorder("<")).tobytes() for part in parts)
 
     @classmethod
@@ -168,7 +166,7 @@ class Curves:
             raise ValueError("other columns")
         if not (1 <= width <= MOST_STEPS and 0 <= rows <= MOST_ROWS and width & (width - 1) == 0):
             raise ValueError("a width or a number of rows that cannot be")
-        found = cls(columns)
+        found = cls()
         found._allocate(max(64, rows))
         found.width, found.rows, place = width, rows, 0
         for name, _ in found._arrays():
