@@ -34,7 +34,6 @@ def test_every_rank_has_one_host(hosts: int, per_host: int) -> None:
     assert [r for h in range(hosts) for r in spec.ranks_of(h)] == list(range(spec.world))
     for rank in range(spec.world):
         assert rank in spec.ranks_of(spec.host_of(rank))
-        assert spec.ranks_of(spec.host_of(rank))[spec.local_rank(rank)] == rank
 
 
 def test_a_cluster_is_hashed_and_explained() -> None:

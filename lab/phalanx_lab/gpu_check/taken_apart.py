@@ -68,10 +68,8 @@ class Meter(Protocol):
 
 def settings_of(shape: str, *more: str) -> list[str]:
     """Settings of a recipe; the last of two counts."""
-    given = {}
     words = [*shape.split(), *more]
-    for name, value in zip(words[::2], words[1::2], strict=True):
-        given[name] = value
+    given = dict(zip(words[::2], words[1::2], strict=True))
     return [word for pair in given.items() for word in pair]
 
 

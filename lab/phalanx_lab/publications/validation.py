@@ -21,8 +21,6 @@ from phalanx_lab.publications.published import data_file
 from phalanx_lab.publications.validate import RowOutcome, report, role, statistics_of, validate
 from phalanx_lab.publications.validate_search import SearchPlace, places
 
-COLUMNS = ("mape", "median", "worst", "kendall_tau", "oom_right", "false_oom", "rows")
-
 
 def validation(argv: Sequence[str]) -> int:
     """Predict every row and say how far off."""

@@ -34,9 +34,6 @@ class ClusterSpec(Hashed):
     def host_of(self, rank: int) -> int:
         return rank // self.ranks_per_host
 
-    def local_rank(self, rank: int) -> int:
-        return rank % self.ranks_per_host
-
     def ranks_of(self, host: int) -> range:
         """Global ranks on `host`, ascending."""
         return range(host * self.ranks_per_host, (host + 1) * self.ranks_per_host)

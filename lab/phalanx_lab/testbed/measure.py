@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import TestbedError
@@ -46,9 +46,6 @@ class LinkReport:
     inside_latency_s: float
     access: str
     seconds: float
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
 
     def warning(self) -> str:
         """Empty if the links carry what was asked for."""
