@@ -22,12 +22,12 @@ from typing import Any
 from phalanx.core.clock import now_s
 from phalanx.core.config import Recipe
 from phalanx.core.events import Event
-from phalanx.observe.event_log import encode
 from phalanx.runtime.comm import devices
 from phalanx.runtime.membership import member
 from phalanx.train.recovery import train_elastic
 from phalanx.train.recovery.watch import MemberWatch, Phase
 from phalanx_lab.bench.cluster import write_text
+from phalanx_lab.bench.storm.chaos_cluster import EventFile
 from phalanx_lab.gpu_check.cards import on_cards
 from phalanx_lab.gpu_check.here import Here
 from phalanx_lab.gpu_check.whole_runs import (
@@ -70,18 +70,15 @@ TOLD = ("Reformed", "Committed", "TeamFormed", "Note", "MemberLost")
 Told = Mapping[str, Any]
 
 
-class TellFile:
-    """Lines of JSON, written at once: a process that is killed loses none."""
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+class TellFile(EventFile):
+    """Also takes lines that are no events, and of events those that are `TOLD`."""
 
     def say(self, kind: str, **more: object) -> None:
         os.write(self._fd, json.dumps({"kind": kind, **more}).encode() + b"\n")
 
     def tell(self, event: Event, /) -> None:
         if type(event).__name__ in TOLD:
-            os.write(self._fd, encode(event, time_s=now_s()))
+            self(event)
 
 
 class KillWatch:
