@@ -21,7 +21,7 @@ from phalanx.core.samples import num_rounds
 from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
 from phalanx.data import parse_choice, read_tokenizer_file, resolve, token_file_bytes
 from phalanx.plan import choose_recovery, resolve_shape
-from phalanx.plan.layout import ExpertState, flat_layouts, local_param, stage_params
+from phalanx.plan.layout import FlatLayout, flat_layouts, local_param, stage_params
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, plain_placement, step_groups
 from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.plan.moe import dispatch_spec
@@ -145,18 +145,16 @@ def describe(recipe: Recipe, *, world: int, local_ranks: int | None = None) -> s
 
     Raises `ConfigError` or `DataError` for what cannot run.
     """
-    spec, folding = _shape(recipe, world=world)
-    pipeline = _pipeline(recipe, spec, folding)
-    asked = replicas_of(recipe, world=world, local_ranks=local_ranks or world)
+    run = _Run.of(recipe, world=world, local_ranks=local_ranks or world)
     parts = [
         [f"{recipe.run.name}: a dry run, nothing is started"],
-        folding.explain().splitlines(),
-        _groups(folding, recipe.launch.device_type),
-        pipeline.explain().splitlines() if folding.pp > 1 else [],
-        _parameters(spec, folding, pipeline, asked),
-        _replicas(recipe, spec, folding, pipeline, asked),
-        _holders(recipe, spec, folding, pipeline, asked),
-        _steps(recipe, spec, folding),
+        run.folding.explain().splitlines(),
+        _groups(run.folding, recipe.launch.device_type),
+        run.pipeline.explain().splitlines() if run.folding.pp > 1 else [],
+        _parameters(run),
+        _replicas(run),
+        _holders(run),
+        _steps(run),
         _missing_data(recipe.data),
     ]
     return "\n".join(line for part in parts for line in part)
@@ -164,10 +162,6 @@ def describe(recipe: Recipe, *, world: int, local_ranks: int | None = None) -> s
 
 def _shape(recipe: Recipe, *, world: int) -> tuple[ModelSpec, AnyFolding]:
     return resolve_shape(recipe, world=world, tokenizer_vocab=tokenizer_vocab(recipe.data))
-
-
-def _pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pipeline:
-    return make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=recipe.train.seq_len)
 
 
 def tokenizer_vocab(config: DataConfig) -> int:
@@ -196,40 +190,76 @@ def _groups(folding: AnyFolding, device: str) -> list[str]:
     return [f"groups       {len(distinct) + len(further)} process groups of more than one rank"]
 
 
-def _parameters(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: ReplicaSettings) -> list[str]:
-    """What the rank with the most holds; without a pipeline and replicas all hold as much."""
-    held = [_held(spec, folding, pipeline, rank, asked) for rank in _that_differ(folding, asked)]
-    dense, experts = max(held, key=sum)
-    most = "  per rank   " if len(set(held)) == 1 else "  at most    "
-    return [
-        f"parameters   {format_count(spec.num_params)}, {format_count(spec.active_params)} of them for each token",
-        f"{most}{format_count(dense + experts)}: {format_count(dense)} dense, {format_count(experts)} of experts",
-    ]
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What the ranks of a run hold."""
 
+    recipe: Recipe
+    spec: ModelSpec
+    folding: AnyFolding
+    pipeline: Pipeline
+    asked: ReplicaSettings
 
-def _of_each_stage(folding: AnyFolding) -> list[int]:
-    """The first rank of each pipeline stage."""
-    first = {folding.coord(rank, "pp"): rank for rank in reversed(range(folding.world))}
-    return [first[stage] for stage in sorted(first)]
+    @classmethod
+    def of(cls, recipe: Recipe, *, world: int, local_ranks: int) -> _Run:
+        spec, folding = _shape(recipe, world=world)
+        pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=recipe.train.seq_len)
+        asked = replicas_of(recipe, world=world, local_ranks=local_ranks)
+        return cls(recipe=recipe, spec=spec, folding=folding, pipeline=pipeline, asked=asked)
 
+    @property
+    def has_replicas(self) -> bool:
+        return self.asked.slots_per_rank is not None and bool(self.spec.moe_layers)
 
-def _that_differ(folding: AnyFolding, asked: ReplicaSettings) -> list[int]:
-    """Ranks that may hold different numbers of elements: with replicas, one rank has more different experts in its slots than another."""
-    if asked.slots_per_rank is None:
-        return _of_each_stage(folding)
-    return [rank for rank in range(folding.world) if folding.coord(rank, "etp") == 0]
+    def of_each_stage(self) -> list[int]:
+        """The first rank of each pipeline stage."""
+        first = {self.folding.coord(rank, "pp"): rank for rank in reversed(range(self.folding.world))}
+        return [first[stage] for stage in sorted(first)]
 
+    def that_differ(self) -> list[int]:
+        """Ranks that may hold different numbers of elements: with replicas, one rank has more different experts in its slots than another."""
+        if self.asked.slots_per_rank is None:
+            return self.of_each_stage()
+        return [rank for rank in range(self.folding.world) if self.folding.coord(rank, "etp") == 0]
 
-def _fullest_of_each_stage(
-    spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: ReplicaSettings
-) -> dict[int, AnyPlacement]:
-    """The rank of each pipeline stage that holds most, and the placement of its experts."""
-    best: dict[int, tuple[int, int]] = {}
-    for rank in _that_differ(folding, asked):
-        stage, size = folding.coord(rank, "pp"), sum(_held(spec, folding, pipeline, rank, asked))
-        if stage not in best or size > best[stage][0]:
-            best[stage] = size, rank
-    return {rank: _placed(spec, folding, pipeline, rank, asked) for _, rank in (best[s] for s in sorted(best))}
+    def fullest_of_each_stage(self) -> list[int]:
+        """The rank of each pipeline stage that holds most."""
+        best: dict[int, tuple[int, int]] = {}
+        for rank in self.that_differ():
+            stage, size = self.folding.coord(rank, "pp"), sum(self.held(rank))
+            if stage not in best or size > best[stage][0]:
+                best[stage] = size, rank
+        return [best[stage][1] for stage in sorted(best)]
+
+    def stages_of(self, rank: int) -> tuple[Stage, ...]:
+        return tuple(self.pipeline.stages.of_rank(self.folding.coord(rank, "pp")))
+
+    def replicas(self, rank: int) -> StageReplicas:
+        """Planned once for all ranks of a stage: of their etp and pp position the first one stands for all."""
+        asked = self.asked
+        assert asked.slots_per_rank is not None
+        first = min(self.folding.group_of(rank, "ep_etp"))
+        rows = None if asked.loads is None else tuple(tuple(row) for row in asked.loads.tolist())
+        how = asked.slots_per_rank, asked.f, rows, asked.ranks_per_host
+        return _placed_by_stage(self.spec, self.folding, self.stages_of(rank), first, *how)
+
+    def placement(self, rank: int) -> AnyPlacement:
+        if self.has_replicas:
+            return self.replicas(rank).placement
+        return plain_placement(max(1, self.spec.num_experts), self.folding.of_rank(rank))
+
+    def held(self, rank: int) -> tuple[int, int]:
+        """Dense and expert parameters of a rank."""
+        placement = self.placement(rank)
+        params = stage_params(self.spec, self.stages_of(rank))
+        local = [local_param(p, self.folding, placement, rank) for p in params]
+        experts = sum(p.num_elements for p in local if p.param.family == "expert")
+        return sum(p.num_elements for p in local) - experts, experts
+
+    def layouts(self, rank: int, **how: Any) -> list[FlatLayout]:
+        """Parameters and optimizer state of a rank, with `how` of `flat_layouts`."""
+        params = stage_params(self.spec, self.stages_of(rank))
+        return list(flat_layouts(params, self.folding, self.placement(rank), rank, **how).values())
 
 
 @lru_cache(maxsize=64)
@@ -248,80 +278,50 @@ def _placed_by_stage(
     return stage_replicas(spec, folding, stages, rank=rank, asked=asked)
 
 
-def _replicas_of_stage(
-    spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, asked: ReplicaSettings
-) -> StageReplicas:
-    """Planned once for all ranks of a stage: of their etp and pp position the first one stands for all."""
-    assert asked.slots_per_rank is not None
-    first = min(folding.group_of(rank, "ep_etp"))
-    rows = None if asked.loads is None else tuple(tuple(row) for row in asked.loads.tolist())
-    stages = tuple(pipeline.stages.of_rank(folding.coord(rank, "pp")))
-    return _placed_by_stage(spec, folding, stages, first, asked.slots_per_rank, asked.f, rows, asked.ranks_per_host)
+def _parameters(run: _Run) -> list[str]:
+    """What the rank with the most holds; without a pipeline and replicas all hold as much."""
+    held = [run.held(rank) for rank in run.that_differ()]
+    dense, experts = max(held, key=sum)
+    most = "  per rank   " if len(set(held)) == 1 else "  at most    "
+    return [
+        f"parameters   {format_count(run.spec.num_params)}, {format_count(run.spec.active_params)} of them for each token",
+        f"{most}{format_count(dense + experts)}: {format_count(dense)} dense, {format_count(experts)} of experts",
+    ]
 
 
-def _placed(
-    spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, asked: ReplicaSettings
-) -> AnyPlacement:
-    if asked.slots_per_rank is None or not spec.moe_layers:
-        return plain_placement(max(1, spec.num_experts), folding.of_rank(rank))
-    return _replicas_of_stage(spec, folding, pipeline, rank, asked).placement
-
-
-def _replicas(
-    recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: ReplicaSettings
-) -> list[str]:
+def _replicas(run: _Run) -> list[str]:
     """Replicas of each stage's experts, and what their optimizer state takes either way."""
-    if asked.slots_per_rank is None or not spec.moe_layers:
+    if not run.has_replicas:
         return []
     lines = []
-    for rank in _of_each_stage(folding):
-        text = _replicas_of_stage(spec, folding, pipeline, rank, asked).explain().splitlines()
+    for rank in run.of_each_stage():
+        text = run.replicas(rank).explain().splitlines()
         lines += [f"replicas     {text[0]}", *(f"           {line}" for line in text[1:])]
-    each = optimizer_bytes(recipe)
-    most = {
-        state: max(_state_elements(recipe, spec, folding, pipeline, asked, state)) for state in ("whole", "sharded")
-    }
-    shown = ", ".join(f"{state} {format_bytes(each * n)}" for state, n in most.items())
-    return [*lines, f"  state      of experts, at most a rank: {shown}; it is {recipe.resilience.expert_state}"]
+    each, states = optimizer_bytes(run.recipe), []
+    for state in ("whole", "sharded"):
+        layouts = (run.layouts(rank, zero=run.recipe.optim.zero, expert_state=state) for rank in run.that_differ())
+        most = max(sum(x.shard_length for x in own if x.rule.family == "expert") for own in layouts)
+        states.append(f"{state} {format_bytes(each * most)}")
+    return [
+        *lines,
+        f"  state      of experts, at most a rank: {', '.join(states)}; it is {run.recipe.resilience.expert_state}",
+    ]
 
 
-def _state_elements(
-    recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: ReplicaSettings, state: ExpertState
-) -> list[int]:
-    """Expert parameters of whose optimizer state each rank keeps a part."""
-    out = []
-    for rank in _that_differ(folding, asked):
-        params = stage_params(spec, pipeline.stages.of_rank(folding.coord(rank, "pp")))
-        placement = _placed(spec, folding, pipeline, rank, asked)
-        layouts = flat_layouts(params, folding, placement, rank, zero=recipe.optim.zero, expert_state=state)
-        out.append(sum(x.shard_length for x in layouts.values() if x.rule.family == "expert"))
-    return out
-
-
-def _holders(
-    recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: ReplicaSettings
-) -> list[str]:
+def _holders(run: _Run) -> list[str]:
     """Hosts that keep each shard of the optimizer state, and what the copies take."""
-    wanted = recipe.resilience.shard_holders
-    if not recipe.optim.zero or wanted == 1:
+    wanted = run.recipe.resilience.shard_holders
+    if not run.recipe.optim.zero or wanted == 1:
         return []
     own, kept, fewest = 0, 0, dict[str, int]()
-    for rank in _of_each_stage(folding):
-        params = stage_params(spec, pipeline.stages.of_rank(folding.coord(rank, "pp")))
-        placement = _placed(spec, folding, pipeline, rank, asked)
-        layouts = [
-            layout
-            for layout in flat_layouts(params, folding, placement, rank, holders=wanted).values()
-            if layout.holders is None
-        ]
+    for rank in run.of_each_stage():
+        layouts = [layout for layout in run.layouts(rank, holders=wanted) if layout.holders is None]
         own, kept = max(own, sum(x.shard_length for x in layouts)), max(kept, sum(x.kept_length for x in layouts))
         for layout in layouts:
-            name, hosts = (
-                "experts" if layout.rule.family == "expert" else "dense",
-                min(map(len, layout.keepers or [()])),
-            )
+            name = "experts" if layout.rule.family == "expert" else "dense"
+            hosts = min(map(len, layout.keepers or [()]))
             fewest[name] = min(fewest.get(name, wanted), max(1, hosts))
-    item = optimizer_bytes(recipe)
+    item = optimizer_bytes(run.recipe)
     words = f"{format_bytes(item * kept)} at most a rank in place of {format_bytes(item * own)}"
     lowered = [f"{name}: {n}, for their groups have no more" for name, n in fewest.items() if n < wanted]
     return [
@@ -330,28 +330,17 @@ def _holders(
     ]
 
 
-def _held(
-    spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, asked: ReplicaSettings
-) -> tuple[int, int]:
-    """Dense and expert parameters of a rank."""
-    placement = _placed(spec, folding, pipeline, rank, asked)
-    params = stage_params(spec, pipeline.stages.of_rank(folding.coord(rank, "pp")))
-    local = [local_param(p, folding, placement, rank) for p in params]
-    experts = sum(p.num_elements for p in local if p.param.family == "expert")
-    return sum(p.num_elements for p in local) - experts, experts
-
-
-def _steps(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> list[str]:
-    t = recipe.train
+def _steps(run: _Run) -> list[str]:
+    recipe, t = run.recipe, run.recipe.train
     tokens = t.global_batch * t.seq_len
-    per_rank = num_rounds(t.global_batch // t.micro_batch, owners=folding.replicas)
-    flops = flops_per_token(spec, t.seq_len)
+    per_rank = num_rounds(t.global_batch // t.micro_batch, owners=run.folding.replicas)
+    flops = flops_per_token(run.spec, t.seq_len)
     return [
         f"steps        {t.steps} of {t.global_batch} sequences x {t.seq_len} tokens, {format_count(t.steps * tokens)} tokens in all",
         f"  per rank   {per_rank} micro-batch{'es' if per_rank > 1 else ''} of {t.micro_batch} sequences a step",
         f"  work       {format_rate(flops * tokens, 'FLOP').removesuffix('/s')} a step",
         f"checkpoints  every {recipe.checkpoint.interval or t.steps} steps, "
-        f"{format_bytes(spec.num_params * optimizer_bytes(recipe))} each, the last {recipe.checkpoint.keep_last} kept",
+        f"{format_bytes(run.spec.num_params * optimizer_bytes(recipe))} each, the last {recipe.checkpoint.keep_last} kept",
     ]
 
 
@@ -370,22 +359,15 @@ def available_bytes(path: Path = MEMINFO) -> int | None:
 
 def rank_estimates(recipe: Recipe, machine: Machine, *, world: int) -> list[MemoryEstimate]:
     """One estimate for each pipeline stage's first rank, for the others hold the same; with replicas for the one that holds most."""
-    spec, folding = _shape(recipe, world=world)
-    asked = replicas_of(recipe, world=world, local_ranks=machine.local_ranks)
-    placements = _fullest_of_each_stage(spec, folding, _pipeline(recipe, spec, folding), asked)
-    text_bytes = _text_bytes(recipe.data)
+    run = _Run.of(recipe, world=world, local_ranks=machine.local_ranks)
+    how: dict[str, Any] = {
+        "threads": machine.threads,
+        "text_bytes": _text_bytes(recipe.data),
+        "processor": machine.processor,
+    }
     return [
-        estimate_memory(
-            recipe,
-            spec,
-            folding,
-            rank=rank,
-            placement=placement,
-            threads=machine.threads,
-            text_bytes=text_bytes,
-            processor=machine.processor,
-        )
-        for rank, placement in placements.items()
+        estimate_memory(recipe, run.spec, run.folding, rank=rank, placement=run.placement(rank), **how)
+        for rank in run.fullest_of_each_stage()
     ]
 
 
@@ -426,15 +408,9 @@ def memory_notes(recipe: Recipe, estimates: list[MemoryEstimate], machine: Machi
     if spec.router.force == "none" and stage.ep > 1 and spec.moe_layers and recipe.resilience.slots_per_rank is None:
         worst = worst_balance(spec, stage)
         most = estimate_memory(
-            recipe,
-            spec,
-            folding,
-            rank=fullest.rank,
-            threads=machine.threads,
-            balance=worst,
-            text_bytes=_text_bytes(recipe.data),
-            processor=machine.processor,
-        )
+            recipe, spec, folding, rank=fullest.rank, threads=machine.threads, balance=worst,
+            text_bytes=_text_bytes(recipe.data), processor=machine.processor,
+        )  # fmt: skip
         lines.append(f"             {format_bytes(most.peak_bytes)} if every token chose experts of the same rank")
     if _trains_tokenizer(recipe.data):
         lines.append(
