@@ -95,19 +95,17 @@ def prepare(
 
     Raises DataError with every problem that was found: settings and file names first, then (all together, up to 20) the content of files.
     """
-    began, cache = time.monotonic(), Path(config.cache)
-    sources = _resolve_all(config)
-    sources = _identified(config, sources, cache, progress, resume)
-    tokenizer = _tokenizer(config, sources, cache, progress)
-    template = template_of(config)
-    folders = _store_folders(cache, config, sources, tokenizer, template)
-    pieces = [_pieces(cache, config, s, tokenizer, template, workers or usable_cores()) for s in sources]
-    built = _write_stores(config, sources, folders, pieces, tokenizer, progress, template)
+    began, sources, template = time.monotonic(), _resolve_all(config), template_of(config)
+    job = _Job(config=config, cache=Path(config.cache), sources=sources, template=template, progress=progress)
+    job = _identified(job, resume)
+    sources, tokenizer = job.sources, job.tokenizer()
+    folders = job.folders(tokenizer)
+    built = job.write(folders, tokenizer, workers=workers or usable_cores())
     stores = [store.open_store(f, s, tokenizer) for f, s in zip(folders, sources, strict=True)]
     keys = [folder.name for folder in folders]
-    train, validation = (_dataset(side, config, sources, stores, keys, tokenizer) for side in SIDES)
-    _pin(cache, train.fingerprint, sources)
-    remember(cache, train.fingerprint, config, sources, tokenizer)
+    train, validation = (job.dataset(side, stores, keys, tokenizer) for side in SIDES)
+    job.pin(train.fingerprint)
+    remember(job.cache, train.fingerprint, config, sources, tokenizer)
     return PreparedData(
         train=train,
         validation=validation,
@@ -159,24 +157,150 @@ def _resolve_all(config: DataConfig) -> tuple[Source, ...]:
     return sources
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """The sources of a recipe, and what is made of them in the cache."""
+
+    config: DataConfig
+    cache: Path
+    sources: tuple[Source, ...]
+    template: ChatTemplate | None
+    progress: CacheProgress
+
+    # --- tokenizer
+
+    def tokenizer(self) -> Tokenizer:
+        config, choice = self.config, parse_choice(self.config)
+        if choice is None:
+            return ByteTokenizer()
+        if isinstance(choice, Path):
+            return read_tokenizer_file(choice, eos_token=config.eos_token, bos_token=config.bos_token)
+        return self._trained(choice)
+
+    @property
+    def _with_text(self) -> list[Source]:
+        return [s for s in self.sources if s.kind != "tokens"]
+
+    @property
+    def _control_tokens(self) -> tuple[str, ...]:
+        """Those of a vocabulary that is trained here."""
+        return CHATML_TOKENS if self.config.chat_template == CHATML else ()
+
+    def _bpe_folder(self, vocab_size: int) -> Path:
+        identities = [s.identity for s in self._with_text]
+        key = ["bpe", _BPE_VERSION, vocab_size, self.config.validation_fraction, SAMPLE_BYTES, identities]
+        return self.cache / "tokenizers" / digest([*key, *self._control_tokens])
+
+    def _trained(self, vocab_size: int) -> Tokenizer:
+        """A byte-level BPE over a sample of the train documents, learned once and kept in the cache."""
+        folder, sources = self._bpe_folder(vocab_size), self._with_text
+
+        def build(target: Path) -> None:
+            log = ProblemLog()
+            with unchanged({path: seen for source in sources for path, seen in source.seen.items()}):
+                texts = _sample(sources, self.config.validation_fraction, log, self.progress)
+                content = train_bpe(texts, vocab_size=vocab_size, control_tokens=self._control_tokens)
+                if log.found:
+                    _report_everything(sources)
+            (target / "tokenizer.json").write_text(content, encoding="utf-8")
+            read_tokenizer_file(target / "tokenizer.json", eos_token=None).save(target)
+
+        ensure_folder(folder, complete=_has_tokenizer, build=build, progress=self.progress)
+        return load_tokenizer(folder)
+
+    # --- tokens
+
+    def folders(self, tokenizer: Tokenizer) -> list[Path]:
+        """Folder of each source, named by all that decides its content."""
+        common = [tokenizer.fingerprint, self.config.validation_fraction]
+        chat = [chat_identity(self.template, tokenizer)]
+        keys = [[store.STORE_VERSION, s.identity, *common, *(chat if s.kind == "chat" else [])] for s in self.sources]
+        return [self.cache / "tokens" / digest(key) for key in keys]
+
+    def is_prepared(self) -> bool:
+        """Whether all that was made of built-in corpora is still there."""
+        choice = parse_choice(self.config)
+        if isinstance(choice, int) and not _has_tokenizer(self._bpe_folder(choice)):
+            return False
+        folders = self.folders(replace(self, progress=silent).tokenizer())
+        return all(store.is_complete(f) for f, s in zip(folders, self.sources, strict=True) if s.kind == "builtin")
+
+    def _pieces(self, source: Source, tokenizer: Tokenizer, workers: int) -> SourcePieces | None:
+        """How a large source is tokenised; None: in one go."""
+        if source.kind == "tokens" or source.num_bytes < LARGE_BYTES:
+            return None
+        fraction = self.config.validation_fraction
+        return SourcePieces(self.cache, source, tokenizer, fraction=fraction, template=self.template, workers=workers)
+
+    def write(self, folders: Sequence[Path], tokenizer: Tokenizer, *, workers: int) -> bool:
+        """Makes the stores that are missing; True if there were any. Problems of all sources are raised together."""
+        pieces = [self._pieces(source, tokenizer, workers) for source in self.sources]
+        found, built = ProblemLog(), False
+        for source, folder, cut in zip(self.sources, folders, pieces, strict=True):
+
+            def build(target: Path, source: Source = source, cut: SourcePieces | None = cut) -> None:
+                with unchanged(source.seen):
+                    store.write_store(
+                        target, source, tokenizer, fraction=self.config.validation_fraction, log=ProblemLog(whole=True),
+                        progress=self.progress, template=self.template, pieces=cut,
+                    )  # fmt: skip
+
+            try:
+                built |= ensure_folder(folder, complete=store.is_complete, build=build, progress=self.progress)
+                if cut is not None:
+                    cut.forget()
+            except DataError as error:
+                found.extend(error)
+        found.raise_if_any()
+        return built
+
+    def dataset(self, side: str, stores: Sequence[store.Store], keys: Sequence[str], tokenizer: Tokenizer) -> Dataset:
+        given, by_source = self.config.weights, [s.streams[side] for s in stores]
+        empty = [i for i, streams in enumerate(by_source) if not any(s.num_tokens > 1 for s in streams)]
+        if len(empty) == len(by_source) or (empty and given is not None):
+            rule = f"has too few different documents to have {side} text, at least 2 are needed"
+            hint = "add text, or cut it into more documents"
+            specs = [self.sources[i].spec for i in empty]
+            raise DataError(
+                [Problem(where="data.sources", value=spec, rule=rule, hint=hint) for spec in specs], subject="the data"
+            )
+        weighted = given is not None and len(by_source) > 1
+        pools = tuple(by_source) if weighted else (tuple(s for streams in by_source for s in streams),)
+        weights = given if given is not None and weighted else (1.0,)
+        return Dataset(
+            name=side,
+            pools=pools,
+            weights=weights,
+            fingerprint=digest([side, list(keys), list(weights)]),
+            vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+        )
+
+    def pin(self, fingerprint: str) -> None:
+        """Remembers which built-in corpus belongs to a train fingerprint."""
+        pins = {_pin_name(s): s.identity for s in self.sources if s.kind == "builtin"}
+        path = self.cache / "pins" / f"{fingerprint}.json"
+        if pins and not path.exists():
+            with writing(self.cache):
+                write_atomically(path, json.dumps(pins).encode())
+
+
 # --- identity, and what a run pins
 
 
-def _identified(
-    config: DataConfig, sources: Sequence[Source], cache: Path, progress: CacheProgress, resume: str | None
-) -> tuple[Source, ...]:
+def _identified(job: _Job, resume: str | None) -> _Job:
     """Sources with identity: built-in corpora as the run `resume` knew them if all that was made of them is still there."""
-    path = cache / "pins" / f"{resume}.json"
+    path = job.cache / "pins" / f"{resume}.json"
     if resume is not None and path.exists():
         pins = _pins(path)
-        known = (pins.get(_pin_name(s)) or pins.get(s.spec) for s in sources)
+        known = (pins.get(_pin_name(s)) or pins.get(s.spec) for s in job.sources)
         pinned = tuple(
-            replace(s, identity=found) if found else identify(s, cache, progress)
-            for s, found in zip(sources, known, strict=True)
+            replace(s, identity=found) if found else identify(s, job.cache, job.progress)
+            for s, found in zip(job.sources, known, strict=True)
         )
-        if _is_prepared(config, pinned, cache):
-            return pinned
-    return tuple(identify(s, cache, progress) for s in sources)
+        if (as_known := replace(job, sources=pinned)).is_prepared():
+            return as_known
+    return replace(job, sources=tuple(identify(s, job.cache, job.progress) for s in job.sources))
 
 
 def _pin_name(source: Source) -> str:
@@ -193,69 +317,7 @@ def _pins(path: Path) -> dict[str, str]:
     return found
 
 
-def _is_prepared(config: DataConfig, sources: Sequence[Source], cache: Path) -> bool:
-    choice = parse_choice(config)
-    if isinstance(choice, int) and not _has_tokenizer(_bpe_folder(choice, config, sources, cache)):
-        return False
-    tokenizer = _tokenizer(config, sources, cache, silent)
-    folders = _store_folders(cache, config, sources, tokenizer, template_of(config))
-    return all(store.is_complete(f) for f, s in zip(folders, sources, strict=True) if s.kind == "builtin")
-
-
-def _pin(cache: Path, fingerprint: str, sources: Sequence[Source]) -> None:
-    """Remembers which built-in corpus belongs to a train fingerprint."""
-    pins = {_pin_name(s): s.identity for s in sources if s.kind == "builtin"}
-    path = cache / "pins" / f"{fingerprint}.json"
-    if pins and not path.exists():
-        with writing(cache):
-            write_atomically(path, json.dumps(pins).encode())
-
-
-# --- tokenizer
-
-
-def _tokenizer(config: DataConfig, sources: Sequence[Source], cache: Path, progress: CacheProgress) -> Tokenizer:
-    choice = parse_choice(config)
-    if choice is None:
-        return ByteTokenizer()
-    if isinstance(choice, Path):
-        return read_tokenizer_file(choice, eos_token=config.eos_token, bos_token=config.bos_token)
-    folder = _bpe_folder(choice, config, sources, cache)
-    return _trained(folder, choice, config, _with_text(sources), progress)
-
-
-def _with_text(sources: Sequence[Source]) -> list[Source]:
-    return [s for s in sources if s.kind != "tokens"]
-
-
-def _bpe_folder(vocab_size: int, config: DataConfig, sources: Sequence[Source], cache: Path) -> Path:
-    identities = [s.identity for s in _with_text(sources)]
-    key = ["bpe", _BPE_VERSION, vocab_size, config.validation_fraction, SAMPLE_BYTES, identities]
-    return cache / "tokenizers" / digest([*key, *_control_tokens(config)])
-
-
-def _control_tokens(config: DataConfig) -> tuple[str, ...]:
-    """Those of a vocabulary that is trained here."""
-    return CHATML_TOKENS if config.chat_template == CHATML else ()
-
-
-def _trained(
-    folder: Path, vocab_size: int, config: DataConfig, sources: Sequence[Source], progress: CacheProgress
-) -> Tokenizer:
-    """A byte-level BPE over a sample of the train documents, learned once and kept in the cache."""
-
-    def build(target: Path) -> None:
-        log = ProblemLog()
-        with unchanged({path: seen for source in sources for path, seen in source.seen.items()}):
-            texts = _sample(sources, config.validation_fraction, log, progress)
-            content = train_bpe(texts, vocab_size=vocab_size, control_tokens=_control_tokens(config))
-            if log.found:
-                _report_everything(sources)
-        (target / "tokenizer.json").write_text(content, encoding="utf-8")
-        read_tokenizer_file(target / "tokenizer.json", eos_token=None).save(target)
-
-    ensure_folder(folder, complete=_has_tokenizer, build=build, progress=progress)
-    return load_tokenizer(folder)
+# --- what is made of the text
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -302,102 +364,6 @@ def _report_everything(sources: Sequence[Source]) -> None:
         for _ in documents(source.spans, source.read_options, log):
             pass
     log.raise_if_any()
-
-
-# --- tokens
-
-
-def _store_folders(
-    cache: Path, config: DataConfig, sources: Sequence[Source], tokenizer: Tokenizer, template: ChatTemplate | None
-) -> list[Path]:
-    """Folder of each source, named by all that decides its content."""
-    common, chat = [tokenizer.fingerprint, config.validation_fraction], [chat_identity(template, tokenizer)]
-    keys = [[store.STORE_VERSION, s.identity, *common, *(chat if s.kind == "chat" else [])] for s in sources]
-    return [cache / "tokens" / digest(key) for key in keys]
-
-
-def _pieces(
-    cache: Path,
-    config: DataConfig,
-    source: Source,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    workers: int,
-) -> SourcePieces | None:
-    """How a large source is tokenised; None: in one go."""
-    if source.kind == "tokens" or source.num_bytes < LARGE_BYTES:
-        return None
-    fraction = config.validation_fraction
-    return SourcePieces(cache, source, tokenizer, fraction=fraction, template=template, workers=workers)
-
-
-def _write_stores(
-    config: DataConfig,
-    sources: Sequence[Source],
-    folders: Sequence[Path],
-    pieces: Sequence[SourcePieces | None],
-    tokenizer: Tokenizer,
-    progress: CacheProgress,
-    template: ChatTemplate | None,
-) -> bool:
-    """Makes the stores that are missing; True if there were any. Problems of all sources are raised together."""
-    found, built = ProblemLog(), False
-    for source, folder, cut in zip(sources, folders, pieces, strict=True):
-
-        def build(target: Path, source: Source = source, cut: SourcePieces | None = cut) -> None:
-            fraction, log = config.validation_fraction, ProblemLog(whole=True)
-            with unchanged(source.seen):
-                store.write_store(
-                    target,
-                    source,
-                    tokenizer,
-                    fraction=fraction,
-                    log=log,
-                    progress=progress,
-                    template=template,
-                    pieces=cut,
-                )
-
-        try:
-            built |= ensure_folder(folder, complete=store.is_complete, build=build, progress=progress)
-            if cut is not None:
-                cut.forget()
-        except DataError as error:
-            found.extend(error)
-    found.raise_if_any()
-    return built
-
-
-def _dataset(
-    side: str,
-    config: DataConfig,
-    sources: Sequence[Source],
-    stores: Sequence[store.Store],
-    keys: Sequence[str],
-    tokenizer: Tokenizer,
-) -> Dataset:
-    by_source = [s.streams[side] for s in stores]
-    empty = [i for i, streams in enumerate(by_source) if not any(s.num_tokens > 1 for s in streams)]
-    if len(empty) == len(by_source) or (empty and config.weights is not None):
-        rule = f"has too few different documents to have {side} text, at least 2 are needed"
-        where = [
-            Problem(
-                where="data.sources", value=sources[i].spec, rule=rule, hint="add text, or cut it into more documents"
-            )
-            for i in empty
-        ]
-        raise DataError(where, subject="the data")
-    weighted = config.weights is not None and len(by_source) > 1
-    pools = tuple(by_source) if weighted else (tuple(s for streams in by_source for s in streams),)
-    weights = config.weights if config.weights is not None and weighted else (1.0,)
-    return Dataset(
-        name=side,
-        pools=pools,
-        weights=weights,
-        fingerprint=digest([side, list(keys), list(weights)]),
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-    )
 
 
 def _mixed_counts(counts: Sequence[NDArray[np.int64]], weights: Sequence[float] | None) -> NDArray[np.int64]:
