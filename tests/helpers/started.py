@@ -37,7 +37,8 @@ from phalanx.runtime.comm.progress import RankProgress
 from phalanx.runtime.membership.member import resolve_now, run_steps
 from phalanx.runtime.membership.membership import Generation, Member
 from phalanx.runtime.membership.rendezvous import GroupEpoch
-from phalanx.runtime.membership.votes import GO_ON, MemberReport
+from phalanx.runtime.membership.steps import GO_ON
+from phalanx.runtime.membership.votes import MemberReport
 from phalanx.runtime.processes import launch
 from phalanx.runtime.processes.world import WorldInfo
 from phalanx.train import loop, run

@@ -76,7 +76,7 @@ class Inside(Collectives):
         return Exchange(lambda: None)
 
     def _start_exchange(
-        self, op: str, x: torch.Tensor, axis: Axis, in_splits: Any, out_splits: Any, op_id: str
+        self, op: str, x: torch.Tensor, axis: Axis, in_splits: Any, out_splits: Any, op_id: str, *, tag: int = 0
     ) -> tuple[torch.Tensor, Exchange]:
         out = x.new_empty((sum(out_splits), *x.shape[1:]))
         _fill(out, x)
