@@ -182,7 +182,7 @@ class EmulatedDevice(TorchDispatchMode):
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
 
-    # ---- `phalanx.runtime.moe.streams.Streams` -----------------------------------------------------------------------------------
+    # ---- `phalanx.runtime.moe.streams.CudaStreams` -----------------------------------------------------------------------------------
 
     def post(self, comms, sends, receives, axis, *, op_id=""):
         with _disable_current_modes():

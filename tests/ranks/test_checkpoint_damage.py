@@ -359,7 +359,7 @@ def test_clean_start_leaves_strangers_alone(tmp_path: Path) -> None:
 def test_ranks_that_meet_the_same_share_a_line(two: CheckpointManager) -> None:
     full = {rank: WriteFailure(f"/disk/__{rank}_0.distcp", "No space left on device") for rank in range(3)}
     causes = TensorsFailed({**full, 3: WriteFailure("/disk/__3_0.distcp", "Permission denied", "ask its owner")})
-    said = str(failed_save(causes, two.folder.of(3), listed=two.folder.list_steps()))
+    said = str(failed_save(causes, two.folder.of(3), listed=two.folder.list_steps))
     assert "2 problems" in said and "steps 1, 2" in said
     assert "'rank 0, __0_0.distcp and 2 more ranks': No space left on device" in said
     assert "'rank 3, __3_0.distcp': Permission denied" in said

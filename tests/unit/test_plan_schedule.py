@@ -7,12 +7,17 @@ import itertools
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from memory_help import small_spec
 from tiers import times
 
+from phalanx.core.config import PipelineConfig, Recipe, TrainConfig
 from phalanx.core.errors import PlanError
+from phalanx.plan.mapping import make_folding
+from phalanx.plan.pipeline.schedule import make
 from phalanx.plan.pipeline.schedule.check import order_problems
 from phalanx.plan.pipeline.schedule.clock import MOST_S, ScheduleCosts, simulate, uniform_costs
 from phalanx.plan.pipeline.schedule.make import (
@@ -24,6 +29,7 @@ from phalanx.plan.pipeline.schedule.make import (
     schedule_problems,
 )
 from phalanx.plan.pipeline.schedule.orders import round_sizes
+from phalanx.train.setup import resolve_pipeline
 
 pytestmark = pytest.mark.unit
 
@@ -420,3 +426,18 @@ def test_same_plan_whatever_the_hash_seed() -> None:
         for seed in ("1", "2")
     }
     assert len(found) == 1
+
+
+def test_an_installed_schedule_that_forgets_a_pass_is_refused_when_a_run_is_set_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = SCHEDULES["1f1b"]
+    short = dataclasses.replace(plain, order=lambda *sizes: plain.order(*sizes)[: -1 if sizes[3] > 4 else None])
+    monkeypatch.setattr(make, "extensions", lambda group, *, taken: {"short": SimpleNamespace(load=lambda kind: short)})
+    recipe = Recipe(pipeline=PipelineConfig(schedule="short"), train=TrainConfig(global_batch=16, micro_batch=2))
+    make.schedules.cache_clear()
+    try:
+        with pytest.raises(PlanError, match=r"microbatch7 = {'F': 1, 'B': 0"):
+            resolve_pipeline(recipe, small_spec(), make_folding(world=2, pp=2))
+    finally:
+        make.schedules.cache_clear()

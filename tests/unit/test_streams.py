@@ -48,7 +48,7 @@ AXIS = Axis("ep_etp", (0, 1, 2), 0, None)
 
 
 class Recorder:
-    """`Streams` that only takes notes."""
+    """`CudaStreams` that only takes notes."""
 
     left_free = 0
 

@@ -198,7 +198,8 @@ def _option_problems(options: ContextArgs) -> list[Problem]:
 def run(job: Work) -> Measured:
     """One measurement in fresh processes."""
     with tempfile.TemporaryDirectory(prefix="phalanx-context-") as name:
-        run_local(partial(_rank, job, Path(name)), ranks=job.cp, threads=1)
+        if code := run_local(partial(_rank, job, Path(name)), ranks=job.cp, threads=1):
+            raise SystemExit(code)
         told = [json.loads((Path(name) / str(rank)).read_text()) for rank in range(job.cp)]
     most = {key: max(t[key] for t in told) for key in ("saved_bytes", "peak_bytes", "step_s")}
     return Measured(

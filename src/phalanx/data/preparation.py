@@ -93,7 +93,7 @@ def prepare(
     A resumed run keeps its built-in corpus as long as the cache has it, whatever was installed since; other sources must not have
     changed, which the loader checks (`Loader.check_state`).
 
-    Raises DataError with every problem that was found: settings and file names first, then (all together, up to 20) the content of files.
+    Raises DataError with every problem that was found: file names first, then (all together, up to 20) the content of files.
     """
     began, sources, template = time.monotonic(), _resolve_all(config), template_of(config)
     job = _Job(config=config, cache=Path(config.cache), sources=sources, template=template, progress=progress)

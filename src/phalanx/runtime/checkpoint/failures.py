@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from phalanx.core.errors import CheckpointError, Problem
@@ -44,8 +44,8 @@ def refusal_hint(err: BaseException) -> str:
     return "check its owner and permissions" if isinstance(err, PermissionError) else ""
 
 
-def failed_save(err: CheckpointError | TensorsFailed, path: Path, *, listed: str) -> CheckpointError:
-    """Failures of ranks to save the checkpoint `path`, as problems that a person can act on. `listed`: which checkpoints are there."""
+def failed_save(err: CheckpointError | TensorsFailed, path: Path, *, listed: Callable[[], str]) -> CheckpointError:
+    """Failures of ranks to save the checkpoint `path`, as problems that a person can act on. `listed` says which checkpoints are there."""
 
     def failed(where: str, rule: str, *, value: object, hint: str) -> Problem:
         if not hint:
@@ -53,7 +53,9 @@ def failed_save(err: CheckpointError | TensorsFailed, path: Path, *, listed: str
             with contextlib.suppress(OSError):
                 free = format_bytes(shutil.disk_usage(path.parent).free)
                 rule += f" ({free} free on the disk of {path.parent})"
-        return Problem(where=where, value=value, rule=rule, hint=f"nothing saved before was touched ({listed}); {hint}")
+        return Problem(
+            where=where, value=value, rule=rule, hint=f"nothing saved before was touched ({listed()}); {hint}"
+        )
 
     if isinstance(err, CheckpointError):
         problems = [failed(p.where, p.rule, value=p.value, hint=p.hint) for p in err.problems]

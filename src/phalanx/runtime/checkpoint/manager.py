@@ -262,7 +262,7 @@ class CheckpointManager:
             return path
         except CheckpointError as err:
             self._first(lambda: self.folder.abandon(job.state.step))
-            raise failed_save(err, self.folder.of(job.state.step), listed=self.folder.list_steps()) from None
+            raise failed_save(err, self.folder.of(job.state.step), listed=self.folder.list_steps) from None
 
     def _empty_folder(self, step: int, *, opens: bool) -> str:
         if opens:
@@ -311,7 +311,7 @@ class CheckpointManager:
             self._first(lambda: str(self.folder.commit(state)))
         except (CheckpointError, TensorsFailed) as err:
             self._first(lambda: self.folder.abandon(step))
-            raise failed_save(err, self.folder.of(job.state.step), listed=self.folder.list_steps()) from None
+            raise failed_save(err, self.folder.of(job.state.step), listed=self.folder.list_steps) from None
         not_deleted = self._prune(step)
         now_s = time.perf_counter()
         size = sum(e.bytes for e in state.files.values())

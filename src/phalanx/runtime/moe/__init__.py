@@ -1,6 +1,6 @@
 """Carries out one MoE layer: dispatch, experts, combine; one after the other, in chunks, tile by tile, or by fused kernels.
 
-The way of a layer is chosen once, when the model is built (`routed_experts`), among typed siblings; a call (`MoeCall`) then carries tensors only. Which schedule `auto` takes, `Tuner` measures and the planner decides.
+The way of a layer is chosen once, when the model is built (`routed_experts`); a call (`MoeCall`) then carries tensors only. Which schedule `auto` takes, `Tuner` measures and the planner decides.
 """
 
 from __future__ import annotations

@@ -203,8 +203,11 @@ def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepar
 
 
 def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pipeline:
-    """Schedule and stages. Raises `ConfigError` with everything that is wrong with them."""
-    return make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=recipe.train.seq_len)
+    """Schedule and stages. Raises `ConfigError` with everything that is wrong with them, `PlanError` where an installed schedule makes no right order for the micro-batches of a step."""
+    t = recipe.train
+    pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
+    pipeline.plan(max(1, num_rounds(t.global_batch // t.micro_batch, owners=folding.replicas)))
+    return pipeline
 
 
 def name_of_rows(found: CompiledRows | None) -> str:
