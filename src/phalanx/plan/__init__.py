@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from phalanx.plan.learning_rate import default_lr as default_lr
     from phalanx.plan.recipe import (
         equal_shares as equal_shares,
+        microbatches_per_rank as microbatches_per_rank,
         resolve_shape as resolve_shape,
         run_problems as run_problems,
     )

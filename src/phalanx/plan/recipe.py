@@ -110,6 +110,11 @@ def _stages_of(folding: AnyFolding) -> Sequence[Folding]:
     return folding.stages if isinstance(folding, StagedFolding) else (folding,)
 
 
+def microbatches_per_rank(recipe: Recipe, mapping: AnyFolding) -> int:
+    """Those of one step, empty ones included."""
+    return num_rounds(recipe.train.global_batch // recipe.train.micro_batch, owners=mapping.replicas)
+
+
 def _pair_problems(recipe: Recipe, mapping: AnyFolding) -> list[Problem]:
     """Passes that should run beside one another, and do not communicate, or are no pairs."""
     if not recipe.pipeline.pair_passes:
@@ -119,8 +124,7 @@ def _pair_problems(recipe: Recipe, mapping: AnyFolding) -> list[Problem]:
     if all(stage.degree(axis) == 1 for stage in stages for axis in axes):
         rule = "has nothing to hide: with tp, cp, ep and etp of 1 no pass communicates"
         return [Problem(where="pipeline.pair_passes", value=True, rule=rule, hint="folding.ep = 2, or leave it out")]
-    t = recipe.train
-    each = num_rounds(t.global_batch // t.micro_batch, owners=mapping.replicas)
+    each = microbatches_per_rank(recipe, mapping)
     return pairing_problems(recipe.pipeline, pp=mapping.pp, num_microbatches=each)
 
 

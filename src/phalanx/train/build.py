@@ -11,9 +11,9 @@ import torch
 
 from phalanx.core.config import Recipe
 from phalanx.core.processor import this_processor
-from phalanx.core.samples import num_rounds
 from phalanx.data import Loader, MicroBatch, PreparedData
 from phalanx.models import TokenBatch, part_of
+from phalanx.plan import microbatches_per_rank
 from phalanx.plan.mapping import AnyFolding, AnyPlacement
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline
@@ -69,11 +69,6 @@ def make_loader(recipe: Recipe, prepared: PreparedData) -> Loader:
         prepared.train, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch, seed=t.seed,
         any_ranks=recipe.resilience.mode != "off",
     )  # fmt: skip
-
-
-def microbatches_per_rank(recipe: Recipe, folding: AnyFolding) -> int:
-    """Those of one step, empty ones included."""
-    return num_rounds(recipe.train.global_batch // recipe.train.micro_batch, owners=folding.replicas)
 
 
 def token_batch(micro: MicroBatch, device: torch.device, *, folding: AnyFolding, rank: int) -> TokenBatch:

@@ -22,7 +22,7 @@ from phalanx.core.events import ignore
 from phalanx.core.recipe import load_recipe
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.models import TokenBatch, part_of
-from phalanx.plan import resolve_shape
+from phalanx.plan import microbatches_per_rank, resolve_shape
 from phalanx.plan.mapping import AnyFolding, plain_placement
 from phalanx.plan.model import PRESETS, ModelSpec
 from phalanx.runtime.checkpoint.host_copies import HostCopies
@@ -30,7 +30,7 @@ from phalanx.runtime.comm import GroupCache, Peers
 from phalanx.runtime.processes import WorldInfo
 from phalanx.simulate.memory import MemoryEstimate, estimate_memory
 from phalanx.simulate.memory.balance import Balance
-from phalanx.train.build import make_parts, microbatches_per_rank
+from phalanx.train.build import make_parts
 from phalanx.train.setup import Announced, Rank, resolve_pipeline
 from phalanx.train.step import StepParts, commit_step, publish, reduce_step
 from phalanx_lab.bench.trace.device import World

@@ -17,10 +17,9 @@ from phalanx.cli.predicting.recipe import predict_on
 from phalanx.core.config import DataConfig, Recipe
 from phalanx.core.errors import ConfigError, DataError, PlanError
 from phalanx.core.processor import MULTIPLIES_BF16, Processor, this_processor
-from phalanx.core.samples import num_rounds
 from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
 from phalanx.data import parse_choice, read_tokenizer_file, resolve, token_file_bytes
-from phalanx.plan import choose_recovery, resolve_shape
+from phalanx.plan import choose_recovery, microbatches_per_rank, resolve_shape
 from phalanx.plan.layout import FlatLayout, flat_layouts, local_param, stage_params
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, plain_placement, step_groups
 from phalanx.plan.model import ModelSpec, flops_per_token
@@ -333,7 +332,7 @@ def _holders(run: _Run) -> list[str]:
 def _steps(run: _Run) -> list[str]:
     recipe, t = run.recipe, run.recipe.train
     tokens = t.global_batch * t.seq_len
-    per_rank = num_rounds(t.global_batch // t.micro_batch, owners=run.folding.replicas)
+    per_rank = microbatches_per_rank(recipe, run.folding)
     flops = flops_per_token(run.spec, t.seq_len)
     return [
         f"steps        {t.steps} of {t.global_batch} sequences x {t.seq_len} tokens, {format_count(t.steps * tokens)} tokens in all",

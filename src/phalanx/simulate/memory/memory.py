@@ -20,7 +20,7 @@ from functools import cached_property
 
 from phalanx.core.config import Recipe
 from phalanx.core.processor import MULTIPLIES_BF16, Processor
-from phalanx.core.samples import num_rounds
+from phalanx.plan import microbatches_per_rank
 from phalanx.plan.layout import FlatLayout, HolderPlan, flat_layouts, publication, stage_params, sums_whole
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, plain_placement
 from phalanx.plan.model import ModelSpec
@@ -260,8 +260,7 @@ class _Run:
 
     @property
     def num_microbatches(self) -> int:
-        t = self.recipe.train
-        return max(1, num_rounds(t.global_batch // t.micro_batch, owners=self.folding.replicas))
+        return max(1, microbatches_per_rank(self.recipe, self.folding))
 
     @property
     def is_exact(self) -> bool:

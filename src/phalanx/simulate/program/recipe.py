@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.samples import num_rounds
-from phalanx.plan import equal_shares
+from phalanx.plan import equal_shares, microbatches_per_rank
 from phalanx.plan.mapping import AnyFolding, resolve_mapping
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import dispatch_spec
@@ -39,7 +38,7 @@ def programs_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Recipe
     raise_if(_no_program(recipe), ConfigError, subject="the programs of the recipe")
     t = recipe.train
     folding = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, **equal_shares(recipe))
-    each = num_rounds(t.global_batch // t.micro_batch, owners=folding.replicas)
+    each = microbatches_per_rank(recipe, folding)
     _, itemsize, state = PRECISIONS[t.dtype]
     pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
     options = StepOptions(

@@ -21,13 +21,13 @@ from rich.console import Console
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, PeerError, Problem, RunError
 from phalanx.core.events import Emit, Note, ignore
-from phalanx.core.samples import num_rounds
 from phalanx.data import PreparedData, prepare
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.products import ProductSums
 from phalanx.kernels.native import CompiledRows, compiled_rows, user_folder, why_uncompiled
 from phalanx.models import ModelContext
 from phalanx.observe import PreparationProgress, Sinks, open_sinks, wants_live
+from phalanx.plan import microbatches_per_rank
 from phalanx.plan.mapping import AnyFolding, AnyPlacement
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import dispatch_spec
@@ -204,9 +204,8 @@ def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepar
 
 def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pipeline:
     """Schedule and stages. Raises `ConfigError` with everything that is wrong with them, `PlanError` where an installed schedule makes no right order for the micro-batches of a step."""
-    t = recipe.train
-    pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
-    pipeline.plan(max(1, num_rounds(t.global_batch // t.micro_batch, owners=folding.replicas)))
+    pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=recipe.train.seq_len)
+    pipeline.plan(max(1, microbatches_per_rank(recipe, folding)))
     return pipeline
 
 
@@ -321,8 +320,7 @@ def _paired(recipe: Recipe, folding: AnyFolding, pipeline: Pipeline, *, stage: i
     """The share of a rank's forward passes that run alongside a backward pass, in a step of the present ranks."""
     if not pipeline.pair_passes:
         return 0.0
-    t = recipe.train
-    plan = pipeline.plan(num_rounds(t.global_batch // t.micro_batch, owners=folding.replicas))
+    plan = pipeline.plan(microbatches_per_rank(recipe, folding))
     return paired_share(plan.schedule, plan.pairs, rank=stage)
 
 
