@@ -142,6 +142,13 @@ def test_a_table_between_hosts_comes_before_the_formula() -> None:
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize(("what", "moved"), [("send", 1e6), ("all_to_all", 5e5), ("all_reduce", 1e6)])
+def test_the_rate_where_tables_end_counts_the_bytes_that_leave_a_rank(what: str, moved: float) -> None:
+    link = TimedCollective(what=what, ranks=2, hosts=2, num_bytes=1e6, seconds=0.5)
+    assert with_links(machine(), [link], ranks_per_host=1).between_bytes_per_s == pytest.approx(moved / 0.5)
+
+
+@pytest.mark.unit
 def test_tables_of_a_cluster_file() -> None:
     names = ("ranks_per_host", "bf16_flops_per_s", "memory_bytes", "memory_bytes_per_s", "sms", "gemm_efficiency",
              "memory_efficiency", "kernel_s", "launch_s")  # fmt: skip

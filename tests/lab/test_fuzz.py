@@ -14,7 +14,7 @@ import pytest
 from tiers import ALL, SEED
 from train_help import phalanx
 
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError
 from phalanx_lab.bench.fuzz.command import FuzzArgs, changed, chosen, fuzz
 from phalanx_lab.bench.fuzz.mutate import change_bytes
 from phalanx_lab.bench.fuzz.readers import FuzzReader, all_readers
@@ -23,7 +23,7 @@ from phalanx_lab.bench.fuzz.readers import FuzzReader, all_readers
 def misbehave(data: bytes, _: Path) -> None:
     what = data[0] % 6
     if what == 0:
-        raise ConfigError([Problem(where="a", value=1, rule="must be 2")], subject="a")
+        raise ConfigError.of("a", 1, "must be 2", subject="a")
     if what == 1:
         raise IndexError("planted")
     if what == 2:

@@ -48,7 +48,7 @@ def from_json(text: str) -> RankPlan:
         plan = _plan_of(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         rule = f"a plan of overlap in JSON ({type(error).__name__}: {error})"
-        raise PlanError([Problem(where="plan", value=text[:60], rule=rule)], subject="overlap plan file") from error
+        raise PlanError.of("plan", text[:60], rule, subject="overlap plan file") from error
     check(plan)
     return plan
 

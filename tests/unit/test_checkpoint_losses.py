@@ -18,7 +18,7 @@ import torch
 from checkpoint_help import fill, model_fields, run_state, small_spec, wrong_boxes
 
 from phalanx.core.config import CheckpointConfig, Recipe
-from phalanx.core.errors import CheckpointError, ConfigError, PeerError, Problem, UnsoundError
+from phalanx.core.errors import CheckpointError, ConfigError, PeerError, UnsoundError
 from phalanx.core.events import CheckpointSaved, Event, Note
 from phalanx.plan.layout.parameters import Box
 from phalanx.runtime.checkpoint.folder import CheckpointFolder, Writer
@@ -241,7 +241,7 @@ class DiskIsFull:
         if self.saves == 0:
             return None
         if self.saves <= self.refusals:
-            raise CheckpointError([Problem(where="step-9", value=28, rule="No space left on device")], subject="saving")
+            raise CheckpointError.of("step-9", 28, "No space left on device", subject="saving")
         return Saved(step=9, path=Path("step-9"), bytes=1, blocked_s=0.0, total_s=0.0)
 
 

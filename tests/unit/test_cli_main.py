@@ -19,7 +19,7 @@ import phalanx_lab
 from phalanx.cli import lab, metrics as metrics_command, settings as settings_command, train
 from phalanx.cli.main import COMMANDS, help_text, main
 from phalanx.cli.tables import markdown_table, replace_part
-from phalanx.core.errors import ConfigError, Problem, RunError
+from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.process import begun, most_open_files
 from phalanx.core.rules import EFFECTS
 from phalanx.core.settings import describe_settings
@@ -145,9 +145,7 @@ def test_an_unknown_command_names_its_neighbour(capsys: pytest.CaptureFixture[st
 def test_errors_for_people_are_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fails(args: list[str]) -> int:
         assert args == ["a", "--b"]
-        raise ConfigError(
-            [Problem(where="train.steps", value=0, rule="must be at least 1", hint="use 1")], subject="the recipe"
-        )
+        raise ConfigError.of("train.steps", 0, "must be at least 1", "use 1", subject="the recipe")
 
     with_command(monkeypatch, fails)
     monkeypatch.delenv("PHALANX_DEBUG", raising=False)

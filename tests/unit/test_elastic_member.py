@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import CheckpointError, PeerError, Problem
+from phalanx.core.errors import CheckpointError, PeerError
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.recovery.state_descriptor import StateDescriptor, StateReport
 from phalanx.runtime.membership.membership import Generation, Member
@@ -98,7 +98,7 @@ def test_members_leave_when_nobody_says_that_state_would_be_lost(
 
 def test_a_last_save_that_failed_because_a_member_was_lost_is_no_matter_of_the_disk() -> None:
     def fails(*_: object, **__: object) -> None:
-        raise CheckpointError([Problem(where="step-4", value="not saved", rule="no")], subject="saving")
+        raise CheckpointError.of("step-4", "not saved", "no", subject="saving")
 
     def lost(value: object) -> None:
         raise PeerError("a peer is lost")

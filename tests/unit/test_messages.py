@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from phalanx.core import messages
-from phalanx.core.errors import ConfigError, PeerError, Problem, RunError
+from phalanx.core.errors import ConfigError, PeerError, RunError
 from phalanx.core.messages import MessageError, decode, encode, message
 
 pytestmark = pytest.mark.unit
@@ -81,7 +81,7 @@ def test_what_is_marked_comes_back() -> None:
 
 def test_errors_come_back_with_their_type_and_words() -> None:
     errors = [
-        ConfigError([Problem(where="a.b", value=3, rule="must be 4", hint="use 4")], subject="the recipe"),
+        ConfigError.of("a.b", 3, "must be 4", "use 4", subject="the recipe"),
         PeerError("gone"),
         RunError("x"),
     ]

@@ -20,7 +20,7 @@ from speed_help import slowness
 
 import phalanx.observe.sinks as sinks_module
 from phalanx.core.config import ObserveConfig
-from phalanx.core.errors import ConfigError, Problem, RunError
+from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.events import CheckpointSaved, Event, Note, RunEnded, RunStarted, StepEnded, TeamFormed, Validated
 from phalanx.observe.console import ConsoleSink
 from phalanx.observe.event_log import log_path, read_events
@@ -167,7 +167,7 @@ def test_nothing_is_opened_where_the_lost_rank_is_back_soon() -> None:
 @pytest.mark.usefixtures("at_once")
 def test_what_cannot_be_opened_in_the_place_of_another_costs_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     def refuse() -> list[Recording]:
-        raise ConfigError([Problem(where="observe.sinks[0]", value="x", rule="is broken", hint="leave it out")])
+        raise ConfigError.of("observe.sinks[0]", "x", "is broken", "leave it out")
 
     log = Recording("log")
     sinks = Sinks([log])

@@ -12,7 +12,7 @@ import pytest
 from checkpoint_help import run_state
 
 from phalanx.core.config import CheckpointConfig, LaunchConfig, Recipe
-from phalanx.core.errors import CheckpointError, FinalError, Problem, RunError
+from phalanx.core.errors import CheckpointError, FinalError, RunError
 from phalanx.core.events import CheckpointSaved, Note, RunEnded
 from phalanx.plan.mapping.stage_foldings import parse_stages
 from phalanx.runtime.checkpoint.folder import CheckpointFolder, parse_state
@@ -131,7 +131,7 @@ def test_going_back_moves_later_checkpoints_or_warns(tmp_path: Path, monkeypatch
 
 
 def damaged(step: int) -> CheckpointError:
-    return CheckpointError([Problem(where=f"step-{step}", value="gone", rule="is whole")], subject="checkpoint")
+    return CheckpointError.of(f"step-{step}", "gone", "is whole", subject="checkpoint")
 
 
 def with_steps(path: Path, *steps: int, **config: Any) -> tuple[Any, CheckpointManager]:

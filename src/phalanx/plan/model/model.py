@@ -431,9 +431,7 @@ def resolve_model(model: ModelConfig, router: RouterConfig, *, tokenizer_vocab: 
     """
     if model.preset not in PRESETS:
         hint = nearest(model.preset, PRESETS)
-        raise ConfigError(
-            [Problem(where="model.preset", value=model.preset, rule="is not a preset", hint=hint)], subject="recipe"
-        )
+        raise ConfigError.of("model.preset", model.preset, "is not a preset", hint, subject="recipe")
     base = PRESETS[model.preset]
     given = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.name != "preset"}
     given = {k: v for k, v in given.items() if v is not None}

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.core.config import Recipe, ResilienceConfig
-from phalanx.core.errors import ConfigError, PlanError, Problem
+from phalanx.core.errors import ConfigError, PlanError
 from phalanx.core.files import read_json
 from phalanx.plan.layout import expert_layers
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, LayerPlacements, Stage, plain_placement
@@ -108,7 +108,7 @@ def _loads(spec: ModelSpec, asked: ReplicaSettings) -> Floats:
     num_layers = len(spec.moe_layers)
     if table.shape[1] != spec.num_experts or len(table) not in (1, num_layers):
         rule = f"must be a row for each of the {num_layers} layers with experts (or one for all), each of {spec.num_experts} experts"
-        raise ConfigError([Problem(where="resilience.loads", value=table.shape, rule=rule)], subject="the recipe")
+        raise ConfigError.of("resilience.loads", table.shape, rule, subject="the recipe")
     return table
 
 
@@ -118,5 +118,5 @@ def _host_of_ep(folding: AnyFolding, rank: int, ranks_per_host: int) -> list[int
     if stage.edp > 1:
         rule = "experts with replicas have one expert-parallel group of all ranks of a stage"
         hint = f"ep = {stage.ep * stage.edp}"
-        raise PlanError([Problem(where="folding.ep", value=stage.ep, rule=rule, hint=hint)], subject="placement")
+        raise PlanError.of("folding.ep", stage.ep, rule, hint, subject="placement")
     return [(member - folding.coord(member, "etp")) // ranks_per_host for member in group]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from phalanx.core.errors import DataError, Problem
+from phalanx.core.errors import DataError
 from phalanx.plan.layout import Box, StateLayouts
 from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements, Placement, StagePlan
 from phalanx.plan.model import ModelSpec, parameters
@@ -84,7 +84,7 @@ def moves_again(op_id: str, order: Mapping[str, Any], planner: RecoveryPlanner) 
         before, after = (_from_data(order[side]) for side in ("before", "after"))
     except (KeyError, TypeError, ValueError) as err:
         rule = f"is no order of a move: {type(err).__name__} {err}"
-        raise DataError([Problem(where=op_id, value=None, rule=rule)], subject="the run") from err
+        raise DataError.of(op_id, None, rule, subject="the run") from err
     moves = expert_moves(
         planner.spec, folding, planner.stages(folding), before=before, after=after, itemsize=planner.state_bytes
     )

@@ -113,7 +113,7 @@ class RecoveryPlanner:
 
     def _no_mapping(self, size: int, hint: str) -> PlanError:
         rule = f"are no valid parallelism: no valid mapping has the axes of {self.base.label()}"
-        return PlanError([Problem(where="members", value=size, rule=rule, hint=hint)], subject="the run")
+        return PlanError.of("members", size, rule, hint, subject="the run")
 
     def _choice_of(self, facts: Sequence[Fact]) -> FoldingChoice:
         """Slices of an expert stay on one machine, so each machine counts whole groups of them; of fewer slices only where there is no other way."""

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from phalanx.core.errors import PhalanxError, PlanError, Problem
+from phalanx.core.errors import PhalanxError, PlanError
 from phalanx.core.reading import is_count, typed
 from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements, Placement
 
@@ -99,14 +99,10 @@ def read_state_descriptor(data: Mapping[str, Any]) -> StateDescriptor:
         found.folding.check()
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, PhalanxError) as error:
         rule = f"is no state descriptor of a member: {type(error).__name__} {error}"
-        raise PlanError(
-            [Problem(where="state_descriptor", value=None, rule=rule)], subject="a member's report"
-        ) from error
+        raise PlanError.of("state_descriptor", None, rule, subject="a member's report") from error
     if not 0 <= found.rank < found.folding.world:
         rule = f"is one of the {found.folding.world} ranks of its mapping"
-        raise PlanError(
-            [Problem(where="state_descriptor.rank", value=found.rank, rule=rule)], subject="a member's report"
-        )
+        raise PlanError.of("state_descriptor.rank", found.rank, rule, subject="a member's report")
     return found
 
 

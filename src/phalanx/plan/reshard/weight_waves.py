@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.errors import ConfigError
 from phalanx.core.units import format_bytes
 from phalanx.plan.layout import Box, Held, TensorLayout
 
@@ -39,8 +39,9 @@ def divide(
     if least > limit_bytes:
         name = max(row_bytes, key=lambda n: row_bytes[n])
         rule = f"is too little for one row of {name}, {format_bytes(least)} while it is read"
-        problem = Problem(where="memory", value=limit_bytes, rule=rule, hint=f"the least is {format_bytes(least)}")
-        raise_if([problem], ConfigError, subject="the memory of a sync")
+        raise ConfigError.of(
+            "memory", limit_bytes, rule, f"the least is {format_bytes(least)}", subject="the memory of a sync"
+        )
     waves: list[list[RowRange]] = []
     left = 0
     for name, shape in shapes.items():

@@ -95,10 +95,10 @@ def parse_state(text: str, *, where: str) -> RunState:
     except (ValueError, KeyError) as err:
         why = err.problems[0] if isinstance(err, MalformedError) else f"{type(err).__name__}: {err}"
         rule = f"must be a whole run state ({why})"
-        raise CheckpointError([Problem(where=where, value=text[:40], rule=rule)], subject="checkpoint") from err
+        raise CheckpointError.of(where, text[:40], rule, subject="checkpoint") from err
     if found != told:
         rule = f"was written with checksum {told[:12]}; the file was edited or damaged"
-        raise CheckpointError([Problem(where=where, value=f"checksum {found[:12]}", rule=rule)], subject="checkpoint")
+        raise CheckpointError.of(where, f"checksum {found[:12]}", rule, subject="checkpoint")
     return state
 
 

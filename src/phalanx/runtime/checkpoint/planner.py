@@ -293,7 +293,7 @@ class CheckpointReader:
             found = list(_parts(rows, [b.box for b in targets]))
             if sum(math.prod(part.sizes) for *_, part in found) != sum(b.box.num_elements for b in targets):
                 rule = "the saved chunks do not cover the boxes of this rank"
-                raise CheckpointError([Problem(where=name, value=len(found), rule=rule)], subject="checkpoint")
+                raise CheckpointError.of(name, len(found), rule, subject="checkpoint")
             for row, i, part in found:
                 _, file, at, length, *_ = rows[row].tolist()
                 saved = _box_of(rows[row], len(part.sizes))

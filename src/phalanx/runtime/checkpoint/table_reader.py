@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import _get_layout
 
-from phalanx.core.errors import CheckpointError, Problem, first_line
+from phalanx.core.errors import CheckpointError, first_line
 from phalanx.core.reading import read_file
 from phalanx.runtime.checkpoint.table import MOST_DIMS, BoxTable, SavedBox, SavedTensor, decode
 
@@ -214,9 +214,7 @@ def read_table(path: Path) -> BoxTable:
         rule = f"is no table of contents of a checkpoint: it has the step {err}, which none has"
     except Exception as err:  # whatever a strange pickle leads to
         rule = f"is no table of contents of a checkpoint: {first_line(err)}"
-    raise CheckpointError(
-        [Problem(where=str(file), value=None, rule=rule, hint="use another checkpoint")], subject="the checkpoint"
-    )
+    raise CheckpointError.of(str(file), None, rule, "use another checkpoint", subject="the checkpoint")
 
 
 def _step_by_step(data: bytes) -> BoxTable:

@@ -45,7 +45,7 @@ def find_credentials(port: int, *, of: str = "phalanx service") -> Path:
             else "a client's key and certificate, with etcd's own authority,"
         )
         hint = f"copy {whose} to this machine, and export {VARIABLE}=FILE"
-        raise ConfigError([Problem(where=VARIABLE, value="", rule=rule, hint=hint)], subject="the environment")
+        raise ConfigError.of(VARIABLE, "", rule, hint, subject="the environment")
     check_private(path)
     return path
 
@@ -67,7 +67,7 @@ def check_private(path: Path) -> None:
         ):  # root's, as a secret of Kubernetes is, for a group
             rule, hint = f"has mode {stat.S_IMODE(found.st_mode):04o}: others can reach it", f"chmod 600 {path}"
     if rule:
-        raise ConfigError([Problem(where=VARIABLE, value=str(path), rule=rule, hint=hint)], subject="the environment")
+        raise ConfigError.of(VARIABLE, str(path), rule, hint, subject="the environment")
 
 
 def server_context(path: Path) -> ssl.SSLContext:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError
 from phalanx.plan.moe import DispatchPlan
 from phalanx.plan.moe.overlap.prediction import Route, Traffic, traffic_of
 from phalanx.plan.moe.overlap.tiles import can_forward, members
@@ -28,7 +28,7 @@ def usable_hosts(
     usable = dispatcher.is_plain and can_forward(hosts)
     if forced and (not usable or per_token is False):
         rule = "needs several hosts, one of them with several ranks, one replica of each expert, and a token sent once"
-        raise ConfigError([Problem(where="through_hosts", value=host_of_rank, rule=rule)], subject="overlap")
+        raise ConfigError.of("through_hosts", host_of_rank, rule, subject="overlap")
     return hosts if usable else ()
 
 

@@ -21,7 +21,7 @@ def device_here(local_ranks: int, *, num_gpus: int | None = None) -> Literal["cp
         return "cpu"
     rule = f'"auto" means GPUs here, and this machine has {found} for {local_ranks} ranks'
     hint = f"--launch.device cpu, or {found} rank{'s' if found > 1 else ''} (--launch.ranks {found})"
-    raise ConfigError([Problem(where="launch.device", value="auto", rule=rule, hint=hint)], subject="the recipe")
+    raise ConfigError.of("launch.device", "auto", rule, hint, subject="the recipe")
 
 
 def gpu_problems(*, wanted: int, ranks: int, num_gpus: int) -> list[Problem]:

@@ -147,7 +147,7 @@ class _Sides:
         found = next((t.dtype for t in (x, out) if t is not None), dtype)
         if found is None:
             rule, hint = f"rank {rank} has no tensor that shows the type of the elements", "give dtype="
-            raise PlanError([Problem(where=f"{name}.dtype", value=None, rule=rule, hint=hint)], subject="what is moved")
+            raise PlanError.of(f"{name}.dtype", None, rule, hint, subject="what is moved")
         wrap = isinstance(x, DTensor) and not isinstance(target, TensorLayout)
         return _Item(
             move=Move(name=name, itemsize=found.itemsize, src=src, dst=dst),
@@ -192,7 +192,7 @@ def _as_state(given: torch.Tensor | State | None, src: Layouts, dst: Layouts) ->
         return {ONE: given}, True
     if given is not None and not isinstance(given, Mapping):
         rule, hint = "is neither a tensor nor a dict of tensors", "give a tensor, a dict or None"
-        raise PlanError([Problem(where=ONE, value=type(given).__name__, rule=rule, hint=hint)], subject="what is moved")
+        raise PlanError.of(ONE, type(given).__name__, rule, hint, subject="what is moved")
     named = [side for side in (src, dst) if isinstance(side, Mapping)]
     if given is None and not named:
         return {ONE: None}, True
@@ -224,14 +224,14 @@ def _layout(given: Layout | None, shape: tuple[int, ...] | None, name: str, whic
         return given
     if given is None:
         rule, hint = "only a DTensor brings a layout of its own", "give a TensorLayout, or a DeviceMesh and placements"
-        raise PlanError([Problem(where=f"{name}.{which}", value=None, rule=rule, hint=hint)], subject="what is moved")
+        raise PlanError.of(f"{name}.{which}", None, rule, hint, subject="what is moved")
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], DeviceMesh)):
         rule, hint = "is no layout", "give a TensorLayout, or a DeviceMesh and placements"
         value = type(given).__name__
-        raise PlanError([Problem(where=f"{name}.{which}", value=value, rule=rule, hint=hint)], subject="what is moved")
+        raise PlanError.of(f"{name}.{which}", value, rule, hint, subject="what is moved")
     if shape is None:
         rule, hint = "a mesh and placements do not say how large the whole tensor is", "give shape="
-        raise PlanError([Problem(where=f"{name}.{which}", value=None, rule=rule, hint=hint)], subject="what is moved")
+        raise PlanError.of(f"{name}.{which}", None, rule, hint, subject="what is moved")
     mesh, placements = given
     return layout_of(shape, mesh, placements, where=f"{name}.{which}")
 

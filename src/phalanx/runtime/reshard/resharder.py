@@ -208,7 +208,7 @@ class Resharder:
             raise PeerError(f"{op_id}: nothing was moved, because ranks {refused} refused: they say why")
         groups = "; ".join(f"ranks {ranks}: plan {number:0{HASH_DIGITS}x}" for number, ranks in by_number.items())
         rule = "differs between ranks, so nothing was moved: they were given different layouts, types, hosts or options"
-        raise PlanError([Problem(where=f"{op_id}.plan", value=groups, rule=rule)], subject="what is moved")
+        raise PlanError.of(f"{op_id}.plan", groups, rule, subject="what is moved")
 
     def _lane(self, device: torch.device, op_id: str) -> Transport:
         nccl = device.type == "cuda" and self.axis.group is not None and _backend(self.axis.group, device) == "nccl"

@@ -229,7 +229,7 @@ class _Fit:
     def _of(self, kind: str) -> list[TimedProduct]:
         rows = [p for p in self.m.products if p.precision == kind]
         if not rows:
-            raise ConfigError([Problem(where="products", value=kind, rule="has no measured row")], subject="the fit")
+            raise ConfigError.of("products", kind, "has no measured row", subject="the fit")
         return rows
 
     def _rates(self) -> tuple[float, float, float, dict[str, float]]:
@@ -418,7 +418,7 @@ def with_links(hardware: Hardware, links: Sequence[TimedCollective], *, ranks_pe
 
 def _alpha_beta(rows: Sequence[TimedCollective]) -> tuple[float, float]:
     """Shortest time, and best rate of any row."""
-    return min(x.seconds for x in rows), max(x.num_bytes * (x.ranks - 1) / x.ranks / x.seconds for x in rows)
+    return min(x.seconds for x in rows), max(_times(x) * _share(x) * x.num_bytes / x.seconds for x in rows)
 
 
 def error_of(rows: Sequence[tuple[float, float, str]]) -> Error:

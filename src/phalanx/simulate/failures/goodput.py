@@ -248,9 +248,7 @@ def read_nodes(path: Path) -> list[tuple[float, str, str]]:
         rows = parse_csv(read_text(path), where=str(path))
     except (OSError, MalformedError) as error:
         reason = error.problems[0].rule if isinstance(error, MalformedError) else error.strerror
-        raise DataError(
-            [Problem(where=str(path), value=None, rule=f"cannot be read ({reason})")], subject="the trace"
-        ) from error
+        raise DataError.of(str(path), None, f"cannot be read ({reason})", subject="the trace") from error
     problems, out = [], []
     for line, row in enumerate(rows, start=1):
         if len(row) != 3 or row[1] not in ("add", "remove") or not is_count(row[0]):

@@ -229,7 +229,7 @@ def parse_cluster(text: str) -> GpuCluster:
     if path.endswith(_FILES):
         if colon and path != text and not is_count(count):
             rule, hint = "needs a number of ranks after the colon", f"try {path}:128"
-            raise ConfigError([Problem(where="--cluster", value=text, rule=rule, hint=hint)], subject="the cluster")
+            raise ConfigError.of("--cluster", text, rule, hint, subject="the cluster")
         hardware = _read_hardware(path)
         cluster = GpuCluster(hardware=hardware, world=int(count) if count else hardware.ranks_per_host, file=path)
     else:
@@ -237,7 +237,7 @@ def parse_cluster(text: str) -> GpuCluster:
         if match is None:
             rule = "is not HARDWARExRANKS"
             hint = f"try h100x128; hardware: {', '.join(known_hardware())}, or FILE.toml:128"
-            raise ConfigError([Problem(where="--cluster", value=text, rule=rule, hint=hint)], subject="the cluster")
+            raise ConfigError.of("--cluster", text, rule, hint, subject="the cluster")
         cluster = GpuCluster(hardware=load_hardware(match["name"].lower()), world=int(match["ranks"]))
     cluster.check()
     return cluster

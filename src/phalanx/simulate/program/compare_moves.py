@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError
 from phalanx.plan.program import move_program
 from phalanx.plan.recovery import RecoveryPlanner, moves_again
 from phalanx.plan.reshard import equal_hosts, plan_reshard
@@ -71,8 +71,7 @@ def compare_move(move: MeasuredMove, planner: RecoveryPlanner, cost: CostOf) -> 
     plan = plan_reshard(moves_again(move.op_id, move.order, planner), equal_hosts(move.hosts))
     if plan.hash != move.plan:
         rule = f"makes another plan of the move {move.op_id} after step {move.step} than the run (plan {plan.hash}, the run's {move.plan})"
-        raise ConfigError([Problem(where="the recipe", value=None, rule=rule, hint="use the run's recipe.toml")],
-                          subject="the comparison")  # fmt: skip
+        raise ConfigError.of("the recipe", None, rule, "use the run's recipe.toml", subject="the comparison")
     everyone = range(move.ranks)
     programs = [move_program(plan, rank, ranks=everyone, op_id=move.op_id) for rank in everyone]
     found = compare_steps(run_moves(programs, cost), [move.messages], step_s=[move.seconds], beside=True)

@@ -63,7 +63,7 @@ def oracle_of(recipe: Recipe, cluster: GpuCluster) -> ProgramOracle:
     precision = PRECISIONS[recipe.train.dtype][0]
     if precision == "fp32" and cluster.hardware.fp32_flops_per_s is None:
         rule, hint = "has no rate in the cluster file", "measure one with phalanx calibrate, or use bfloat16"
-        raise ConfigError([Problem(where="train.dtype", value="float32", rule=rule, hint=hint)], subject="the cluster")
+        raise ConfigError.of("train.dtype", "float32", rule, hint, subject="the cluster")
     return ProgramOracle(hardware=cluster.hardware, precision=precision, seq_len=recipe.train.seq_len)
 
 

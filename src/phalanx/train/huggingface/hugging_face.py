@@ -71,9 +71,7 @@ def open_checkpoint(path: Path, *, mtp_layers: int = 0) -> HfCheckpoint:
     subject = f"the Hugging Face checkpoint {path}"
     if not path.is_dir():
         hint = "give the folder that holds config.json and the .safetensors files; nothing is downloaded"
-        raise CheckpointError(
-            [Problem(where="DIR", value=str(path), rule="is not a folder", hint=hint)], subject=subject
-        )
+        raise CheckpointError.of("DIR", str(path), "is not a folder", hint, subject=subject)
     raise_if(strange_links(path), CheckpointError, subject=subject)
     config, problems = read_config(path)
     family = find_family(config.get("model_type")) if config else None
@@ -318,9 +316,7 @@ class BoxReader:
             done += shared.num_elements
         if done != box.box.num_elements:
             rule = f"only {done} of {box.box.num_elements} elements of this box are in the checkpoint"
-            raise CheckpointError(
-                [Problem(where=box.name, value=box.box, rule=rule)], subject=str(self.checkpoint.path)
-            )
+            raise CheckpointError.of(box.name, box.box, rule, subject=str(self.checkpoint.path))
 
     def _read(self, tensor: str, part: tuple[slice, ...]) -> torch.Tensor:
         file = self.checkpoint.tensors[tensor].file

@@ -105,7 +105,7 @@ class HostPlacement(Hashed):
         hosts = list(host_of_ep) or list(names)
         if sorted(set(hosts)) != sorted(names):
             rule = f"the ep ranks lie on the hosts {list(names)}, each of which has one"
-            raise PlanError([Problem(where="host_of_ep", value=hosts, rule=rule)], subject="placement")
+            raise PlanError.of("host_of_ep", hosts, rule, subject="placement")
         parts = {
             name: iter(_over_ranks(held, hosts.count(name)))
             for name, held in zip(names, self.slots[layer], strict=True)
@@ -231,7 +231,7 @@ def read_host_placement(data: Mapping[str, Any]) -> HostPlacement:
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         rule = f"is not a placement on hosts: {type(error).__name__} {error}"
-        raise PlanError([Problem(where="placement", value=None, rule=rule)], subject="placement") from error
+        raise PlanError.of("placement", None, rule, subject="placement") from error
     plan.check()
     return plan
 

@@ -79,7 +79,7 @@ def smoothed(before: ArrayLike | None, now: ArrayLike, *, weight: float) -> Floa
     old = read_loads(before)
     if old.shape != new.shape:
         rule = f"must have the shape of the loads before, {old.shape}"
-        raise PlanError([Problem(where="loads.shape", value=new.shape, rule=rule)], subject="loads")
+        raise PlanError.of("loads.shape", new.shape, rule, subject="loads")
     out: Floats = (1 - weight) * old + weight * new
     return out
 

@@ -233,8 +233,7 @@ def choose_transport(
 ) -> TransportChoice:
     """The transport with the least bytes in a forward pass; with several ranks on a host, the least between hosts and then in all. Of equals the simplest."""
     if not among or set(among) - set(ROUTES):
-        problem = Problem(where="among", value=tuple(among), rule=f"one or more of {', '.join(ROUTES)}")
-        raise_if([problem], PlanError, subject="transport")
+        raise PlanError.of("among", tuple(among), f"one or more of {', '.join(ROUTES)}", subject="transport")
     totals = []
     for route in sorted(among, key=ROUTES.index):
         wire = wire_bytes(traffic, route, row_bytes=row_bytes)

@@ -77,8 +77,9 @@ class _Layer:
         direction: Direction,
     ) -> None:
         if shape.slots != dispatch.slots_per_rank:
-            problem = Problem(where="shape.slots", value=shape.slots, rule=f"{dispatch.slots_per_rank} slots on a rank")
-            raise_if([problem], PlanError, subject="choice of a schedule")
+            raise PlanError.of(
+                "shape.slots", shape.slots, f"{dispatch.slots_per_rank} slots on a rank", subject="choice of a schedule"
+            )
         loads = dispatch.rows_PG.sum(0).reshape(dispatch.ep, -1)
         self.rank = int(loads.sum(1).argmax()) * dispatch.etp
         self.outline = TileOutline(dispatch, rank=self.rank, tile_rows=tile_rows)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 
 
@@ -69,8 +69,7 @@ def axis_rules(producer: Access, consumer: Access) -> dict[str, AxisRule]:
     """
     if len(producer.result) != len(consumer.reads):
         rule = f"{consumer.name} reads {len(consumer.reads)} axes {consumer.reads}"
-        problem = Problem(where=f"result of {producer.name}", value=producer.result, rule=rule)
-        raise_if([problem], PlanError, subject="pair of operations")
+        raise PlanError.of(f"result of {producer.name}", producer.result, rule, subject="pair of operations")
     return {
         axis: _rule(producer, consumer, axis, loop) for axis, loop in zip(producer.result, consumer.reads, strict=True)
     }
