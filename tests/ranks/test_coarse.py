@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+from functools import partial
 
 import pytest
 import torch
@@ -242,6 +244,32 @@ def bytes_case(rank, cache, case):
     y, _ = run_experts(call, dispatcher=dispatcher)
     y.backward(probe(rank, y))
     return {k: (c.calls, c.sent_bytes) for k, c in comms.counters.items()}, coarse
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("chunks", [0, 2], ids=["serial", "coarse"])
+@torch.no_grad()
+def test_routed_rows_are_gone_when_the_shared_expert_computes(chunks):
+    """A wide shared expert beside them would raise the peak of a forward pass; tensors of this width are counted."""
+    width, found = 1237, []
+    ctx = context(moe_spec(num_experts=4, top_k=2, hidden=width, expert_ffn=F))
+    dispatcher = Dispatcher(ctx.dispatch, placement=ctx.placement, groups=ctx.groups, comms=ctx.comms, top_k=2)
+    held = ExpertWeights(torch.ones(4, 2, F, width), torch.ones(4, width, F))
+    x, experts = torch.ones(6, width), torch.tensor([[0, 1], [1, 2], [2, 3]]).repeat(2, 1)
+
+    def beside():
+        gc.collect()
+        of_width = [t.shape for t in gc.get_objects() if type(t) is torch.Tensor and t.shape[1:] == (width,)]
+        found.append(sorted(of_width))
+        return x
+
+    call = MoeCall(x_TH=x, weights_TK=torch.ones(6, 2), experts_TK=experts, experts=held, beside=beside)
+    run = partial(run_coarse, chunks=chunks) if chunks else run_experts
+    run(call, dispatcher=dispatcher)
+    assert found == [[(6, width), (6, width)]]  # tokens, and the sum of the routed experts
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------------------

@@ -60,6 +60,14 @@ def run_coarse(
     "all_to_all"), of which each rank needs all before it can begin.
     """
     raise_if(_problems(dispatcher, chunks), ConfigError, subject="overlap")
+    y_TH, dropped = _in_chunks(call, dispatcher, chunks, kernels, lanes)
+    return call.with_shared(y_TH), dropped  # rows that were sent are gone by now
+
+
+def _in_chunks(
+    call: MoeCall, dispatcher: Dispatcher, chunks: int, kernels: Impl, lanes: Lanes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The routed experts."""
     kept_TK = call.kept_TK(dispatcher)
     cut = _cut_capacity if dispatcher.spec.is_static else _cut_tokens
     parts = cut(call, dispatcher, kept_TK, chunks)
@@ -74,7 +82,7 @@ def run_coarse(
         y_MH = traced(dispatcher.comms, f"{call.op_prefix}experts.chunk{part.number}", compute, rows_MH, weights_M)
         returning.append(exchange.start_back(part, y_MH))
     sums = [exchange.arrive_back(part, rows) for part, rows in zip(parts, returning, strict=True)]
-    return call.with_shared(_join(sums, whole=dispatcher.spec.is_static)), parts[0].send.dropped
+    return _join(sums, whole=dispatcher.spec.is_static), parts[0].send.dropped
 
 
 def _problems(dispatcher: Dispatcher, chunks: int) -> list[Problem]:

@@ -89,7 +89,8 @@ def run_experts(
             rows_MH, weights_M, call=call, counts=sent.counts, ends_e=sent.ends_e, kernels=kernels, lanes=lanes
         )
 
-    return _in_turn(call, dispatcher, compute, needs_counts=False)
+    y_TH, dropped = _in_turn(call, dispatcher, compute, needs_counts=False)
+    return call.with_shared(y_TH), dropped  # rows that were sent are gone by now
 
 
 def rows_of_experts(
@@ -139,7 +140,8 @@ def run_exact(
             lanes=lanes,
         )
 
-    return _in_turn(call, dispatcher, compute, needs_counts=True)
+    y_TH, dropped = _in_turn(call, dispatcher, compute, needs_counts=True)
+    return call.with_shared(y_TH), dropped
 
 
 def _in_turn(
@@ -149,7 +151,7 @@ def _in_turn(
     *,
     needs_counts: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dispatch, experts, combine, then the shared expert."""
+    """Dispatch, experts, combine."""
     sent = dispatcher.dispatch(
         call.x_TH,
         call.weights_TK,
@@ -167,4 +169,4 @@ def _in_turn(
         return compute(rows_MH, weights_M, sent)
 
     rows_MH = traced(dispatcher.comms, call.op_prefix + "experts", experts, sent.rows_MH, sent.weights_M)
-    return call.with_shared(dispatcher.combine(rows_MH, sent.state)), sent.dropped
+    return dispatcher.combine(rows_MH, sent.state), sent.dropped
