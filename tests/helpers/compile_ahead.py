@@ -35,7 +35,7 @@ INTS = {
 }  # fmt: skip
 ALIGNED = DATA | {
     "x_stride", "y_stride", "h_stride", "buffer_stride", "out_stride", "w_slot_stride", "w_col_stride",
-    "w_depth_stride", "depth", "columns",
+    "w_depth_stride", "depth", "columns", "block_columns",
 }  # fmt: skip
 """Arguments that are multiples of 16 for any model one would train: Triton builds such kernels when it is called with them."""
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -54,6 +54,8 @@ class Compiled:
     """Of each program."""
     wgmma: int
     """Matrix instructions of Hopper in the code."""
+    narrow: int
+    """Loads, stores and copies of two bytes: tensors of bf16 element by element."""
     acquires_sys: int
     """Reads of flags at system scope."""
     releases_sys: int
@@ -74,8 +76,8 @@ def compile_ahead(
     """Compile kernel `name` of KERNELS for compute capability `capability` (90 is Hopper) and say what came out. `transposed`: weights as the backward pass has them."""
     kernel, send = KERNELS[name], SendShape() if send is None else send
     constants: dict[str, Any] = {
-        "ROW_TILES": tile.row_tiles, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EVEN_K": True,
-        "WAIT": wait, "WIDEN": False, "COPIES": copies, "RANKS": ranks, "BLOCK_E": send.entries, "BLOCK_C": send.columns,
+        "ROW_TILES": tile.row_tiles, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth,
+        "EVEN_K": True, "BY_DEPTH": not transposed, "WAIT": wait, "WIDEN": False, "COPIES": copies, "RANKS": ranks, "BLOCK_E": send.entries, "BLOCK_C": send.columns,
         "CHUNK": send.chunk, "w_col_stride" if transposed else "w_depth_stride": 1,
     }  # fmt: skip
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
@@ -93,6 +95,7 @@ def compile_ahead(
         name=name,
         shared_bytes=built.metadata.shared,
         wgmma=ptx.count("wgmma.mma_async"),
+        narrow=len(re.findall(r"(?:ld|st)\.global\.\S*\bb16", ptx)),
         acquires_sys=len(re.findall(r"sys\.acquire|acquire\.sys", ptx)),
         releases_sys=len(re.findall(r"sys\.release|release\.sys", ptx)),
         **resources(built.asm["cubin"]),

@@ -27,7 +27,7 @@ from phalanx.kernels.triton.first_product import Arrivals, fused_first
 from phalanx.kernels.triton.layer import begin, compute, finish, route, send
 from phalanx.kernels.triton.second_product import Division
 from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory, symmetric_arena
-from phalanx.kernels.triton.tiles import TileShape, check_status, is_interpreted
+from phalanx.kernels.triton.tiles import TileShape, check_status, is_interpreted, product_problems
 from phalanx_lab.bench.layer.virtual import tell_virtual, virtual_arenas
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="Triton was told to compile (TRITON_INTERPRET=0)")
@@ -276,6 +276,15 @@ def test_all_problems_with_operands_are_named() -> None:
     assert "tile.rows = 24: must be a power of two" in str(caught.value)
 
 
+def test_weights_whose_places_32_bits_cannot_count_are_refused() -> None:
+    order = Receiver(layer(Case())).order.problems_J4
+    for columns, problems in ((2**15 - 1, 0), (2**15 + 1, 1)):  # of 2**16 elements each
+        weights = torch.empty(2, columns, 2**16, device="meta")
+        for w, depth in ((weights, 2**16), (weights.mT, columns)):
+            found = product_problems(torch.empty(1, depth, device="meta"), w, order, TileShape(), name="x")
+            assert ["2**31" in x.rule for x in found] == problems * [True]
+
+
 def test_a_division_that_leaves_nobody_to_compute_or_send_is_refused() -> None:
     made = layer(Case())
     with pytest.raises(PlanError, match=r"division\.senders = 2: some programs must compute; 0 to 1"):
@@ -371,7 +380,7 @@ SHARED_LIMIT = 227 * 1024
 
 
 def test_the_kernels_compile_for_hopper() -> None:
-    """With the tiles that real layers use, and with weights as the backward pass has them: down to machine code, nothing spilled, matrix instructions of Hopper, flags read and raised system-wide."""
+    """With the tiles that real layers use, and with weights as the backward pass has them: down to machine code, nothing spilled, no tensor moved element by element, matrix instructions of Hopper, flags read and raised system-wide."""
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "0"},
@@ -382,7 +391,7 @@ def test_the_kernels_compile_for_hopper() -> None:
     built = json.loads(done.stdout)
     assert set(built) == {"first", "second", "send", "add_ranks", "first transposed", "second transposed"}
     for kernel in built.values():
-        assert kernel["local_bytes"] == 0 and kernel["registers"] <= 255, kernel
+        assert kernel["local_bytes"] == 0 and kernel["registers"] <= 255 and kernel["narrow"] == 0, kernel
         assert kernel["shared_bytes"] <= SHARED_LIMIT, kernel
     assert all(kernel["wgmma"] for name, kernel in built.items() if name.startswith(("first", "second")))
     assert built["first"]["acquires_sys"] and built["add_ranks"]["acquires_sys"]

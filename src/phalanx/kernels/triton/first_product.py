@@ -68,7 +68,7 @@ def fused_first(
         order.problems_J4, order.num_problems, arrivals.flags_F, arrivals.flags_F.numel(), arrivals.epoch_1, patience,
         arrivals.status_2, x_RK.shape[1], w_eNK.shape[1],
         ROW_TILES=tile.row_tiles, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth,
-        EVEN_K=x_RK.shape[1] % tile.depth == 0, WAIT=wait,
+        EVEN_K=x_RK.shape[1] % tile.depth == 0, BY_DEPTH=w_eNK.stride(2) == 1, WAIT=wait,
         WIDEN=is_interpreted(), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out_MN

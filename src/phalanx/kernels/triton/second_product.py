@@ -124,7 +124,7 @@ def fused_second(
         arena.rank, spec.ranks, spec.capacity, -(-spec.capacity // shape.chunk), h_Mf.shape[1], spec.columns,
         spec.block_columns, spec.blocks, compute, 0 if division.help else compute,
         ROW_TILES=tile.row_tiles, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth,
-        EVEN_K=h_Mf.shape[1] % tile.depth == 0, WIDEN=is_interpreted(),
+        EVEN_K=h_Mf.shape[1] % tile.depth == 0, BY_DEPTH=w_eHf.stride(2) == 1, WIDEN=is_interpreted(),
         COPIES=copies, BLOCK_E=shape.entries, BLOCK_C=shape.columns, CHUNK=shape.chunk,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -93,6 +93,9 @@ def product_problems(
     if x.dim() != 2 or w_eNK.dim() != 3 or x.shape[-1] != w_eNK.shape[-1]:
         shapes = f"{tuple(x.shape)}, {tuple(w_eNK.shape)}"
         found.append(Problem(where=f"{name}, weights", value=shapes, rule="must be (rows, K) and (slots, N, K)"))
+    elif (w_eNK.shape[1] - 1) * w_eNK.stride(1) + (w_eNK.shape[2] - 1) * w_eNK.stride(2) >= 2**31:
+        rule = "one expert's must span fewer than 2**31 elements: kernels count places of weights in 32 bits"
+        found.append(Problem(where="weights", value=tuple(w_eNK.shape), rule=rule))
     if x.stride(-1) != 1:
         found.append(Problem(where=f"{name}.stride(-1)", value=x.stride(-1), rule="must be 1", hint="contiguous()"))
     if problems_J4.dim() != 2 or problems_J4.shape[-1] != 4 or problems_J4.dtype != torch.int32:

@@ -21,7 +21,7 @@ def first_kernel(
     x, x_stride, entry_of_row, w, w_slot_stride, w_col_stride, w_depth_stride, y, y_stride,
     problems, num_problems, flags, num_flags, epoch_at, patience, status, depth, columns,
     ROW_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, WAIT: tl.constexpr, WIDEN: tl.constexpr,
+    EVEN_K: tl.constexpr, BY_DEPTH: tl.constexpr, WAIT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """`y[m] = x[entry_of_row[m]] @ w[slot of m].T` for the rows of all problems. WAIT = False is the same product without looking at flags."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -42,11 +42,10 @@ def first_kernel(
             row_M = row0 + tl.arange(0, BLOCK_M)
             entry_M = tl.load(entry_of_row + first + tl.minimum(row_M, rows - 1))
             col_N = (tile % tiles_of_problem) // ROW_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
-            safe_N = tl.minimum(col_N, columns - 1)
             w_slot = w + slot.to(tl.int64) * w_slot_stride
             total_MN = product_tile(
-                x, entry_M, x_stride, w_slot, safe_N, w_col_stride, w_depth_stride, depth,
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, WIDEN,
+                x, entry_M, x_stride, w_slot, col_N, columns, w_col_stride, w_depth_stride, depth,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, BY_DEPTH, WIDEN,
             )  # fmt: skip
             y_ptrs = y + (first + row_M).to(tl.int64)[:, None] * y_stride + col_N[None, :]
             here = (row_M < rows)[:, None] & (col_N < columns)[None, :]

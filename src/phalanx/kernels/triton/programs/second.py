@@ -22,7 +22,7 @@ def compute_tiles(
     h, h_stride, w, w_slot_stride, w_col_stride, w_depth_stride, y, y_stride, problems, num_problems, tiles_done,
     program, programs, depth, columns, block_columns, blocks,
     ROW_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    WIDEN: tl.constexpr,
+    BY_DEPTH: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Tiles of this program: all problems of block 0, then of block 1, ..."""
     tiles_of_problem = ROW_TILES * tl.cdiv(block_columns, BLOCK_N)
@@ -37,17 +37,19 @@ def compute_tiles(
         row0 = (in_block % ROW_TILES) * BLOCK_M
         if row0 < rows:
             row_M = row0 + tl.arange(0, BLOCK_M)
-            local_N = (in_block % tiles_of_problem) // ROW_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
-            col_N = block * block_columns + local_N
-            is_col_N = (local_N < block_columns) & (col_N < columns)
+            first_col = block * block_columns
+            col_N = first_col + (in_block % tiles_of_problem) // ROW_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+            last_col = tl.minimum(first_col + block_columns, columns)
             w_slot = w + slot.to(tl.int64) * w_slot_stride
             total_MN = product_tile(
                 h, first + tl.minimum(row_M, rows - 1), h_stride,
-                w_slot, tl.minimum(col_N, columns - 1), w_col_stride, w_depth_stride, depth,
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, WIDEN,
+                w_slot, col_N, last_col, w_col_stride, w_depth_stride, depth,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, BY_DEPTH, WIDEN,
             )  # fmt: skip
             y_ptrs = y + (first + row_M).to(tl.int64)[:, None] * y_stride + col_N[None, :]
-            tl.store(y_ptrs, total_MN.to(y.dtype.element_ty), mask=(row_M < rows)[:, None] & is_col_N[None, :])
+            tl.store(
+                y_ptrs, total_MN.to(y.dtype.element_ty), mask=(row_M < rows)[:, None] & (col_N < last_col)[None, :]
+            )
         count_done(tiles_done + block)
 
 
@@ -58,7 +60,7 @@ def send_sums(
     COPIES: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Sum and store entries `entry..chunk_end` of `peer`, columns `first_col..last_col`, at this rank's place in the peer's buffer."""
-    buffer = tl.load(buffer_table + peer).to(tl.pointer_type(source.dtype.element_ty))
+    buffer = tl.multiple_of(tl.load(buffer_table + peer).to(tl.pointer_type(source.dtype.element_ty)), 16)
     last_entry = tl.minimum(chunk_end, tl.load(counts + peer))
     while entry < last_entry:
         entry_E = entry + tl.arange(0, BLOCK_E)
@@ -83,7 +85,7 @@ def second_kernel(
     tiles_done, sent, next_task, patience, status,
     rank, ranks, capacity, chunks, depth, columns, block_columns, blocks, compute_programs, first_sender,
     ROW_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    WIDEN: tl.constexpr,
+    BY_DEPTH: tl.constexpr, WIDEN: tl.constexpr,
     COPIES: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`y = h @ w[slot].T`, then for each source's entry the sum of its copies into that source's buffer, block by block."""
@@ -92,7 +94,7 @@ def second_kernel(
         compute_tiles(
             h, h_stride, w, w_slot_stride, w_col_stride, w_depth_stride, y, y_stride, problems, num_problems,
             tiles_done, program, compute_programs, depth, columns, block_columns, blocks,
-            ROW_TILES, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, WIDEN,
+            ROW_TILES, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, BY_DEPTH, WIDEN,
         )  # fmt: skip
     if program >= first_sender:
         epoch = tl.load(epoch_at)
