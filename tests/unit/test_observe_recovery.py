@@ -27,7 +27,7 @@ from phalanx.core.events import (
 from phalanx.observe.event_log import encode, log_path
 from phalanx.observe.metrics import samples
 from phalanx.observe.recorded.lanes import read_recording
-from phalanx.observe.recorded.recovery import read_run, recovery_spans, recovery_trace
+from phalanx.observe.recorded.recovery import LOOK_BYTES, read_run, recovery_spans, recovery_trace
 
 AT = 1_800_000_000.0
 
@@ -68,6 +68,20 @@ def a_run(folder: Path) -> Path:
                 (8.0, RunEnded(step=5, reason="interrupted", seconds=8.0))],
         },
     )  # fmt: skip
+
+
+@pytest.mark.unit
+def test_a_run_that_became_elastic_later(tmp_path: Path) -> None:
+    """It began under a launcher that starts and ends its ranks, with more steps than a look at the beginning sees, and was resumed by one that heals."""
+    steps = [(s / 1000, ended(s)) for s in range(1, 301)]
+    first, lost = formed(1, 300, members=2, why="the run begins", moved_bytes=0), formed(2, 301, members=1)
+    both: list[tuple[float, Event]] = [(0.0, started()), *steps[:200], (0.2005, started(step=200)), *steps[200:],
+                                       (1.0, started(step=300)), (1.1, first), (1.2, ended(301))]  # fmt: skip
+    folder = write(tmp_path, {0: [*both, (1.3, lost), (1.4, ended(302))], 1: both})
+    assert log_path(folder, 0).stat().st_size > 2 * LOOK_BYTES
+    course = read_run(folder)
+    assert [r.generation for r in course.recoveries] == [2] and len(course.history.steps) == 302
+    assert course.history.starts == 3
 
 
 @pytest.mark.unit

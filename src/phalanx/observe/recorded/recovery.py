@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.reading import open_regular
+from phalanx.core.reading import lines_of, open_regular
 from phalanx.core.trace_file import TraceFile
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe import History, Record, apply, log_path, read_events, read_history
 
+TEAM = b'"kind":"TeamFormed"'
 LOOK_BYTES = 65536
 """A member tells of its first team before its first step."""
 PHASES = ("told_s", "noticed_s", "formed_s", "built_s", "moved_s")
@@ -95,14 +96,15 @@ def logs_of(folder: Path) -> dict[int, Path]:
     return {int(m[1]): log_path(folder, int(m[1])) for m in sorted(filter(None, names), key=lambda m: int(m[1]))}
 
 
-def _begin(path: Path) -> bytes:
+def _tells_of_teams(path: Path, *, whole: bool) -> bool:
     with open_regular(path) as file:
-        return file.read(LOOK_BYTES)
+        begin = file.read(LOOK_BYTES)
+        return TEAM in begin or (whole and any(TEAM in line for line in lines_of(file)))
 
 
 def is_elastic(folder: Path) -> bool:
-    """Whether its members reported teams."""
-    return any(b'"kind":"TeamFormed"' in _begin(path) for path in logs_of(folder).values())
+    """Whether its members reported teams: at the beginning of a log, or later in the first one, where a run became elastic."""
+    return any(_tells_of_teams(path, whole=not at) for at, path in enumerate(logs_of(folder).values()))
 
 
 def read_run(folder: Path) -> Course:
@@ -117,8 +119,14 @@ def merged(logs: Sequence[Sequence[Record]]) -> Course:
     course, reader = Course(), _Reader()
     for record in sorted((r for log in logs for r in log), key=lambda r: r["time_s"]):
         reader.take(course, record)
-    course.history.starts = reader.program + 1  # of the run: members come and go in each
+    # of the run: members come and go in each start that forms a team, and the first log tells of the others
+    course.history.starts = reader.program + 1 + (_starts_without_team(logs[0]) if logs else 0)
     return course
+
+
+def _starts_without_team(log: Sequence[Record]) -> int:
+    kinds = [r["kind"] for r in log if r["kind"] in ("RunStarted", "TeamFormed")]
+    return sum(kind == after == "RunStarted" for kind, after in zip(kinds, [*kinds[1:], "RunStarted"], strict=True))
 
 
 class _Reader:
