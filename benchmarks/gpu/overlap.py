@@ -91,6 +91,9 @@ TILES = {
     "128x128x64, 4 stages": TileShape(columns=128, stages=4),
     "128x256x64, problems of 1024 rows": TileShape(row_tiles=8),
 }
+SENDS = {f"{entries} entries x {columns}": SendShape(entries=entries, columns=columns)
+         for entries, columns in ((8, 256), (8, 512), (16, 256), (16, 512))}  # fmt: skip
+"""What a program sends at a time: how many bytes it has on their way."""
 FREE = (4, 8, 16, 32)
 """Multiprocessors that the first product leaves to copies and idle kernels."""
 
@@ -356,12 +359,15 @@ def divide(state: dict[str, Any]) -> dict[str, Any]:
     nothing, none = torch.zeros_like(rank.told.counts_P), torch.zeros_like(order.num_problems)
 
     def run(
-        senders: int, *, programs: int = num_sms, counts: torch.Tensor = rank.told.counts_P, work: Arranged = order
-    ) -> float:
+        senders: int, *, programs: int = num_sms, counts: torch.Tensor = rank.told.counts_P, work: Arranged = order,
+        shape: SendShape | None = None,
+    ) -> float:  # fmt: skip
         how = Division(programs=programs, senders=senders)
         rank.next_call()
         return median_s(
-            lambda: fused_second(h, rank.w2, work, counts, rank.arena, division=how, tile=tile, out_MH=out),
+            lambda: fused_second(
+                h, rank.w2, work, counts, rank.arena, division=how, tile=tile, shape=shape, out_MH=out
+            ),
             repeat=5,
             warm=1,
         )
@@ -375,13 +381,17 @@ def divide(state: dict[str, Any]) -> dict[str, Any]:
         programs=num_sms, tiles=tiles, tile_s=compute_s / waves, blocks=BLOCKS, sender_s=one_sends_s, link_s=all_send_s
     )
     swept = {senders: run(senders) for senders in (*range(0, 33), *range(36, num_sms // 2, 4))}
+    by_shape = {
+        name: {"all_send_s": run(0, work=idle, shape=shape), "one_sends_s": run(0, work=idle, programs=1, shape=shape)}
+        for name, shape in SENDS.items()
+    }
     check_status(rank.arena.status_2)
     best, chosen = min(swept, key=lambda n: swept[n]), division(cost)
     chosen_s = swept[chosen] if chosen in swept else run(chosen)
     return {
         "compute_s": compute_s, "all_send_s": all_send_s, "one_sends_s": one_sends_s, "swept_s": swept, "best": best,
         "chosen": chosen, "chosen_over_best": chosen_s / swept[best], "predicted_s": predicted_s(cost, chosen),
-        "measured_s": chosen_s, "speedup_vs_no_overlap": swept[0] / chosen_s,
+        "sends_by_shape": by_shape, "measured_s": chosen_s, "speedup_vs_no_overlap": swept[0] / chosen_s,
     }  # fmt: skip
 
 
