@@ -144,8 +144,8 @@ def test_two_commands_train_on_own_texts(tmp_path: Path) -> None:
     words = f"{command.replace('.venv/bin/phalanx', str(program))} {few}"
     done = subprocess.run(["sh", "-euc", words], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "bpe" in (tmp_path / "runs/laptop/recipe.toml").read_text()
-    kept = sorted(p.name for p in (tmp_path / "runs/laptop/checkpoints").glob("step-*"))
+    assert "bpe" in (tmp_path / "runs/mine/recipe.toml").read_text()
+    kept = sorted(p.name for p in (tmp_path / "runs/mine/checkpoints").glob("step-*"))
     assert len(kept) == 1 and int(kept[0].removeprefix("step-")) == 2
 
 

@@ -155,6 +155,11 @@ def test_plans_and_predictions_start_nothing() -> None:
     plan = phalanx.make_plan("recipes/tiny.toml", {"folding.ep": 2}, ranks=4)
     assert (plan.folding.ep, plan.ranks, len(plan.memory_bytes)) == (2, 4, 1) and "4 ranks" in plan.explain()
     assert plan.to_dict()["parameters"] == plan.spec.num_params
+    alone = phalanx.make_plan("recipes/tiny.toml", {"launch.ranks": 2})  # each rank is a host: experts need two holders
+    assert alone.folding.label() == "dp2|edp2" and alone.explain().endswith(f"elastic      {alone.elastic}")
+    assert "are replaced" in alone.elastic and phalanx.make_plan("recipes/tiny.toml", ranks=1).elastic.startswith(
+        "no: "
+    )
     best = phalanx.search("olmoe-1b-7b", "h100x8", global_batch=64).best[0]
     predicted = phalanx.predict("recipes/tiny.toml", "h100x4", {"train.global_batch": 32})
     assert best.fits and predicted.step.seconds > 0 and phalanx.predict(None, "h100x4").step.seconds > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -11,10 +11,11 @@ from phalanx.cli.launching import Request, read_recipe
 from phalanx.cli.predicting.arguments import model_named, precision_problems
 from phalanx.cli.predicting.dry_run import describe, machine_here, rank_estimates, tokenizer_vocab
 from phalanx.cli.predicting.recipe import read_and_predict
+from phalanx.cli.predicting.room import has_room
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, nearest, of_kind, raise_if
 from phalanx.core.recipe import no_device
-from phalanx.plan import resolve_shape
+from phalanx.plan import choose_recovery, resolve_shape
 from phalanx.plan.mapping import AnyFolding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
@@ -43,7 +44,10 @@ class RunPlan:
     """What a run would do: its model, both grids of ranks, its pipeline, and the memory of its ranks."""
 
     recipe: Recipe
+    """As the run takes it: with elastic recovery where nothing speaks against it, which may choose another `folding.ep`."""
     ranks: int
+    elastic: str
+    """Whether ranks that die are replaced, in words."""
     spec: ModelSpec
     folding: AnyFolding
     """Which rank is where in the grids of attention and of experts."""
@@ -53,7 +57,7 @@ class RunPlan:
 
     def explain(self) -> str:
         """The plan in words, as the dry run prints it."""
-        return describe(self.recipe, world=self.ranks)
+        return f"{describe(self.recipe, world=self.ranks)}\nelastic      {self.elastic}"
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data."""
@@ -68,14 +72,19 @@ class RunPlan:
 
 
 def make_plan(recipe: RecipeLike = None, settings: Settings | None = None, *, ranks: int | None = None) -> RunPlan:
-    """The plan of a recipe on `ranks` (None: its launch.ranks). Raises `ConfigError` or `DataError` with every problem."""
+    """What `phalanx train` makes of a recipe on `ranks` of this machine (None: its launch.ranks). Raises `ConfigError` or `DataError` with every problem."""
     found = load_recipe(recipe, settings, ranks=ranks)
+    if ranks is not None:
+        found = replace(found, launch=replace(found.launch, ranks=ranks))
+    choice = choose_recovery(found, fits=has_room)
+    found = choice.recipe
     world = ranks or wanted_ranks(found)
     spec, folding = resolve_shape(found, world=world, tokenizer_vocab=tokenizer_vocab(found.data))
     machine = machine_here(found, local_ranks=world)
     return RunPlan(
         recipe=found,
         ranks=world,
+        elastic=choice.explain(),
         spec=spec,
         folding=folding,
         pipeline=make_pipeline(found.pipeline, spec, pp=folding.pp, seq_len=found.train.seq_len),

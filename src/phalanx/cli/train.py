@@ -83,7 +83,7 @@ def _train(request: Request) -> int:
         return _train_here(request, launched)
     except ConfigError as err:
         if launched is None and request.recipe_path is not None:
-            err = ConfigError([*err.problems, *_elsewhere(request.recipe_path)], subject=err.subject)
+            err = ConfigError([*_elsewhere(request.recipe_path), *err.problems], subject=err.subject)
         raise err from None
 
 

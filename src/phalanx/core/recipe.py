@@ -133,10 +133,11 @@ class _Reading:
             self.add(origin, raw, error.rule, error.hint)
 
     def located(self, where: str) -> str:
-        """`where` (one setting, or several with commas) as the user wrote it: of several, those that were written down."""
+        """`where` (one setting, or several with commas) as the user wrote it: of several, those that were written down, and their file once."""
         where, bracket, index = where.partition("[")
-        written = [self.origins[name] for name in where.split(", ") if name in self.origins]
-        return (", ".join(written) or where) + bracket + index
+        first, *others = [self.origins[name] for name in where.split(", ") if name in self.origins] or [where]
+        file, colon, _ = first.rpartition(": ")
+        return ", ".join([first, *(origin.removeprefix(file + colon) for origin in others)]) + bracket + index
 
     def add(self, where: str, value: object, rule: str, hint: str = "") -> None:
         self.problems.append(Problem(where=where, value=value, rule=rule, hint=hint))

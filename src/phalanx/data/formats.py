@@ -93,6 +93,9 @@ class Span:
         return (self.path.stat().st_size if self.end is None else self.end) - self.begin
 
 
+CHAT_FIELDS = frozenset({"messages", "conversations"})
+"""Where files of conversations usually have them."""
+CHAT_HINT = "records are conversations? Set data.chat_template (chatml, or the model's own)"
 CUT_SUFFIX = ".jsonl"
 """Of files that can be read from any line on."""
 
@@ -394,14 +397,23 @@ def _message(message: object) -> Message | str:
     return str(role), text
 
 
+def _field_hint(options: ReadOptions, names: Sequence[str]) -> str:
+    """What to do where a record, or a file, has other fields than the one that is to be read."""
+    if not options.conversations and not CHAT_FIELDS.isdisjoint(names):
+        return CHAT_HINT
+    return f"{options.field_hint}; {nearest(options.text_field, names)}"
+
+
 def _checked(text: object, where: str, options: ReadOptions, names: list[str], log: ProblemLog) -> str | None:
     """`text` if it is one that can be encoded."""
     field = options.text_field
     if field not in names:
-        log.report(where, names[:8], f"has no field {field!r}", f"{options.field_hint}; {nearest(field, names)}")
+        log.report(where, names[:8], f"has no field {field!r}", _field_hint(options, names))
         return None
     if not isinstance(text, str):
-        log.report(where, str(text)[:_SHOWN], f"field {field!r} must be text", "repair or remove the record")
+        shown = text if text is None or isinstance(text, (bool, int, float)) else str(text)[:_SHOWN]
+        hint = CHAT_HINT if isinstance(text, list) and field in CHAT_FIELDS else "repair or remove the record"
+        log.report(where, shown, f"field {field!r} must be text", hint)
         return None
     try:
         text.encode("utf-8")
@@ -459,9 +471,7 @@ def _no_parquet(path: Path, error: Exception) -> Problem:
 def _has_text_column(schema: pa.Schema, path: Path, options: ReadOptions, log: ProblemLog) -> bool:
     field = options.text_field
     if field not in schema.names:
-        hint = (
-            f"{options.field_hint}; {nearest(field, schema.names)}" if schema.names else "write the text into a column"
-        )
+        hint = _field_hint(options, schema.names) if schema.names else "write the text into a column"
         log.report(str(path), schema.names[:8], f"has no column {field!r}", hint)
         return False
     if schema.names.count(field) > 1:

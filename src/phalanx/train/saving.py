@@ -191,7 +191,7 @@ def read_run_state(manager: CheckpointManager, recipe: Recipe, spec: ModelSpec, 
     step = loader.check_state(state.loader, changed=changed) if state.loader else found  # an import drew no sample yet
     if step > recipe.train.steps:
         rule = f"is less than the {step} steps that this run has done"
-        hint = f"use {step} or more, or --checkpoint.step"
+        hint = f"use {step} or more, another --run.name, or --checkpoint.step to go back"
         problem = Problem(where="train.steps", value=recipe.train.steps, rule=rule, hint=hint)
         raise ConfigError([problem], subject="the recipe")
     return step

@@ -186,7 +186,8 @@ def _groups(folding: AnyFolding, device: str) -> list[str]:
     """How many process groups there are; many names share one, and on a device some ranks have a second one (`plan.mapping.step_groups`)."""
     distinct = {group for name in folding.group_names for group in folding.groups(name) if len(group) > 1}
     further = set() if device != "cuda" else {group for of in step_groups(folding).values() for group in of}
-    return [f"groups       {len(distinct) + len(further)} process groups of more than one rank"]
+    count = len(distinct) + len(further)
+    return [f"groups       {count} process group{'s' if count != 1 else ''} of more than one rank"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,8 @@ def must_stay(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Prob
         where = {"name": "model.preset", "yarn": "model.yarn_factor"}.get(name, prefix + key)
         if where == "router.bias_rate" and not (saved["router"].get(key) and current["router"].get(key)):
             problem = replace(problem, rule=f"{problem.rule}, and with 0 there are no biases of experts")
+        elif where == "model.vocab":
+            problem = replace(problem, rule=f"{problem.rule}; it follows from data.sources and data.tokenizer")
         elif where in TRAINING_ONLY:
             continue
         problems.append(replace(problem, where=where))
