@@ -162,6 +162,81 @@ def test_problems_are_computed_as_their_flags_are_there_and_a_missing_flag_is_re
         check_status(receiver.arenas[0].status_2)
 
 
+def test_a_rank_leaves_a_product_only_when_every_flag_is_up() -> None:
+    """Not one flag less, though it needs no row of the last source: who raised none may still read what the next call writes."""
+    made = layer(Case(top_k=1))
+    for slots in made.slots:
+        slots.fill_(3)
+    receiver = Receiver(made)
+    arena = receiver.arenas[0]
+    arena.arrived_F[:-1] = int(arena.epoch_1)
+    receiver.first()
+    assert arena.status_2[0] == len(arena.arrived_F)
+
+
+def test_a_rank_without_tokens_leaves_only_when_every_block_is_there() -> None:
+    made = layer(Case())
+    for slots in made.slots:
+        slots.fill_(-1)
+    receiver = Receiver(made)
+    arena, to = receiver.arenas[0], receiver.indices[0]
+    arena.done_F[:-1] = int(arena.epoch_1)
+    finish(replace(to, entry_of_token_TP=to.entry_of_token_TP[:0]), arena, shape=SHAPE)
+    assert arena.status_2[0] == len(arena.done_F)
+
+
+def test_each_block_is_waited_for_before_it_is_added_up() -> None:
+    """One program alone: another one's wait at its end would hide it."""
+    receiver = Receiver(layer(Case()))
+    arena, spec, sums = receiver.arenas[0], receiver.made.spec(), []
+    arena.returned_PCH.fill_(torch.nan)
+    shape = replace(SHAPE, send_programs=1, patience=10**9)
+    adds = threading.Thread(target=lambda: sums.append(finish(receiver.indices[0], arena, shape=shape)))
+    adds.start()
+    for block in range(spec.blocks):
+        time.sleep(0.3 + 2 * block)  # a block is added up in less
+        arena.returned_PCH[:, :, block * spec.block_columns : (block + 1) * spec.block_columns] = 1.0
+        arena.done_F.view(spec.ranks, spec.blocks)[:, block] = int(arena.epoch_1)
+    adds.join()
+    assert sums[0].isfinite().all()
+
+
+GUARDED = """
+import ctypes, math, mmap, torch
+from fused_help import TILE, Case, layer
+from test_fused_kernels import Receiver
+from phalanx.kernels.triton.first_product import Arrivals, fused_first
+
+def at_the_end_of_a_page(x):
+    size, page = x.numel() * x.element_size(), mmap.PAGESIZE
+    room = -(-size // page) * page
+    memory = mmap.mmap(-1, room + page)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(begin + room), page, 0) == 0
+    return torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=room - size).view(x.shape).copy_(x)
+
+made = layer(Case(ffn=20, hidden=40))
+receiver = Receiver(made)
+arena, weights = receiver.arenas[0], made.w13[: made.case.slots].flatten(1, 2).contiguous()
+assert weights.shape[1] % TILE.columns
+found = [
+    fused_first(
+        arena.received_PCH.flatten(0, 1).fill_(0.5), w, receiver.order, Arrivals(arena.arrived_F, arena.epoch_1, arena.status_2),
+        programs=1, tile=TILE, out_MN=torch.zeros(receiver.order.entry_of_row_M.shape[0], weights.shape[1]), wait=False,
+    )
+    for w in (weights, at_the_end_of_a_page(weights), at_the_end_of_a_page(weights.mT.contiguous()).mT)
+]
+assert all(torch.equal(found[0], other) for other in found[1:]) and found[0].abs().sum() > 0
+"""
+
+
+def test_no_weight_is_read_beyond_the_last_one() -> None:
+    """Which lie at the end of a page before one that may not be read: a GPU would stop, or not."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", GUARDED], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_a_flag_of_the_last_call_does_not_count() -> None:
     receiver = Receiver(layer(Case()))
     receiver.arenas[0].arrived_F.fill_(int(receiver.arenas[0].epoch_1) - 1)
