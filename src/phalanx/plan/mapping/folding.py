@@ -455,6 +455,8 @@ def _batch_problems(folding: Folding, *, global_batch: int, micro_batch: int) ->
     hint = f"nearest legal: {legal}"
     if unit > 0 and global_batch > 0 and global_batch % folding.dp == 0:
         hint += f", or train.micro_batch = {math.gcd(global_batch // folding.dp, micro_batch)}"
+    if micro_batch > 0 and global_batch % micro_batch == 0 and global_batch // micro_batch >= folding.dp:
+        hint += ', or resilience.mode = "fast", whose ranks may have unequal shares'
     return [Problem(where="train.global_batch", value=global_batch, rule=rule, hint=hint)]
 
 
