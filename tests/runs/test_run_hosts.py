@@ -71,6 +71,23 @@ def test_a_file_system_without_locks_has_one_run_at_a_time(folder: RunFolder, mo
         folder.lock()
 
 
+def test_a_file_that_another_process_took_over_meanwhile_stays_its_own(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, rename = folder.path / ".held", os.rename
+    held.write_text(f"{socket.gethostname()} 999999 1")  # of a process that was killed
+
+    def faster(src: Path, dst: Path) -> None:
+        held.write_text("node7 1 1")
+        rename(src, dst)
+
+    monkeypatch.setattr(fcntl, "flock", _refused)
+    monkeypatch.setattr(os, "rename", faster)
+    with pytest.raises(RunError, match="process node7 1 1"):
+        folder.lock()
+    assert held.read_text() == "node7 1 1"
+
+
 def test_a_run_folder_is_its_users_alone_unless_it_is_shared(tmp_path: Path) -> None:
     def mode(name: str) -> int:
         return stat.S_IMODE((tmp_path / "runs" / name).stat().st_mode)

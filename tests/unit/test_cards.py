@@ -17,6 +17,7 @@ from phalanx.core.recipe import load_recipe
 from phalanx.plan.mapping import plain_placement, resolve_mapping
 from phalanx.plan.model import PRESETS
 from phalanx.simulate.memory import estimate_memory
+from phalanx.simulate.memory.memory import Moment, with_idle_heap
 
 SPEC = PRESETS["qwen3-30b-a3b"]
 WORLD = 8
@@ -155,3 +156,11 @@ def test_a_start_refuses_what_no_card_holds(monkeypatch: pytest.MonkeyPatch) -> 
     assert memory_problems(small) == []
     monkeypatch.setenv("PATH", "/nowhere")
     assert memory_problems(large) == [], "nothing is known"
+
+
+def test_all_of_the_heap_that_was_ever_needed_lies_idle_beside_blocks_that_are_mapped() -> None:
+    moments = [
+        Moment(name=str(total), terms={"a": total, "heap holes": 0}, mapped=mapped)
+        for total, mapped in ((10, 0), (4, 0), (6, 3))
+    ]
+    assert [moment.total for moment in with_idle_heap(moments)] == [10, 4, 10 + 3]

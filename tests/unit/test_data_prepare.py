@@ -15,10 +15,10 @@ from tokenizers import models, pre_tokenizers
 
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import CheckpointError, DataError
-from phalanx.data import corpus, store
+from phalanx.data import corpus, preparation, store
 from phalanx.data.contents import what_changed
 from phalanx.data.loader import Loader
-from phalanx.data.preparation import prepare
+from phalanx.data.preparation import _mixed_counts, prepare
 
 pytestmark = pytest.mark.unit
 
@@ -178,6 +178,12 @@ def test_unigram_loss_of_a_mixture_follows_the_weights(tmp_path):
     assert losses[0] > losses[1] > losses[2] and losses[0] == pytest.approx(math.log(2), abs=0.25)
 
 
+def test_counts_of_a_mixture_weigh_each_side_of_a_source_by_its_own_size():
+    """Sources of equal weight count alike, however much of either is validation text."""
+    mixed = _mixed_counts([np.array([[800, 0], [200, 0]]), np.array([[0, 100], [0, 900]])], (1.0, 1.0))
+    assert mixed[:, 0].tolist() == mixed[:, 1].tolist()
+
+
 # --- Megatron
 
 
@@ -236,6 +242,37 @@ def test_other_settings_are_other_data(tmp_path, corpus_file, change):
     first = prepare(config(tmp_path, corpus_file, tokenizer="bpe:300"))
     other = prepare(config(tmp_path, corpus_file, **{"tokenizer": "bpe:300", **change}))
     assert not other.reused and other.fingerprint != first.fingerprint
+
+
+def test_a_tokenizer_is_learned_anew_from_another_part_of_the_text(tmp_path, corpus_file):
+    for fraction in (0.1, 0.5):
+        prepare(config(tmp_path, corpus_file, tokenizer="bpe:300", validation_fraction=fraction))
+    assert len(list((tmp_path / "cache" / "tokenizers").glob("[!.]*/"))) == 2
+
+
+def test_a_tokenizer_learns_nothing_from_validation_text(tmp_path, corpus_file, monkeypatch):
+    seen, train_bpe = [], preparation.train_bpe
+
+    def listen(texts, **settings):
+        return train_bpe((seen.append(text) or text for text in texts), **settings)
+
+    monkeypatch.setattr(preparation, "train_bpe", listen)
+    prepared = prepare(config(tmp_path, corpus_file, tokenizer="bpe:300", validation_fraction=0.5))
+    assert 0 < len(seen) <= prepared.train.num_documents
+
+
+def test_a_tokenizer_with_control_tokens_is_another_one(tmp_path):
+    talks = [
+        [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"word {i * i}"}] for i in range(200)
+    ]
+    path, template = tmp_path / "talks.jsonl", tmp_path / "plain.jinja"
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    template.write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
+    plain, chatml = (
+        prepare(config(tmp_path, path, tokenizer="bpe:300", chat_template=how)).tokenizer
+        for how in (str(template), "chatml")
+    )
+    assert plain.fingerprint != chatml.fingerprint
 
 
 def test_same_text_gives_the_same_data_in_another_cache(tmp_path, corpus_file):

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from phalanx.core import messages
-from phalanx.core.errors import ConfigError, PeerError, RunError
+from phalanx.core.errors import ConfigError, PeerError, Problem, RunError
 from phalanx.core.messages import MessageError, decode, encode, message
+from phalanx.runtime.processes.reports import MAX_REPORT_BYTES, _report, distance
 
 pytestmark = pytest.mark.unit
 
@@ -134,3 +135,19 @@ def test_two_types_of_one_name_are_refused() -> None:
     with pytest.raises(TypeError, match="two messages are called Inner"):
         message(Inner)
     assert messages._CLASSES["Inner"] is not Inner
+
+
+def test_reports_are_ordered_by_how_near_they_are_to_the_cause() -> None:
+    reports = [ConfigError.of("a", 1, "must be 2"), RunError("x"), "Traceback", None, PeerError("gone")]
+    assert [distance(report) for report in reports] == [0, 1, 2, 3, 4]
+
+
+def test_an_error_of_many_problems_still_fits_a_report() -> None:
+    problems = [Problem(where=f"a{i}", value=None, rule="x" * 1000) for i in range(50)]
+    report = _report(ConfigError(problems))
+    assert len(report) <= MAX_REPORT_BYTES and isinstance(decode(report), RunError)
+
+
+def test_of_a_traceback_that_is_too_long_for_a_report_the_end_is_told() -> None:
+    report = _report(ValueError("x" * MAX_REPORT_BYTES + " the end"))
+    assert len(report) <= MAX_REPORT_BYTES and "the end" in decode(report)

@@ -60,7 +60,7 @@ def test_json_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("text", "rule"),
-    [("a = ", "is not TOML"), ("a = " + "[" * 5000, "lists and tables"), ("a = " + "9" * 4000, "64 digits"), ("a = " + "9" * 5000, "is not TOML"), ("a." * 50 + "b = 1", "more than 40 dots in a key"), ("[" + "a." * 50 + "b]", "dots"),
+    [("a = ", "is not TOML"), ("a = " + "[" * 5000, "lists and tables"), ("a = " + "9" * 4000, "64 digits"), ("a = -1" + "0" * 70, "64 digits"), ("a = " + "9" * 5000, "is not TOML"), ("a." * 50 + "b = 1", "more than 40 dots in a key"), ("[" + "a." * 50 + "b]", "dots"),
      ("1.1" * 50 + " = 1", "a.toml:1 .* dots"), ("'.'." * 50 + "b = 1", "dots"), ("a . " * 50 + "b = 1", "dots"), ('k = ["""\nx""", {' + "a." * 50 + 'b = 1}, ""]', "a.toml:2 .* dots"),
      ("k = ['''\n'x''''', {" + "a." * 50 + "b = 1}]", "dots"), ('k = ["\\"", {' + "a." * 50 + "b = 1}]", "dots")],
 )  # fmt: skip
@@ -170,6 +170,12 @@ def test_types_are_made() -> None:
 def test_types_that_do_not_fit_are_named_by_place(change: dict[str, Any], where: str) -> None:
     with pytest.raises(MalformedError, match=where):
         typed({"kind": "a", "pairs": [], **change}, Outside, where="o")
+
+
+def test_a_truth_value_is_no_number_that_it_equals() -> None:
+    assert typed(1, Literal[0, 1], where="o") == 1
+    with pytest.raises(MalformedError):
+        typed(True, Literal[0, 1], where="o")
 
 
 def test_nothing_steers_a_terminal() -> None:

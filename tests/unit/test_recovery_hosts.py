@@ -10,8 +10,11 @@ import pytest
 from recovery_plan_help import after, new_member, planner, shuffled, tiny
 from tiers import times
 
+from phalanx.plan.mapping import LayerPlacements
 from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.placement import Placement
 from phalanx.plan.recovery.devices import num_holding
+from phalanx.plan.recovery.experts import num_with_replicas
 from phalanx.plan.recovery.generation import GenerationPlan
 from phalanx.plan.recovery.planner import RecoveryPlanner
 from phalanx.plan.recovery.recipe import recovery_problems
@@ -167,6 +170,23 @@ def test_an_idle_member_of_another_machine_takes_no_copies_from_those_of_one() -
     assert found.idle == ("host1.9.x",) and found.hosts == plan.hosts == (0, 1, 2, 3) and found.holders == 2
     for lost in found.uids[:4]:
         assert run.plan(after(found, lost=[lost])).missing == ()
+
+
+def test_an_idle_member_of_another_rack_takes_no_copies_from_those_of_one_machine() -> None:
+    def in_racks(facts: list[Fact]) -> list[Fact]:
+        return [replace(fact, rack=f"r{fact.machine}") for fact in facts]
+
+    run = planner(Folding(world=4, tp=2), floor=2, zero=1)
+    plan = run.plan(in_racks([new_member(i) for i in range(4)]))
+    found = run.plan(in_racks([*after(plan), new_member(9, machine=1)]))
+    assert found.idle == ("host1.9.x",) and found.hosts == plan.hosts == (0, 1, 2, 3) and found.racks == ()
+
+
+def test_the_layer_whose_experts_the_fewest_hosts_hold_counts() -> None:
+    two, one = (Placement(num_experts=2, slots=(stage,)) for stage in (((0, 1), (0, 1)), ((0, 0), (1, 1))))
+    for layers in ({0: two, 1: one}, {0: one, 1: two}):
+        assert num_with_replicas(LayerPlacements(layers=layers), (0, 1)) == 1
+    assert num_with_replicas(LayerPlacements(layers={0: two}), (0, 1)) == 2
 
 
 def test_holders_of_replicas_are_counted() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoint_help import run_state
+from checkpoint_help import run_state, small_spec
 
 from phalanx.core.config import CheckpointConfig, LaunchConfig, Recipe
 from phalanx.core.errors import CheckpointError, FinalError, RunError
@@ -34,7 +35,7 @@ from phalanx.train.resume import (
     trained_text,
 )
 from phalanx.train.saving import Saving
-from phalanx.train.setup.run_folder import RunFolder
+from phalanx.train.setup.run_folder import RunFolder, choose_checkpoint
 
 pytestmark = pytest.mark.unit
 
@@ -215,3 +216,12 @@ def test_a_checkpoint_of_stages_with_foldings_of_their_own_is_read() -> None:
     written = run_state(4, folding=parse_stages(["tp1", "dp2.ep2"]).to_dict())
     read = parse_state(written.to_json(), where="run_state.json")
     assert read.folding["pp"] == 2 and read.folding["stages"][1]["ep"] == 2
+
+
+def test_a_checkpoint_of_another_model_is_not_chosen(tmp_path: Path) -> None:
+    run, spec = RunFolder(tmp_path), small_spec()
+    run.checkpoints.begin(1)
+    run.checkpoints.commit(run_state(1, spec))
+    assert choose_checkpoint(run, spec, None)[1] == 1
+    with pytest.raises(CheckpointError, match="must stay"):
+        choose_checkpoint(run, replace(spec, norm_eps=10 * spec.norm_eps), None)

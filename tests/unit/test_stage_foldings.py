@@ -159,6 +159,14 @@ def test_batches_must_be_shared_evenly() -> None:
     assert isinstance(folding, StagedFolding) and folding.replicas == 2
 
 
+def test_a_micro_batch_is_shared_by_the_ranks_of_each_stage() -> None:
+    """By two and by three, so that neither number alone is enough."""
+    config = FoldingConfig(stages=("dp2", "dp3"))
+    with pytest.raises(ConfigError) as caught:
+        resolve_mapping(config, TINY, world=5, seq_len=64, global_batch=3, micro_batch=3)
+    assert [(p.where, p.hint) for p in caught.value.problems] == [("train.micro_batch", "nearest legal: 6")]
+
+
 def test_a_recipe_says_stages_and_nothing_beside_them() -> None:
     args = ["--folding.stages", ",".join(ISSUE), "--launch.ranks", "9"]
     recipe = load_recipe(None, args, check=lambda r: run_problems(r, world=9))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
+from phalanx.kernels.cpu.checked_attention import check_backward
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.products import EVERY, ProductSums, reference_deviation, stands_alone, stands_out, tolerance_of
 from phalanx.kernels.cpu.words import WORDS, phase_of, reference_word_sum, word_sum
@@ -94,6 +97,40 @@ def test_a_wrong_element_is_found_in_each_product(dtype: torch.dtype, impl: str,
         found = sums.take()
         assert found and found[0].place == place, place
         assert place in str(found[0])
+
+
+@pytest.mark.parametrize("late", (True, False))
+@pytest.mark.parametrize("compiled", (True, False))
+def test_every_product_of_experts_is_checked_as_often_as_the_others(compiled: bool, late: bool) -> None:
+    seen = Counter[str]()
+
+    class Listening(ProductSums):
+        looks_late = late
+
+        def check(self, place, c_mn, *factors, **kept):  # type: ignore[no-untyped-def]
+            seen[place] += 1
+
+    compute(Lanes(1, rows=compiled_rows() if compiled else None, sums=Listening()), torch.float32)
+    times = seen["experts, first projection, forward"]
+    assert times > 0 and {place: n for place, n in seen.items() if place.startswith("experts")} == {
+        f"experts, {projection} projection, {product}": times
+        for projection in ("first", "second")
+        for product in ("forward", "input gradient", "weight gradient")
+    }
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_wrong_element_is_found_in_each_gradient_of_attention(which: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 48, h, 16, requires_grad=True) for h in (4, 2, 2))
+    out = causal_attention(q, k, v, ((48,), (20, 28)), impl="reference")
+    d_out, sums = torch.randn_like(out), ProductSums()
+    grads = torch.autograd.grad(out, (q, k, v), d_out)
+    check_backward(sums, q, k, d_out, grads)
+    assert sums.take() == []
+    grads[which][0, 3, 1, 2] += 100.0
+    check_backward(sums, q, k, d_out, grads)
+    assert len(sums.take()) == 1
 
 
 def test_the_compiled_sums_are_those_of_plain_operations() -> None:
