@@ -309,7 +309,8 @@ def _print_table(reports: list[Any], result: dict[str, Any], console: Console) -
                 console.print(f"  and {len(report.failures) - SHOWN_FAILURES} more")
     bad = sum(bool(r.failures) for r in reports)
     verdict = f"[red]{bad} of {len(reports)} cases differ[/]" if bad else f"all {len(reports)} cases agree"
-    console.print(f"{verdict}, {result['mappings']} mappings, {result['seconds']:.1f} s")
+    mappings = "1 mapping" if result["mappings"] == 1 else f"{result['mappings']} mappings"
+    console.print(f"{verdict}, {mappings}, {result['seconds']:.1f} s")
     if result["replica_max_over_mean"]:
         with_them, without = result["replica_max_over_mean"]
         console.print(
