@@ -203,7 +203,6 @@ def test_groups_are_made_where_connecting_one_of_them_takes_long_on_a_device(whe
         time.sleep(0.1 + rendezvous.CONSTRUCT_S if dist.get_process_group_ranks(group) == [0, 1] else 0)
 
     def work(rank: int, keys: Keys, folder: Path) -> None:
-        rendezvous.CONSTRUCT_S = 0.5  # type: ignore[misc]
         rendezvous.connect = slow  # type: ignore[assignment]
         rendezvous.nccl_backends = lambda groups: groups if where == "device" else []  # type: ignore[assignment]
         team = connect(keys, generation(keys, [0, 1, 2, 3], 1), rank)
