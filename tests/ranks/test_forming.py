@@ -200,7 +200,7 @@ def test_groups_are_made_where_connecting_one_of_them_takes_long_on_a_device(whe
     """Ranks 0 and 1 connect for longer than the making of a group may take, 2 and 3 at once, and then all make another one."""
 
     def slow(group: dist.ProcessGroup, *_: Any) -> None:
-        time.sleep(0.1 + rendezvous.CONSTRUCT_S if dist.get_process_group_ranks(group) == [0, 1] else 0)
+        time.sleep(1.0 + rendezvous.CONSTRUCT_S if dist.get_process_group_ranks(group) == [0, 1] else 0)
 
     def work(rank: int, keys: Keys, folder: Path) -> None:
         rendezvous.connect = slow  # type: ignore[assignment]
