@@ -210,14 +210,16 @@ def test_groups_are_made_where_connecting_one_of_them_takes_long_on_a_device(whe
             for ranks in ((0, 1), (2, 3), (0, 2), (1, 3)):
                 team.groups.get(ranks)
             said = "made"
-        except RuntimeError:
-            said = "not made"
+        except RuntimeError as error:
+            said = f"not made: {error}"
         (folder / f"said-{rank}").write_text(said)
+        while len([*folder.glob("said-*")]) < 4:  # a peer may still be at the end of the last one
+            time.sleep(0.01)
         team.drop()
 
     assert together(work, 4, tmp_path) == dict.fromkeys(range(4), 0)
     said = {path.read_text() for path in tmp_path.glob("said-*")}
-    assert said == {"made"} if where == "device" else "not made" in said
+    assert said == {"made"} if where == "device" else any(text.startswith("not made: ") for text in said), said
 
 
 def test_a_member_that_dies_while_groups_are_made_costs_no_timeout(tmp_path: Path) -> None:
