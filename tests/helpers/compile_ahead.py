@@ -55,7 +55,7 @@ class Compiled:
     wgmma: int
     """Matrix instructions of Hopper in the code."""
     narrow: int
-    """Loads, stores and copies of two bytes: tensors of bf16 element by element."""
+    """Loads and stores of two bytes: tensors of bf16 element by element."""
     acquires_sys: int
     """Reads of flags at system scope."""
     releases_sys: int

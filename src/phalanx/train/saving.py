@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import CheckpointError, ConfigError, Problem
+from phalanx.core.errors import CheckpointError, ConfigError
 from phalanx.core.events import CheckpointSaved, Emit, Note
 from phalanx.core.reading import parse_table
 from phalanx.core.recipe import dump_recipe
@@ -192,8 +192,7 @@ def read_run_state(manager: CheckpointManager, recipe: Recipe, spec: ModelSpec, 
     if step > recipe.train.steps:
         rule = f"is less than the {step} steps that this run has done"
         hint = f"use {step} or more, another --run.name, or --checkpoint.step to go back"
-        problem = Problem(where="train.steps", value=recipe.train.steps, rule=rule, hint=hint)
-        raise ConfigError([problem], subject="the recipe")
+        raise ConfigError.of("train.steps", recipe.train.steps, rule, hint, subject="the recipe")
     return step
 
 
